@@ -1,0 +1,34 @@
+"""The errors this project raises on purpose. Each message says what was wrong, the value, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class AgentR1Error(Exception):
+    """Base of everything raised deliberately; the command line prints it without a traceback."""
+
+
+class ConfigError(AgentR1Error, ValueError):
+    """The description of a run is wrong. Raised before any model is loaded."""
+
+
+class DataError(AgentR1Error, ValueError):
+    """A task row, a trajectory file or a checkpoint cannot be read as what it claims to be."""
+
+
+class RolloutError(AgentR1Error, RuntimeError):
+    """Sampling broke as a whole: too many episodes of one batch failed."""
+
+
+class TrainingError(AgentR1Error, RuntimeError):
+    """Learning broke as a whole: several updates in a row were not finite."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The tail of an 'unknown name' message: the nearest known name, then all of them."""
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} Choose one of: {', '.join(names) or '(none)'}"

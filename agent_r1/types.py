@@ -1,0 +1,195 @@
+"""The nouns of the pipeline: one frozen type per arrow, standard library only.
+
+    TaskRow --flow--> Trajectory[Step] --reward--> scored Group --advantages--> CreditedTrajectory --> batch
+
+A trajectory is a sequence of transitions of a step-level MDP: the state is the exact prompt the policy saw,
+the action is the exact response it sampled. Nothing here knows models, environments or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow:
+    """One task, as the published parquet rows spell it."""
+
+    prompt: list[Message]
+    row_id: str = ""  # stable across runs: names the row in trajectories and panels
+    agent_name: str | None = None  # which flow plays this row; None: the recipe's
+    reward_model: Mapping[str, Any] = field(default_factory=dict)  # {"style": ..., "ground_truth": ...}
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)  # override the recipe's env settings for this row
+    data_source: str = "unknown"
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ground_truth(self) -> Any:
+        return self.reward_model.get("ground_truth")
+
+    def without_ground_truth(self) -> TaskRow:
+        """The row as environments see it: the policy must not be able to query its reward."""
+        return replace(self, reward_model={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The complete next model input (not a delta), in exactly one of three forms."""
+
+    messages: list[Message] | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"Observation needs exactly one of messages, text, token_ids: got {given or 'none'}. "
+                "It is the whole next model input, so the three are alternatives."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What the policy did: the text an env reads, and the exact ids behind it."""
+
+    text: str  # decoded without the stop token
+    token_ids: list[int]  # as sampled, stop token included
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. The algorithms need the distinction; see the two properties."""
+
+    ANSWERED = "answered"  # the env reached a terminal state
+    PARSE_LIMIT = "parse_limit"  # the env gave up after too many malformed calls in a row
+    MAX_STEPS = "max_steps"  # we stopped it: step budget
+    MAX_TOKENS = "max_tokens"  # we stopped it: context or response budget
+    TIMEOUT = "timeout"  # we stopped it: wall clock
+    ERROR = "error"  # env, tool or reward code raised
+
+    @property
+    def is_truncated(self) -> bool:
+        """True when the episode could have continued, so a critic must bootstrap instead of using 0."""
+        return self in (StopReason.MAX_STEPS, StopReason.MAX_TOKENS)
+
+    @property
+    def is_failure(self) -> bool:
+        """True when the machinery failed rather than the policy: counted, shown, never trained on."""
+        return self in (StopReason.TIMEOUT, StopReason.ERROR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallRecord:
+    """What became of one tool call, kept per call so that process rewards can sit on its own tokens."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: str  # the text the model gets to see
+    reward: float = 0.0  # process reward of this call
+    error: str | None = None  # why the call was refused or failed, as told to the model
+    text_span: tuple[int, int]  # characters [start, end) of the call in the action's text
+    token_span: tuple[int, int] | None = None  # response tokens [start, end); the flow fills it in
+    seconds: float = 0.0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """What the env answers to an action."""
+
+    observation: Observation | None = None  # None when the episode has terminated
+    reward: float = 0.0
+    terminated: bool = False  # reached a terminal state; truncation is the flow's business
+    stop: StopReason = StopReason.ANSWERED  # read only when terminated
+    calls: tuple[ToolCallRecord, ...] = ()
+    feedback: str = ""  # what the env said in reply, as people would read it
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.terminated and self.observation is None:
+            raise ValueError(
+                "Transition has no observation although terminated=False: the episode could not go on. "
+                "Return the next observation or terminated=True."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One transition (s_t, a_t, r_t) of the step-level MDP, in token space."""
+
+    prompt_ids: list[int]  # s_t: exactly the tokens the policy saw
+    response_ids: list[int]  # a_t: exactly the tokens the policy sampled
+    response_logprobs: list[float]  # log pi_old(a_t | s_t), one per response token
+    reward: float = 0.0  # r_t from the env, before any outcome reward
+    calls: tuple[ToolCallRecord, ...] = ()
+    action_text: str = ""
+    feedback: str = ""  # the env's reply, for people
+    policy_version: int = 0  # learner step whose weights sampled this
+    generate_seconds: float = 0.0
+    env_seconds: float = 0.0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.response_ids) != len(self.response_logprobs):
+            raise ValueError(
+                f"Step needs one logprob per response token: got {len(self.response_ids)} tokens "
+                f"and {len(self.response_logprobs)} logprobs. Did the engine drop the stop token?"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at one row."""
+
+    row_id: str
+    trajectory_id: str
+    steps: list[Step]
+    stop: StopReason
+    outcome_reward: float = 0.0  # filled in by scoring
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None  # what raised, for stop == ERROR
+    seconds: float = 0.0
+
+    @property
+    def total_reward(self) -> float:
+        """The return S of the trajectory: process rewards of its steps plus the outcome reward."""
+        return sum(step.reward for step in self.steps) + self.outcome_reward
+
+    @property
+    def final_text(self) -> str:
+        """The last thing the policy said; what outcome rewards usually grade."""
+        return self.steps[-1].action_text if self.steps else ""
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(step.response_ids) for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one row."""
+
+    row: TaskRow
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditedTrajectory:
+    """A trajectory with one advantage per response token of each step, ready to be batched."""
+
+    trajectory: Trajectory
+    advantages: list[list[float]]  # [step][response token]
+
+    def __post_init__(self) -> None:
+        lengths = [len(row) for row in self.advantages]
+        expected = [len(step.response_ids) for step in self.trajectory.steps]
+        if lengths != expected:
+            raise ValueError(
+                f"trajectory {self.trajectory.trajectory_id!r} needs one advantage per response token: "
+                f"steps have {expected} tokens, advantages {lengths}"
+            )
