@@ -1,0 +1,379 @@
+"""Exact tokens: observations become prompts, and what was sampled is never tokenised again.
+
+    prompt(observation) -> ids      sampled(ids, text)      prompt(observation') -> ids + sampled ids + new ids
+
+A first prompt is written by the model's own chat template. A later one that only adds messages to what the model has
+already seen and said is built by appending ids ("extended"); anything else, a rewritten history above all, is rendered
+afresh. Text is for the env and for people.
+
+Contents cannot forge control tokens. Text from a message never becomes a special token, and text from a tool never
+becomes any added token (`</tool_response>`, `<think>`, ...). The template reads the contents with their look-alikes
+defused (`control_tokens.py`), so these cannot steer it either. Without look-alikes the ids are the tokenizer's own.
+
+Knows tokenizers and chat templates by their methods only; imports neither transformers nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
+from agent_r1.errors import DataError
+from agent_r1.types import Message, Observation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+
+TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # whoever speaks in these is outside our control
+PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # a reply taken apart by the env
+
+# A template is a program that expects certain roles, keys and types; these are its ways to refuse.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One exchange, as the model saw and said it: what a next prompt may extend."""
+
+    observation: Observation
+    prompt_ids: list[int]
+    response_ids: list[int]
+    text: str  # the response as the env was given it
+
+
+class Renderer:
+    """Observations to ids and ids to text, for one tokenizer and chat template. Stateless: episodes share it."""
+
+    stop_ids: tuple[int, ...]  # sampling one of these ends a response
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,  # None: the tokenizer's own
+        template_kwargs: Mapping[str, Any] | None = None,  # e.g. {"enable_thinking": False}
+        extra_stop_ids: Iterable[int] = (),  # e.g. those of the model's generation config
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._template_kwargs = dict(template_kwargs or {})
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
+        control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
+        self._special = ControlTokens(special)
+        self._control = ControlTokens(control)
+        self._turn_ends, sampled_ends = self._find_turn_ends()
+        stops = {tokenizer.convert_tokens_to_ids(token) for token in sampled_ends} | set(extra_stop_ids)
+        if tokenizer.eos_token_id is not None:
+            stops.add(tokenizer.eos_token_id)
+        self.stop_ids = tuple(sorted(stops))
+
+    # ids -> text
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        """The response as text: without the stop token that ended it, with all other special tokens."""
+        return self._decode(response_ids[:-1] if self._stop_id(response_ids) is not None else response_ids)
+
+    def token_span(self, response_ids: Sequence[int], text_start: int, text_end: int) -> tuple[int, int]:
+        """The response tokens [start, end) that hold any part of characters [text_start, text_end) of the text.
+
+        A character whose bytes are spread over several tokens belongs to all of them.
+        """
+        text = self.decode(response_ids)
+        if not 0 <= text_start <= text_end <= len(text):
+            raise ValueError(
+                f"characters [{text_start}, {text_end}) do not lie in the decoded response of {len(text)} characters"
+            )
+
+        def spelled(count: int) -> tuple[int, int]:
+            """Characters the first `count` tokens spell out in full, and those they at least begin."""
+            prefix = self._decode(response_ids[:count])
+            full = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), None)
+            full = min(len(prefix), len(text)) if full is None else full
+            return full, full + (len(prefix) > full)
+
+        # Both grow with count, so bisection finds the borders with few decodings.
+        counts = range(len(response_ids) + 1)
+        start = max(0, bisect_left(counts, text_start + 1, key=lambda count: spelled(count)[1]) - 1)
+        end = bisect_left(counts, text_end, key=lambda count: spelled(count)[0])
+        return start, max(start, end)
+
+    # observation -> ids
+
+    def render(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
+        """The prompt, written afresh.
+
+        Text observations are tokenised as they stand, control tokens included and without a BOS of ours: an env that
+        speaks raw text has written these itself. Ids are taken verbatim.
+        """
+        if observation.token_ids is not None:
+            return list(observation.token_ids)
+        if observation.text is not None:
+            return self._encode(scrub(observation.text))
+        assert observation.messages is not None  # Observation holds exactly one of the three
+        return self._encode(self._template(self._safe(observation.messages), tools))
+
+    def extend(self, turn: Turn, observation: Observation, tools: ToolSchemas = ()) -> list[int] | None:
+        """The prompt as `turn.prompt_ids + turn.response_ids + new ids`, or None if the observation does more than add.
+
+        What was seen stays seen, also where the template would drop it by now (reasoning of earlier turns). None, too,
+        when the template does not let us see where a reply ends; `render` is then the safe way.
+        """
+        seen = turn.prompt_ids + turn.response_ids
+        if observation.token_ids is not None:
+            return list(observation.token_ids) if observation.token_ids[: len(seen)] == seen else None
+        if observation.text is not None:
+            rest = self._rest_of_text(turn, observation.text)
+        else:
+            assert observation.messages is not None
+            rest = self._rest_of_messages(turn, observation.messages, tools)
+        if rest is None:
+            return None
+        stop_id = self._stop_id(turn.response_ids)
+        if stop_id is not None:
+            # Tokenise in sight of the stop token: some tokenizers treat the start of a text unlike its middle.
+            ids = self._encode(self._decode([stop_id]) + rest)
+            if ids[:1] == [stop_id]:
+                return seen + ids[1:]
+        return seen + self._encode(rest)
+
+    def _rest_of_text(self, turn: Turn, text: str) -> str | None:
+        if turn.observation.text is None:
+            return None
+        stop_id = self._stop_id(turn.response_ids)
+        # The model saw its stop token; a text that leaves it out is another text.
+        seen = turn.observation.text + turn.text + ("" if stop_id is None else self._decode([stop_id]))
+        return scrub(text[len(seen) :]) if text.startswith(seen) else None
+
+    def _rest_of_messages(self, turn: Turn, messages: list[Message], tools: ToolSchemas) -> str | None:
+        before = turn.observation.messages
+        if before is None or len(messages) <= len(before) or messages[: len(before)] != before:
+            return None
+        reply = len(before)
+        try:
+            if _says(messages[reply], turn.text):
+                rest = self._rest_after_content(messages, reply, tools)
+            elif _is_parsed_from(messages[reply], turn.text):
+                rest = self._rest_after_turn_end(messages, reply, tools)
+            else:
+                return None
+        except DataError:  # the template refuses our stand-in; whether it takes the real messages, `render` will see
+            return None
+        stop_id = self._stop_id(turn.response_ids)
+        if rest is None or stop_id is None:
+            return rest  # a reply cut off by its length: the template's end of turn belongs to the prompt
+        ends = (*self._turn_ends, self._decode([stop_id]))
+        return next((rest.lstrip()[len(end) :] for end in ends if rest.lstrip().startswith(end)), rest)
+
+    def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
+        """What the template writes after the content of message `reply`; None unless it shows it exactly once."""
+        pieces = self._template(_with_slot(self._safe(messages), reply), tools).split(SLOT)
+        return pieces[1] if len(pieces) == 2 else None
+
+    def _rest_after_turn_end(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
+        """What the template writes from the end-of-turn token of message `reply` on.
+
+        For replies taken apart into tool calls and the like, where no content marks the end: it is the last
+        end-of-turn token before the next message, provided that as many turns end there as when the reply is last.
+        """
+        if reply + 1 == len(messages) or not self._turn_ends:
+            return None
+        safe = self._safe(messages)
+        whole = self._template(safe, tools)
+        head, found, _ = self._template(_with_slot(safe, reply + 1), tools).partition(SLOT)
+        alone = self._template(safe[: reply + 1], tools, generation_prompt=False)
+        turn_end = re.compile("|".join(map(re.escape, self._turn_ends)))
+        ends, ends_alone = ([match.span() for match in turn_end.finditer(text)] for text in (head, alone))
+        if not found or not whole.startswith(head) or not ends or len(ends) != len(ends_alone):
+            return None
+        return None if alone[ends_alone[-1][1] :].strip() else whole[ends[-1][0] :]
+
+    # the template
+
+    def _find_turn_ends(self) -> tuple[tuple[str, ...], set[str]]:
+        """The special tokens that close an assistant's turn in the template, and those a model samples to do so.
+
+        They can differ: gpt-oss samples `<|return|>` or `<|call|>`, and its template writes `<|end|>` into history.
+        """
+        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": SLOT}
+        call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+        def after_answer(*messages: Message, generation_prompt: bool = True) -> str | None:
+            text = self._try_template([*messages], generation_prompt=generation_prompt)
+            return self._special.at_start(text.rpartition(SLOT)[2]) if SLOT in text else None
+
+        called = self._try_template([user, calling], generation_prompt=False)
+        sampled = {
+            after_answer(user, answer, generation_prompt=False),
+            self._special.at_end(called) if "probe" in called else None,  # else the template does not show calls
+        }
+        # Only a token that comes whatever follows ends a turn; others open the next one (GLM has just those).
+        in_history = {after_answer(user, answer), after_answer(user, answer, user)}
+        turn_ends = sampled | (in_history if len(in_history) == 1 else set())
+        return tuple(sorted(filter(None, turn_ends))), set(filter(None, sampled))
+
+    def _safe(self, messages: list[Message]) -> list[Message]:
+        """The messages with a cut in every look-alike."""
+        return [(self._control if m.get("role") in TOOL_ROLES else self._special).defuse(m) for m in messages]
+
+    def _template(self, safe: list[Message], tools: ToolSchemas, *, generation_prompt: bool = True) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                safe,
+                tools=self._special.defuse(list(tools)) or None,
+                chat_template=self._chat_template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._template_kwargs,
+            )
+        except _REFUSALS as error:
+            roles = ", ".join(str(message.get("role")) for message in safe)
+            raise DataError(
+                f"the chat template refuses messages with the roles [{roles}]: {error}. "
+                "Change the messages the env makes, or give the run a chat template that takes them."
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _try_template(self, safe: list[Message], *, generation_prompt: bool) -> str:
+        try:
+            return self._template(safe, (), generation_prompt=generation_prompt)
+        except DataError:
+            return ""
+
+    # the tokenizer
+
+    def _encode(self, text: str) -> list[int]:
+        pieces = [piece for piece in text.split(CUT) if piece]
+        return [token_id for piece in pieces for token_id in self._tokenizer.encode(piece, add_special_tokens=False)]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _stop_id(self, response_ids: Sequence[int]) -> int | None:
+        return response_ids[-1] if response_ids and response_ids[-1] in self.stop_ids else None
+
+
+class Conversation:
+    """The prompts of one episode: call `prompt`, sample, call `sampled`, and so on."""
+
+    def __init__(self, renderer: Renderer, tools: ToolSchemas = ()) -> None:
+        self.extended = False  # whether the last prompt extends the prompt and response before it
+        self._renderer = renderer
+        self._tools = tools
+        self._asked: tuple[Observation, list[int]] | None = None
+        self._turn: Turn | None = None
+
+    def prompt(self, observation: Observation) -> list[int]:
+        """The exact ids to sample from next."""
+        extended = self._renderer.extend(self._turn, observation, self._tools) if self._turn else None
+        self.extended = extended is not None
+        ids = self._renderer.render(observation, self._tools) if extended is None else extended
+        # A snapshot: an env may edit its messages in place, and that must show as a rewritten history.
+        self._asked, self._turn = (deepcopy(observation), list(ids)), None
+        return ids
+
+    def sampled(self, response_ids: Sequence[int], text: str) -> None:
+        """What was sampled from the last prompt: its ids, stop token included, and the text the env gets."""
+        if self._asked is None:
+            raise ValueError("Conversation.sampled was called without a prompt; call prompt(observation) first.")
+        observation, prompt_ids = self._asked
+        self._turn = Turn(observation=observation, prompt_ids=prompt_ids, response_ids=list(response_ids), text=text)
+        self._asked = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateReport:
+    """What a chat template can do for an agent."""
+
+    stop_tokens: tuple[str, ...]
+    extends: bool  # a next user message is appended, not rendered afresh
+    extends_after_tool: bool  # so is a tool's result
+    tool_role: bool  # messages of role "tool" are shown to the model
+    tools_shown: bool  # tool schemas are shown to the model
+    problems: tuple[str, ...]  # in words; empty when all of the above hold
+
+
+def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateReport:
+    """Try a short conversation on the template. Reports what does not work; never raises because of the template."""
+    schema = {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}}
+    tools = tools or [{"type": "function", "function": schema}]
+    user, reply = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}
+    result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
+
+    def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
+        try:
+            return renderer.render(Observation(messages=list(messages)), tools)
+        except DataError:
+            return []
+
+    def extends(*added: Message) -> bool:
+        asked = Observation(messages=[user])
+        response = [*renderer.render(Observation(text=reply["content"])), *renderer.stop_ids[:1]]
+        turn = Turn(observation=asked, prompt_ids=attempt(user), response_ids=response, text=reply["content"])
+        return renderer.extend(turn, Observation(messages=[user, reply, *added]), tools) is not None
+
+    renders = bool(attempt(user))
+    extends_user, extends_tool = renders and extends(user), renders and extends(result)
+    tool_role = result["content"] in renderer.decode(attempt(user, reply, result))
+    tools_shown = attempt(user) != attempt(user, tools=())
+    checks = {
+        "the template cannot render a user message, or there is none": renders,
+        "no stop token is known: set the tokenizer's eos_token or give extra stop ids": bool(renderer.stop_ids),
+        "a next user message cannot be appended: each turn is rendered afresh": extends_user,
+        "a tool's result cannot be appended: each turn is rendered afresh": extends_tool,
+        'role "tool" is not shown: put results into user messages, or use a tool template': tool_role,
+        "tools are not shown: describe them in the system message, or use a tool template": tools_shown,
+    }
+    return TemplateReport(
+        stop_tokens=tuple(renderer._decode([stop_id]) for stop_id in renderer.stop_ids),
+        extends=extends_user,
+        extends_after_tool=extends_tool,
+        tool_role=tool_role,
+        tools_shown=tools_shown,
+        problems=tuple(problem for problem, holds in checks.items() if not holds),
+    )
+
+
+def _text_of(content: Any) -> str | None:
+    """The text of a content: a string, or a list of one text part."""
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+        content = content[0].get("text")
+    return content if isinstance(content, str) else None
+
+
+def _says(message: Message, text: str) -> bool:
+    """Whether this is the assistant saying `text` and nothing else."""
+    more = any(value for key, value in message.items() if key not in ("role", "content"))
+    return message.get("role") == "assistant" and not more and _text_of(message.get("content")) == text
+
+
+def _is_parsed_from(message: Message, text: str) -> bool:
+    """Whether this can be the assistant's `text`, taken apart: all its prose and tool names occur there."""
+    parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
+    if message.get("role") != "assistant" or not parsed:
+        return False
+    calls = parsed.pop("tool_calls", [])
+    names = [call.get("function", call).get("name") for call in calls]
+    prose = [*parsed.values(), *([message["content"]] if message.get("content") else [])]
+    said = [*names, *(_text_of(value) for value in prose)]
+    return all(isinstance(value, str) and value.strip() in text for value in said)
+
+
+def _with_slot(safe: list[Message], index: int) -> list[Message]:
+    """The messages with `SLOT` for the content of one of them, in the shape that content has."""
+    shape = [{"type": "text", "text": SLOT}] if isinstance(safe[index].get("content"), list) else SLOT
+    return [*safe[:index], {**safe[index], "content": shape}, *safe[index + 1 :]]

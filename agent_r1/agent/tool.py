@@ -1,0 +1,272 @@
+"""Tools: what the model may call, and how one is written.
+
+`@tool` on a typed function is the short form, `BaseTool` the long one. A tool object is shared by all episodes, so it
+keeps no state of an episode; what belongs to a row arrives as `FromRow` parameters. A sync function runs in a daemon
+thread of its own: one that hangs is abandoned, never waited for, and cannot starve the others (Python cannot kill a
+thread, so untrusted code belongs in a process that its tool kills). How calls are run: `tool_run.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property, update_wrapper
+from threading import Thread
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
+
+from pydantic import BaseModel
+
+from agent_r1.agent.tool_schema import (
+    Arguments,
+    RowKeys,
+    arguments_from_model,
+    arguments_from_schema,
+    arguments_from_signature,
+)
+from agent_r1.agent.tool_schema import FromRow as FromRow
+from agent_r1.errors import ConfigError, did_you_mean
+
+
+class ToolError(Exception):
+    """The tool ran and has to say no. The text goes to the model; anything else a tool raises is a bug of the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers when text alone is not enough."""
+
+    text: str
+    reward: float | None = None  # process reward of this call
+    info: Mapping[str, Any] = field(default_factory=dict)  # kept with the trajectory, never shown to the model
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"ToolResult.text must be a str, got {type(self.text).__name__}")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"ToolResult.reward must be finite, got {self.reward}")
+
+
+Returned = ToolResult | str | float  # what a tool may return; numbers become text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One validated call, as `batch_execute` receives it."""
+
+    args: dict[str, Any]
+    context: dict[str, Any] = field(default_factory=dict)  # the row's values for this tool
+
+
+class BaseTool(ABC):
+    """A tool with a hand-written schema. Give it a name, a description, parameters and `execute`.
+
+    Override `batch_execute` too, and concurrent calls of all episodes are gathered into one: when no new call has come
+    for some rounds of the event loop, when `max_batch` are waiting, or `max_wait` seconds after the first.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]  # JSON schema of type "object"
+    timeout: float = 30.0  # seconds per call
+    max_batch: int | None = None  # None: no limit
+    max_wait: float = 0.0  # seconds; 0: only until the event loop has nothing new
+
+    @abstractmethod
+    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
+        """Run one call. `args` are validated; `context` holds the row's `tools_kwargs` that the signature takes."""
+
+    async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+        """Run several calls: one result per call, in order. An exception in the list fails that call alone."""
+        running = (self.execute(call.args, **call.context) for call in calls)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function schema, as chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        return arguments_from_schema(self.name, self.parameters)
+
+    @cached_property
+    def row_keys(self) -> RowKeys:
+        return RowKeys.of(list(inspect.signature(self.execute).parameters.values())[1:])
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as `execute` takes them, the schema's defaults filled in; BadArguments otherwise."""
+        sent = self.arguments.validate(arguments).model_dump(by_alias=True, exclude_unset=True)
+        properties = self.arguments.parameters["properties"]
+        return {name: deepcopy(s["default"]) for name, s in properties.items() if "default" in s} | sent
+
+    @staticmethod
+    def register(thing: AnyTool) -> AnyTool:
+        """Decorator: make a tool (a class without constructor arguments, or an object) available by its name."""
+        known = _REGISTRY.get(thing.name)
+        if known is not None and _origin(known) != _origin(thing):
+            raise ConfigError(f"tool name {thing.name!r} is taken by {'.'.join(_origin(known))}")
+        _REGISTRY[thing.name] = thing
+        return thing
+
+
+AnyTool = TypeVar("AnyTool", bound=BaseTool | type[BaseTool])
+
+_REGISTRY: dict[str, BaseTool | type[BaseTool]] = {}
+
+
+def _origin(thing: BaseTool | type[BaseTool]) -> tuple[str, str]:
+    maker = thing.function if isinstance(thing, FunctionTool) else thing if isinstance(thing, type) else type(thing)
+    return maker.__module__, maker.__qualname__
+
+
+def get_tool(tool: str | BaseTool) -> BaseTool:
+    """The tool object of that name, one per process; a tool object is handed back checked."""
+    if isinstance(tool, str):
+        if tool not in _REGISTRY:
+            raise ConfigError(f"unknown tool {tool!r}.{did_you_mean(tool, _REGISTRY)}")
+        found = _REGISTRY[tool]
+        if isinstance(found, type):
+            found = _REGISTRY[tool] = found()
+        tool = found
+    if not isinstance(tool, BaseTool):
+        raise ConfigError(f"a tool is a name or a BaseTool, got {tool!r}. Decorate a function with @tool.")
+    for attribute in ("name", "description", "parameters"):
+        if not getattr(tool, attribute, None):
+            raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
+    if tool.timeout <= 0:
+        raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout}")
+    _ = tool.arguments  # a schema that cannot be checked fails here, not in the middle of an episode
+    return tool
+
+
+class FunctionTool(BaseTool):
+    """A tool made from a typed function by `@tool`. Calling the object calls the function."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function = function
+        self.name = name
+        self.description = inspect.cleandoc(function.__doc__ or "")
+        if not self.description:
+            raise ConfigError(f"tool {name!r} has no docstring; the model reads it to decide when to call the tool")
+        update_wrapper(self, function)
+        self.arguments, self.row_keys = self._signature()
+        self.parameters = self.arguments.parameters
+
+    def _signature(self) -> tuple[Arguments, RowKeys]:
+        return arguments_from_signature(self.name, self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return self.arguments.values(self.arguments.validate(arguments))
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
+        result: Returned = await _call(self.function, **args, **context)
+        return result
+
+
+class BatchFunctionTool(FunctionTool):
+    """Made by `@tool(batch=True)` from `f(calls: list[Query]) -> list[result]`; Query is a pydantic model."""
+
+    _item: type[BaseModel]
+
+    def _signature(self) -> tuple[Arguments, RowKeys]:
+        hints = get_type_hints(self.function)
+        hints.pop("return", None)
+        taken = next(iter(hints.values()), None)
+        item = get_args(taken)[0] if get_origin(taken) is list else None
+        if len(hints) != 1 or not (isinstance(item, type) and issubclass(item, BaseModel)):
+            raise ConfigError(
+                f"tool {self.name!r}: batch=True needs one parameter, a list of a pydantic model whose fields are the "
+                f"arguments of one call, got {inspect.signature(self.function)}"
+            )
+        self._item = item
+        return arguments_from_model(self.name, item), RowKeys()
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
+        (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+        items = [self._item.model_construct(**call.args) for call in calls]
+        results: Sequence[Returned | BaseException] = await _call(self.function, items)
+        return results
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> FunctionTool: ...
+@overload
+def tool(
+    *, name: str | None = None, timeout: float | None = None, batch: bool = False, max_batch: int | None = None,
+    max_wait: float | None = None,
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...  # fmt: skip
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,  # the function's
+    timeout: float | None = None,  # BaseTool.timeout
+    batch: bool = False,
+    max_batch: int | None = None,
+    max_wait: float | None = None,  # BaseTool.max_wait
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Make a tool from a typed function: signature -> schema, docstring -> description.
+
+    With `batch=True` the function takes a list of a pydantic model, whose fields are the arguments of one call, and
+    returns one result per call; a ToolError in the list is the answer to that call.
+    """
+
+    def make(function: Callable[..., Any]) -> FunctionTool:
+        if not batch and (max_batch is not None or max_wait is not None):
+            raise ConfigError(f"tool {function.__name__!r}: max_batch and max_wait do nothing without batch=True")
+        made = (BatchFunctionTool if batch else FunctionTool)(function, name or function.__name__)
+        made.max_batch = max_batch
+        made.timeout = BaseTool.timeout if timeout is None else timeout
+        made.max_wait = BaseTool.max_wait if max_wait is None else max_wait
+        return made
+
+    return make if function is None else make(function)
+
+
+async def call_with_timeout(function: Callable[..., Any], args: Sequence[Any], *, timeout: float) -> Any:
+    """Call a user's sync or async function without letting it hold up the loop; TimeoutError when it takes too long."""
+    async with asyncio.timeout(timeout):
+        return await _call(function, *args)
+
+
+async def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await an async function, or run a sync one in a daemon thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = copy_context()
+
+    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
+        if not done.done():  # timed out or cancelled: nobody waits any more
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
+        except BaseException as error:  # noqa: BLE001 (carried over to the waiting side and raised there)
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the event loop has closed meanwhile
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    Thread(target=work, daemon=True).start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,246 @@
+"""The description of a run: a YAML recipe plus `key=value` overrides, read into one typed, frozen tree.
+
+Every default of every knob stands here, once. Unknown keys and wrong types are errors that name the nearest key.
+Only `run/build.py` and the command line read this tree; everything below takes plain keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from yaml import YAMLError
+
+from agent_r1.errors import ConfigError, did_you_mean
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class TaskConfig(Section):
+    """What is asked and how it is judged. Names such as `task.rows` are looked up in the recipe's folder first."""
+
+    rows: (
+        str  # a function rows(split=, count=), a .parquet or .jsonl file or folder ("{split}" is filled in), or hf:name
+    )
+    train_split: str = "train"
+    test_split: str = "test"
+    train_count: int | None = Field(default=None, ge=1)  # None: all there are
+    reward: str  # a function reward(row, trajectory) -> float or dict of named parts
+    reward_seconds: float = Field(default=30.0, gt=0)
+    success_reward: float = 1.0  # an episode counts as a success when its outcome reward reaches this
+    flow: str = "agent_env_loop"  # agent_env_loop, single_step, or a class of the recipe; a row's agent_name wins
+    env: str = "tool"  # a registered env, or a class of the recipe
+    env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
+    tools: list[str] = []  # functions of the recipe, or names of registered tools
+
+
+class ModelConfig(Section):
+    path: str | None = None  # a Hugging Face directory or hub id, a run directory, or a checkpoint
+    make: str | None = None  # instead of path: a function make(directory, seed) that creates a model
+    chat_template: str | None = None  # a jinja file that replaces the tokenizer's own template
+    template_kwargs: dict[str, Any] = {}  # passed to the chat template, e.g. {enable_thinking: false}
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the sampling copy; master weights are always float32
+
+
+class SFTConfig(Section):
+    """The supervised warm start. Without `demos` and `trajectories` there is none."""
+
+    demos: str | None = None  # a function demos(count=, seed=) -> (row, [assistant texts]) pairs
+    count: int = Field(default=512, ge=1)
+    trajectories: str | None = None  # instead of demos: trajectories of a run, filtered by min_reward
+    min_reward: float = 1.0
+    epochs: int = Field(default=3, ge=1)
+    batch_size: int = Field(default=32, ge=1)  # trajectories per update
+    lr: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=10, ge=0)
+    schedule: Literal["constant", "cosine"] = "cosine"
+
+
+class AlgorithmConfig(Section):
+    name: str = "grpo"
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy, in the loss; 0 keeps no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class RolloutConfig(Section):
+    rows_per_step: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=1)  # attempts per row
+    temperature: float = Field(default=1.0, gt=0)
+    max_steps: int = Field(default=8, ge=1)
+    max_response_tokens: int = Field(default=256, ge=1)  # per step
+    max_context_tokens: int = Field(default=4096, ge=2)  # prompt plus response of one step
+    episode_seconds: float = Field(default=300.0, gt=0)
+    max_concurrent: int = Field(default=1024, ge=1)  # episodes under way at once
+    max_error_fraction: float = Field(default=0.5, ge=0, le=1)
+
+
+class EngineConfig(Section):
+    name: Literal["local"] = "local"
+    max_running: int = Field(default=256, ge=1)  # sequences decoded together
+    max_batch_tokens: int = Field(default=2048, ge=1)  # prompt tokens taken in per engine step
+    max_cached_tokens: int = Field(default=131_072, ge=256)  # size of the KV cache
+    threads: int | None = Field(default=None, ge=1)  # torch threads; None: leave as they are
+
+
+class LearnerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    num_epochs: int = Field(default=1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1)
+    max_tokens_per_pack: int = Field(default=8192, ge=1)  # tokens per forward pass
+    max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops
+
+
+class TrainerConfig(Section):
+    steps: int = Field(default=100, ge=0)
+    eval_every: int = Field(default=10, ge=1)
+    save_every: int = Field(default=10, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    dump_every: int = Field(default=1, ge=1)  # trajectories of every n-th step are written
+    threads: int | None = Field(default=None, ge=1)  # torch threads of the learner
+
+
+class EvalConfig(Section):
+    rows: int | None = Field(default=200, ge=1)  # of the test split; None: all
+    samples: int = Field(default=1, ge=1)  # attempts per row
+    temperature: float = Field(default=0.0, ge=0)  # 0: greedy
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+
+
+class RunConfig(Section):
+    recipe: str  # where the YAML came from: a name under recipes/, or a file
+    seed: int = 0
+    task: TaskConfig
+    model: ModelConfig
+    sft: SFTConfig = SFTConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """`recipe` is a bundled name, a YAML file, or a folder with `base.yaml`; overrides are `section.key=value`."""
+    path = recipe_file(recipe)
+    try:
+        tree = OmegaConf.merge(OmegaConf.load(path), _overrides(overrides))
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(plain).__name__}")
+    name = recipe if path.parent.parent == RECIPES else str(path.resolve())
+    return parse_config({**plain, "recipe": name})
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """A plain tree (from YAML, or from a run's config.json) as a checked `RunConfig`."""
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+    _check_together(config)
+    return config
+
+
+def recipe_file(recipe: str) -> Path:
+    bundled = RECIPES / recipe / "base.yaml"
+    if bundled.exists() and recipe.isidentifier():
+        return bundled
+    path = Path(recipe).expanduser()
+    if path.is_dir():
+        path = path / "base.yaml"
+    if path.is_file():
+        return path
+    raise ConfigError(f"unknown recipe {recipe!r}.{did_you_mean(recipe, bundled_recipes())}, or give a YAML file")
+
+
+def bundled_recipes() -> list[str]:
+    return sorted(path.parent.name for path in RECIPES.glob("*/base.yaml"))
+
+
+def _overrides(overrides: Sequence[str]) -> Any:
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _check_together(config: RunConfig) -> None:
+    """Settings that are fine one by one and wrong together."""
+    if (config.model.path is None) == (config.model.make is None):
+        raise ConfigError("model needs exactly one of model.path (load) and model.make (create)")
+    if config.sft.demos is not None and config.sft.trajectories is not None:
+        raise ConfigError("sft takes demos or trajectories, not both")
+    if config.rollout.max_response_tokens >= config.rollout.max_context_tokens:
+        raise ConfigError(
+            f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) must be smaller than "
+            f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
+        )
+    if config.engine.max_cached_tokens < config.rollout.max_context_tokens:
+        raise ConfigError(
+            f"engine.max_cached_tokens ({config.engine.max_cached_tokens}) cannot hold one context of "
+            f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
+        )
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        raise ConfigError("eval.samples > 1 with eval.temperature = 0 repeats one greedy attempt; set a temperature")
+    if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
+        raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature = 0 (greedy); set a temperature")
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    name, value = ".".join(path), error.get("input")
+    if error["type"] == "extra_forbidden":
+        fields = _fields_at(path[:-1])
+        near = get_close_matches(path[-1], fields, n=1) or _elsewhere(path[-1])
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        where = ".".join(path[:-1]) or "the recipe"
+        return f"{where} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
+    if error["type"] == "missing":
+        return f"{name} is missing; give it in the recipe or as {name}=..."
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name}={value!r}: {message}"
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    options = [annotation, *get_args(annotation)]
+    return next((item for item in options if isinstance(item, type) and issubclass(item, Section)), None)
+
+
+def _fields_at(path: list[str]) -> list[str]:
+    section: type[Section] = RunConfig
+    for part in path:
+        field = section.model_fields.get(part)
+        below = _section(field.annotation) if field is not None else None
+        if below is None:
+            return []
+        section = below
+    return list(section.model_fields)
+
+
+def _elsewhere(key: str) -> list[str]:
+    """A key written in the wrong section: where it lives."""
+    for name, field in RunConfig.model_fields.items():
+        section = _section(field.annotation)
+        if section is not None and key in section.model_fields:
+            return [f"{name}.{key}"]
+    return []

@@ -1,0 +1,165 @@
+"""From credited trajectories to tensors: steps are merged by exact prefix, then packed without padding.
+
+A T-step episode that only appends to its context would cost O(T^2) tokens if every step were a row of its own. Here
+step k + 1 joins step k whenever its prompt starts with exactly the prompt and response of step k: the model then sees
+each token once, and every response token is still predicted from exactly the ids that the sampler saw. What the env
+or a tool wrote has no log-prob and no advantage at all, so it cannot be trained on by mistake.
+
+    step 0   prompt [1 2 3]              response [4 5]
+    step 1   prompt [1 2 3 4 5 6 7]      response [8]
+    segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
+
+Nothing here knows models or algorithms.
+
+Shape suffixes: N = tokens of a pack, T = trained (response) tokens of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from agent_r1.errors import DataError
+from agent_r1.types import CreditedTrajectory, Step
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive steps of one trajectory that read as one sequence. The last five lists run over trained tokens."""
+
+    trajectory_id: int  # position of the trajectory in the list that was merged
+    token_ids: list[int]
+    trained: list[int]  # positions in token_ids that the policy sampled; ascending
+    old_logprobs: list[float]
+    advantages: list[float]
+    step_indices: list[int]  # which step of the trajectory each trained token belongs to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Several segments back to back: what one forward pass reads."""
+
+    input_ids_N: Tensor
+    position_ids_N: Tensor  # restart at 0 with every segment
+    lengths: tuple[int, ...]  # of the segments; they sum to N
+    sources_T: Tensor  # where in N the hidden state sits that predicts the trained token
+    targets_T: Tensor  # the trained token itself
+    old_logprobs_T: Tensor
+    advantages_T: Tensor
+    step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
+    trajectory_ids_T: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids_N.numel())
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.targets_T.numel())
+
+    def to(self, device: torch.device) -> Pack:
+        tensors = {
+            name: value.to(device, non_blocking=True)
+            for name in self.__dataclass_fields__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **tensors)
+
+
+def merge_steps(credited: Sequence[CreditedTrajectory]) -> list[Segment]:
+    """Every response token becomes a trained position of exactly one segment; see the module header."""
+    segments = []
+    for trajectory_id, item in enumerate(credited):
+        current: Segment | None = None
+        for index, (step, advantages) in enumerate(zip(item.trajectory.steps, item.advantages, strict=True)):
+            if not step.prompt_ids:
+                raise DataError(
+                    f"step {index} of trajectory {item.trajectory.trajectory_id!r} has an empty prompt, so nothing "
+                    "predicts its first response token. Start prompts with at least one token (for example BOS)."
+                )
+            if current is None or not _extends(step, current.token_ids):
+                current = Segment(
+                    trajectory_id=trajectory_id,
+                    token_ids=[],
+                    trained=[],
+                    old_logprobs=[],
+                    advantages=[],
+                    step_indices=[],
+                )
+                segments.append(current)
+            _append(current, step, advantages, index)
+    return [segment for segment in segments if segment.trained]
+
+
+def _extends(step: Step, token_ids: list[int]) -> bool:
+    return step.prompt_ids[: len(token_ids)] == token_ids
+
+
+def _append(segment: Segment, step: Step, advantages: list[float], index: int) -> None:
+    segment.token_ids.extend(step.prompt_ids[len(segment.token_ids) :])
+    start = len(segment.token_ids)
+    segment.token_ids.extend(step.response_ids)
+    segment.trained.extend(range(start, len(segment.token_ids)))
+    segment.old_logprobs.extend(step.response_logprobs)
+    segment.advantages.extend(advantages)
+    segment.step_indices.extend([index] * len(step.response_ids))
+
+
+def pack(segments: Sequence[Segment], max_tokens: int) -> list[Pack]:
+    """First-fit decreasing: long segments first, each into the first pack with room. Deterministic.
+
+    A segment longer than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i)):
+        length = len(segments[index].token_ids)
+        slot = next((i for i, free in enumerate(room) if length <= free), None)
+        if slot is None:
+            bins.append([index])
+            room.append(max_tokens - length)
+        else:
+            bins[slot].append(index)
+            room[slot] -= length
+    return [_to_pack([segments[index] for index in sorted(members)]) for members in bins]
+
+
+def _to_pack(segments: list[Segment]) -> Pack:
+    lengths = tuple(len(segment.token_ids) for segment in segments)
+    sources: list[int] = []
+    step_ids: list[int] = []
+    seen: dict[tuple[int, int], int] = {}
+    start = 0
+    for segment, length in zip(segments, lengths, strict=True):
+        # A token is predicted by the hidden state one position before it.
+        sources.extend(start + position - 1 for position in segment.trained)
+        step_ids.extend(seen.setdefault((segment.trajectory_id, index), len(seen)) for index in segment.step_indices)
+        start += length
+    return Pack(
+        input_ids_N=torch.tensor([token for segment in segments for token in segment.token_ids]),
+        position_ids_N=torch.cat([torch.arange(length) for length in lengths]),
+        lengths=lengths,
+        sources_T=torch.tensor(sources),
+        targets_T=torch.tensor([segment.token_ids[position] for segment in segments for position in segment.trained]),
+        old_logprobs_T=torch.tensor([value for segment in segments for value in segment.old_logprobs]),
+        advantages_T=torch.tensor([value for segment in segments for value in segment.advantages]),
+        step_ids_T=torch.tensor(step_ids),
+        trajectory_ids_T=torch.tensor([segment.trajectory_id for segment in segments for _ in segment.trained]),
+    )
+
+
+def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
+    """Contiguous parts whose sizes differ by at most one; fewer than asked when there are fewer items.
+
+    Mini-batches are made of whole trajectories in the order given, so a group stays together as far as it can and no
+    random state has to be saved: the order of the rows was already random.
+    """
+    parts = min(parts, len(items))
+    bounds = [len(items) * i // parts for i in range(parts + 1)] if parts else []
+    return [items[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]

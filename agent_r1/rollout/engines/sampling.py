@@ -1,0 +1,81 @@
+"""From next-token logits to tokens: one pass over a whole batch with mixed settings.
+
+The token drawn for a row is a function of that row's logits, settings and uniform number alone; no other row of the
+batch can change it. Nothing here knows requests or models.
+
+Shape suffixes: B = rows, V = vocabulary, F = the rows among B that use top-k or top-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agent_r1.agent.sampler import Sampling
+
+
+def uniform_stream(seed: int, count: int) -> NDArray[np.float64]:
+    """The numbers in [0, 1) that decide tokens 0 .. count-1 of a request: a function of (seed, token index) only."""
+    return np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count)
+
+
+def sample(
+    logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Draw one token per row; also its log-prob under the distribution it was drawn from.
+
+    That distribution is the softmax after temperature, then top-k, then top-p, renormalised. At temperature 0 the
+    most likely token is taken and the log-prob is that of the plain softmax, top-k and top-p aside. float64, because
+    inverting a cumulative sum over 150,000 fp32 terms would misplace rare tokens.
+    """
+    device = logits_BV.device
+    temperature = [s.temperature for s in settings]
+    greedy = [t == 0.0 for t in temperature]
+    scores_BV = logits_BV.double()
+    if any(t not in (0.0, 1.0) for t in temperature):
+        divisor_B = torch.tensor([t or 1.0 for t in temperature], dtype=torch.float64, device=device)
+        scores_BV = scores_BV / divisor_B[:, None]
+    filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k or s.top_p < 1.0)]
+    if filtered:
+        rows_F = torch.tensor(filtered, device=device)
+        scores_BV = scores_BV.index_copy(0, rows_F, _nucleus(scores_BV[rows_F], [settings[i] for i in filtered]))
+    logprobs_BV = torch.log_softmax(scores_BV, dim=-1)
+    if all(greedy):
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    else:
+        uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=device)
+        tokens_B = _invert_cdf(logprobs_BV, uniforms_B)
+        if any(greedy):
+            tokens_B = torch.where(torch.tensor(greedy, device=device), logprobs_BV.argmax(dim=-1), tokens_B)
+    chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    return tokens_B.tolist(), chosen_B.tolist()
+
+
+def _nucleus(scores_FV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Scores with everything outside top-k, then outside the top-p nucleus of what is left, set to -inf."""
+    device, vocab = scores_FV.device, scores_FV.shape[-1]
+    top_k_F = torch.tensor([s.top_k or vocab for s in settings], device=device)
+    top_p_F = torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device)
+    # Stable: among equal scores the lower id wins, so the cut does not depend on the sorting algorithm.
+    ranked_FV, order_FV = scores_FV.sort(dim=-1, descending=True, stable=True)
+    within_k_FV = torch.arange(vocab, device=device) < top_k_F[:, None]
+    probs_FV = torch.softmax(ranked_FV.masked_fill(~within_k_FV, -torch.inf), dim=-1)
+    # A token belongs to the nucleus while the mass before it is short of top_p: the first always does.
+    mass_before_FV = probs_FV.cumsum(dim=-1) - probs_FV
+    keep_ranked_FV = within_k_FV & ((mass_before_FV < top_p_F[:, None]) | (top_p_F[:, None] == 1.0))
+    keep_FV = torch.zeros_like(keep_ranked_FV).scatter_(1, order_FV, keep_ranked_FV)
+    return scores_FV.masked_fill(~keep_FV, -torch.inf)
+
+
+def _invert_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first id whose cumulative probability exceeds the uniform number, in id order."""
+    cdf_BV = logprobs_BV.exp().cumsum(dim=-1)
+    total_B1 = cdf_BV[:, -1:]
+    # u * total may round up to total; one step below it the search still ends at an id of positive probability.
+    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    threshold_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
+    return (cdf_BV <= threshold_B1).sum(dim=-1)

@@ -1,0 +1,92 @@
+"""Checkpoints: a Hugging Face directory plus trainer state, complete or not there at all.
+
+Everything is written into a hidden folder, flushed to disk and then renamed, so a kill or a full disk at any moment
+leaves the earlier checkpoints untouched and never a half-written one that looks whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from agent_r1.errors import AgentR1Error, DataError
+
+_NAME = re.compile(r"step_(\d+)$")
+STATE_FILE = "trainer_state.pt"
+
+
+class CheckpointError(AgentR1Error, OSError):
+    """Saving failed; earlier checkpoints are intact."""
+
+
+class Saveable(Protocol):
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+def save_checkpoint(
+    folder: Path, step: int, *, model: Saveable, tokenizer: Saveable, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `folder/step_N` atomically, then drop all but the newest `keep` checkpoints."""
+    final, part = folder / f"step_{step:06d}", folder / f".step_{step:06d}.part"
+    if final.exists():  # a step's state is a function of the run, so what is there is what would be written
+        return final
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        model.save_pretrained(str(part))
+        tokenizer.save_pretrained(str(part))
+        torch.save(state, part / STATE_FILE)
+        _flush(part)
+        os.replace(part, final)
+    except (OSError, RuntimeError) as error:  # torch and safetensors report a full disk as RuntimeError
+        shutil.rmtree(part, ignore_errors=True)
+        raise CheckpointError(
+            f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact: free some "
+            "space and continue with --resume"
+        ) from error
+    for _, old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every complete checkpoint, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.match(path.name))]
+    return sorted(found)
+
+
+def latest_checkpoint(folder: Path) -> tuple[int, Path]:
+    found = list_checkpoints(folder)
+    if not found:
+        raise DataError(f"no checkpoint under {folder}: the run was stopped before its first save")
+    return found[-1]
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE_FILE
+    if not path.is_file():
+        raise DataError(f"{checkpoint} has no {STATE_FILE}: it is a model, not a checkpoint of a training run")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there."
+    except OSError:
+        return ""

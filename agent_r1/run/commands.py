@@ -1,0 +1,229 @@
+"""The four commands as functions: what `agent-r1 train | sft | eval` do, apart from reading the command line.
+
+Each ends with what to do next. Chat has a module of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+
+from agent_r1.agent.flow import stable_seed
+from agent_r1.config import EvalConfig, RunConfig
+from agent_r1.run.build import Model, build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
+from agent_r1.run.evaluate import Evaluation, evaluate
+from agent_r1.run.metrics import Metrics, is_success
+from agent_r1.run.run_dir import RunDir
+from agent_r1.run.sft import warm_start
+from agent_r1.run.start import base_model, sft_progress, starting_model
+from agent_r1.run.track import Display, clock, curve_picture, eval_summary, transcript_panel
+from agent_r1.run.train import train
+from agent_r1.run.trainer import EVAL_SEED, Trainer
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: everything worth keeping has been saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a training run came to; also what tests look at."""
+
+    run: RunDir
+    before: Metrics
+    after: Metrics
+
+
+def run_training(config: RunConfig, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+    _log_to(run.log_file)
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    return _interruptible(_train(config, run, console, resume=resume))
+
+
+async def _train(config: RunConfig, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+    checkpoint = _resume_point(run) if resume else None
+    source = checkpoint or await starting_model(config, console)
+    model = load_model(config, source)
+    done = load_state(checkpoint)["step"] if checkpoint is not None else 0
+    with Display(console, "training", total=config.trainer.steps, done=done) as display:
+        trainer = Trainer.build(config, run=run, model=model, display=display)
+        if checkpoint is not None:
+            trainer.restore(load_state(checkpoint))
+            display.note(f"continuing {run.path} after step {done}")
+        run.forget_after(done)
+        torch.manual_seed(stable_seed(config.seed, "torch", done))
+        if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
+            await trainer.evaluate(done)
+        await train(
+            trainer,
+            start=done,
+            steps=config.trainer.steps,
+            eval_every=config.trainer.eval_every,
+            save_every=config.trainer.save_every,
+        )
+        await trainer.engine.close()
+    return _conclude(run, trainer.last_evaluation, console, config)
+
+
+def _eval_due(config: RunConfig, step: int) -> bool:
+    return step % config.trainer.eval_every == 0 or step == config.trainer.steps
+
+
+def _resume_point(run: RunDir) -> Path | None:
+    """The newest checkpoint; None when the run was stopped before its first save, and simply starts over."""
+    return latest_checkpoint(run.checkpoints)[1] if list_checkpoints(run.checkpoints) else None
+
+
+def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: RunConfig) -> Outcome:
+    records = run.read_metrics()
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    before, after = evaluations[0], evaluations[-1]
+    curve_picture(records, run.path / "curve.png", f"{config.recipe}, {config.algorithm.name}, seed {config.seed}")
+    if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
+        console.print(shown)
+    spent = records[-1]["time"] - records[0]["time"]
+    console.print(
+        f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {config.trainer.steps} "
+        f"steps, {clock(spent)} minutes\n"
+        f"  picture     {run.path}/curve.png\n"
+        f"  talk to it  agent-r1 chat {run.path}\n"
+        f"  evaluate    agent-r1 eval {run.path}\n"
+        f"  look inside {run.path}/metrics.jsonl, {run.path}/trajectories/",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return Outcome(run=run, before=before, after=after)
+
+
+def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
+    """The most telling success: the one with the most steps; without any, the first episode."""
+    played = [(group, group.trajectories[0]) for group in evaluation.groups]
+    won = [pair for pair in played if is_success(pair[1], success_reward)]
+    chosen = max(won, key=lambda pair: len(pair[1].steps)) if won else played[0]
+    return transcript_panel(*chosen)
+
+
+def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
+    """The warm start as a command of its own: a run directory whose checkpoint `model.path=` can name."""
+    _log_to(run.log_file)
+    return _interruptible(_sft(config, run, console))
+
+
+async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
+    model = load_model(config, base_model(config))
+    with Display(console, "warm start", total=1) as display:
+        show = sft_progress(display)
+
+        def on_update(update: int, total: int, metrics: Metrics) -> None:
+            run.append_metrics("sft", update, metrics)
+            show(update, total, metrics)
+
+        learner = await warm_start(config, model, on_update)
+    updates = len(run.read_metrics("sft"))
+    state = {"step": updates, "learner": learner.state_dict()}
+    path = save_checkpoint(
+        run.checkpoints, updates, model=model.network, tokenizer=model.tokenizer, state=state, keep=1
+    )
+    result = await _evaluate(config, model, config.eval)
+    run.append_metrics("eval", updates, result.metrics)
+    run.write_trajectories("eval", updates, result.groups)
+    console.print(
+        f"\n[bold]held-out success after the warm start: {eval_summary(result.metrics)}[/]\n"
+        f"  train from it  agent-r1 train {config.recipe} model.path={run.path} model.make=null sft.demos=null\n"
+        f"  talk to it     agent-r1 chat {run.path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return path
+
+
+def run_eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
+    return _interruptible(_eval(config, model_path, console, settings))
+
+
+async def _eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
+    result = await _evaluate(config, load_model(config, find_model(model_path)), settings)
+    metrics = result.metrics
+    console.print(f"[bold]success {eval_summary(metrics)}[/]  ({_how(settings)})", highlight=False)
+    for name in ("reward/mean", "episode/steps", "episode/tool_calls", "episode/bad_calls", "episode/response_tokens"):
+        console.print(f"  {name:26s} {metrics[name]:.3f}", highlight=False)
+    for name, value in metrics.items():
+        if name.startswith("stop/") and value > 0:
+            console.print(f"  {name:26s} {value:.1%}", highlight=False)
+    return result
+
+
+async def _evaluate(config: RunConfig, model: Model, settings: EvalConfig) -> Evaluation:
+    task = build_task(config.model_copy(update={"eval": settings}))
+    engine = build_engine(config, model)
+    try:
+        return await evaluate(
+            task.test_rows(),
+            collector=eval_collector(config, task, model.renderer, engine, settings),
+            scorer=task.scorer,
+            success_reward=task.success_reward,
+            seed=stable_seed(config.seed, EVAL_SEED),
+        )
+    finally:
+        await engine.close()
+
+
+def _how(settings: EvalConfig) -> str:
+    if settings.temperature == 0:
+        return "greedy"
+    return f"{settings.samples} sample(s) per row at temperature {settings.temperature:g}"
+
+
+def _log_to(path: Path) -> None:
+    """Tracebacks of failed episodes go to the run's log, not over the live display."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("agent_r1")
+    for old in [h for h in package.handlers if isinstance(h, logging.FileHandler)]:
+        package.removeHandler(old)
+        old.close()
+    package.addHandler(handler)
+    package.propagate = False
+
+
+def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
+    received: list[int] = []
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            received.append(number)
+            loop.remove_signal_handler(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(NotImplementedError, RuntimeError):  # Windows, or not the main thread
+                loop.add_signal_handler(number, stop, number)
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Interrupted(received[0]) from None

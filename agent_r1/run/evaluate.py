@@ -1,0 +1,32 @@
+"""Evaluation: the same flow as training, greedy or k samples, on fixed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent_r1.rollout.collect import Collector, OnEpisode
+from agent_r1.rollout.reward import Scorer
+from agent_r1.run.metrics import Metrics, rollout_metrics, success_estimate
+from agent_r1.types import Group, TaskRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    metrics: Metrics
+    groups: list[Group]
+
+
+async def evaluate(
+    rows: Sequence[TaskRow],
+    *,
+    collector: Collector,
+    scorer: Scorer,
+    success_reward: float,
+    seed: int,
+    on_episode: OnEpisode | None = None,
+) -> Evaluation:
+    groups = await scorer(await collector(rows, seed=seed, on_episode=on_episode))
+    metrics = rollout_metrics(groups, success_reward=success_reward)
+    metrics |= success_estimate(groups, success_reward=success_reward)
+    return Evaluation(metrics=metrics, groups=groups)

@@ -1,0 +1,73 @@
+"""What a batch of finished episodes says about the policy, as plain numbers.
+
+Pure functions of groups. Names follow `family/name`; docs/metrics.md explains how to read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+
+from agent_r1.types import Group, StopReason, Trajectory
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metrics:
+    """Over all episodes; those that failed count as no success and reward 0, so failures cannot flatter a run."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics: Metrics = {
+        "reward/mean": _mean(episodes, lambda t: 0.0 if t.stop.is_failure else t.total_reward),
+        "success": _mean(episodes, lambda t: float(is_success(t, success_reward))),
+        "episode/steps": _mean(episodes, lambda t: len(t.steps)),
+        "episode/tool_calls": _mean(episodes, lambda t: sum(len(step.calls) for step in t.steps)),
+        "episode/bad_calls": _mean(
+            episodes, lambda t: sum(call.error is not None for s in t.steps for call in s.calls)
+        ),
+        "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
+        "group/zero_variance": fmean(float(_zero_variance(group)) for group in groups) if groups else 0.0,
+    }
+    for reason in StopReason:
+        metrics[f"stop/{reason.value}"] = _mean(episodes, lambda t, reason=reason: float(t.stop is reason))
+    for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
+        metrics[f"reward/{name}"] = _mean(episodes, lambda t, name=name: t.reward_components.get(name, 0.0))
+    return metrics
+
+
+def is_success(trajectory: Trajectory, success_reward: float) -> bool:
+    return not trajectory.stop.is_failure and trajectory.outcome_reward >= success_reward
+
+
+def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metrics:
+    """Success with its standard error over rows (attempts at one row are not independent), and pass@k."""
+    per_row = [fmean(float(is_success(t, success_reward)) for t in group.trajectories) for group in groups]
+    solved = [float(any(is_success(t, success_reward) for t in group.trajectories)) for group in groups]
+    result: Metrics = {"success": fmean(per_row), "success_stderr": standard_error(per_row), "rows": float(len(groups))}
+    attempts = max(len(group.trajectories) for group in groups)
+    if attempts > 1:
+        result |= {f"pass@{attempts}": fmean(solved), "samples": float(attempts)}
+    return result
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 for a single value, which says nothing about its spread."""
+    if len(values) < 2:
+        return 0.0
+    mean = fmean(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))
+
+
+def count_tokens(groups: Iterable[Group]) -> int:
+    return sum(trajectory.num_response_tokens for group in groups for trajectory in group.trajectories)
+
+
+def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
+    return fmean(value(trajectory) for trajectory in episodes) if episodes else 0.0
+
+
+def _zero_variance(group: Group) -> bool:
+    """No learning signal: every attempt that counts got the same return."""
+    returns = [t.total_reward for t in group.trajectories if not t.stop.is_failure]
+    return len(returns) < 2 or max(returns) - min(returns) < 1e-9

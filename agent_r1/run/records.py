@@ -1,0 +1,98 @@
+"""Trajectories on disk: one JSON object per line, with everything the viewer, replay and `sft` need.
+
+Ids, log-probs, masks (every response token is trained, nothing else is), rewards and advantages are stored exactly;
+floats round-trip. Files ending in `.gz` are compressed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from agent_r1.errors import DataError
+from agent_r1.types import Group, Step, StopReason, ToolCallRecord, Trajectory
+
+Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
+
+
+def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
+    record = asdict(trajectory)
+    record["total_reward"] = trajectory.total_reward  # derived, for people and queries
+    if advantages is not None:
+        for step, values in zip(record["steps"], advantages, strict=True):
+            step["advantages"] = list(values)
+    return record
+
+
+def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
+    try:
+        return Trajectory(
+            row_id=record["row_id"],
+            trajectory_id=record["trajectory_id"],
+            steps=[_step_from_json(step) for step in record["steps"]],
+            stop=StopReason(record["stop"]),
+            outcome_reward=record["outcome_reward"],
+            reward_components=record["reward_components"],
+            error=record["error"],
+            seconds=record["seconds"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error
+
+
+def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | None = None) -> None:
+    """One line per trajectory; the row's prompt and ground truth ride along, so a file stands on its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _open(path, "wt") as file:
+        for group in groups:
+            row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
+            for trajectory in group.trajectories:
+                record = trajectory_to_json(trajectory, (advantages or {}).get(trajectory.trajectory_id))
+                file.write(json.dumps({**record, "row": row}, ensure_ascii=False, default=str) + "\n")
+
+
+def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
+    """All trajectories of a file, or of the files of a folder whose stem matches, in name order."""
+    inside = [*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")]
+    paths = sorted(inside) if source.is_dir() else [source]
+    if not paths or not paths[0].exists():
+        raise DataError(f"no trajectories (*.jsonl or *.jsonl.gz) at {source}")
+    for path in paths:
+        with _open(path, "rt") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield trajectory_from_json(json.loads(line))
+                except (DataError, json.JSONDecodeError) as error:
+                    raise DataError(f"{path} line {number}: {error}") from error
+
+
+def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """(speaker, text) pairs of the whole episode, for terminals."""
+    lines: list[tuple[str, str]] = []
+    for step in trajectory.steps:
+        lines.append(("agent", step.action_text))
+        lines += [("tool", step.feedback)] if step.feedback else []
+    return lines
+
+
+def _step_from_json(record: Mapping[str, Any]) -> Step:
+    fields = {key: value for key, value in record.items() if key != "advantages"}
+    fields["calls"] = tuple(
+        ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
+        for call in record["calls"]
+    )
+    return Step(**fields)
+
+
+def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if value is None else (value[0], value[1])
+
+
+def _open(path: Path, mode: str) -> IO[Any]:
+    if path.suffix == ".gz":
+        return gzip.open(path, mode, compresslevel=3, encoding="utf-8")
+    return path.open(mode.replace("t", ""), encoding="utf-8")

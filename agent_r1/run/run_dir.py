@@ -1,0 +1,111 @@
+"""The run directory: the interface between programs.
+
+    config.json                      the resolved description of the run
+    metrics.jsonl                    one object per training step and per evaluation
+    trajectories/step_000012.jsonl.gz, eval_000010.jsonl.gz
+    checkpoints/step_000010/         Hugging Face format plus trainer state
+    curve.png  run.log
+
+Viewers, replay and tests read these files, never log lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_r1.config import RunConfig, parse_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.records import Advantages, write_groups
+from agent_r1.types import Group
+
+Metrics = dict[str, float]
+
+
+class RunDir:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunDir:
+        if (path / "config.json").exists():
+            raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        _write_atomic(path / "config.json", config.model_dump_json(indent=2))
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no config.json")
+        return cls(path)
+
+    @property
+    def config(self) -> RunConfig:
+        try:
+            return parse_config(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.path / 'config.json'} is not JSON: {error}") from error
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "run.log"
+
+    def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """`kind` is "train" or "eval". One write per line, so a kill leaves at most one torn line at the end."""
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        records = [record for line in lines if (record := _parse_line(line)) is not None]
+        return [record for record in records if kind in (None, record["kind"])]
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics and trajectories of later steps: a resumed run makes them again."""
+        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        _write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        for path in (self.path / "trajectories").glob("*_*.jsonl.gz"):
+            number = path.name.split(".")[0].rpartition("_")[2]
+            if number.isdigit() and int(number) > step:
+                path.unlink()
+
+    def write_trajectories(
+        self, kind: str, step: int, groups: Iterable[Group], advantages: Advantages | None = None
+    ) -> Path:
+        path = self.path / "trajectories" / f"{kind}_{step:06d}.jsonl.gz"
+        write_groups(path, groups, advantages)
+        return path
+
+
+def new_run_path(config: RunConfig, root: Path = Path("runs")) -> Path:
+    name = config.recipe if config.recipe.isidentifier() else Path(config.recipe).parent.name
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
+    path, number = root / stem, 2
+    while path.exists():
+        path, number = root / f"{stem}-{number}", number + 1
+    return path
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        return None  # the torn last line of a killed run; resuming makes that step again
+    return record
+
+
+def _write_atomic(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,124 @@
+"""Supervised warm start: demonstrations or a run's own good trajectories, through the same rendering and masks as RL.
+
+A demonstration is a row and the assistant texts an expert would write. It is played through the recipe's own flow and
+env, with a sampler that replays the texts, so its steps are the very steps RL will sample and train on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agent_r1.agent.rendering import Renderer
+from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.config import RunConfig, SFTConfig
+from agent_r1.errors import DataError
+from agent_r1.learn.learner import Learner
+from agent_r1.run.build import Model, Task, build_sft_learner, build_task, train_collector
+from agent_r1.run.metrics import Metrics
+from agent_r1.run.records import read_trajectories
+from agent_r1.run.resolve import resolve
+from agent_r1.types import CreditedTrajectory, TaskRow, Trajectory
+
+Demo = tuple[TaskRow, Sequence[str]]
+OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metrics
+
+
+async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Learner:
+    """Train `model.network` in place on the recipe's demonstrations."""
+    trajectories = await sft_trajectories(config, build_task(config), model.renderer)
+    examples = [_credited(trajectory) for trajectory in trajectories]
+    learner = build_sft_learner(config, model)
+    settings = config.sft
+    per_epoch = math.ceil(len(examples) / settings.batch_size)
+    total, update = per_epoch * settings.epochs, 0
+    for epoch in range(settings.epochs):
+        order = list(examples)
+        random.Random(f"sft:{config.seed}:{epoch}").shuffle(order)
+        for start in range(0, len(order), settings.batch_size):
+            learner.set_lr_scale(lr_scale(settings, update, total))
+            metrics = learner.update(order[start : start + settings.batch_size])
+            update += 1
+            on_update(update, total, metrics)
+            await asyncio.sleep(0)  # lets Ctrl-C through
+    return learner
+
+
+async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer) -> list[Trajectory]:
+    settings = config.sft
+    if settings.trajectories is not None:
+        return _filtered(Path(settings.trajectories).expanduser(), settings.min_reward)
+    assert settings.demos is not None  # callers check
+    demos: list[Demo] = list(resolve(settings.demos, recipe=config.recipe)(count=settings.count, seed=config.seed))
+    if not demos:
+        raise DataError(f"sft.demos={settings.demos!r} gave no demonstrations")
+    played = [_play_demo(config, task, renderer, index, demo) for index, demo in enumerate(demos)]
+    return list(await asyncio.gather(*played))
+
+
+async def _play_demo(config: RunConfig, task: Task, renderer: Renderer, index: int, demo: Demo) -> Trajectory:
+    row, texts = demo
+    player = _Replay(renderer, texts)
+    collector = replace(train_collector(config, task, renderer, player), group_size=1, max_error_fraction=1.0)
+    [group] = await collector([row], seed=index)
+    trajectory = group.trajectories[0]
+    if trajectory.stop.is_failure:
+        raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
+    if len(trajectory.steps) != len(texts):
+        raise DataError(
+            f"demonstration {index} ({row.row_id}) has {len(texts)} texts but its episode ended after "
+            f"{len(trajectory.steps)} steps with {trajectory.stop.value!r}; last text: {trajectory.final_text!r}"
+        )
+    return trajectory
+
+
+class _Replay:
+    """A sampler that says what the expert said."""
+
+    def __init__(self, renderer: Renderer, texts: Sequence[str]) -> None:
+        self._renderer = renderer
+        self._texts = iter(texts)
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+        text = next(self._texts, None)
+        if text is None:
+            raise DataError("the expert's texts end before the episode does; the last one must be a final answer")
+        ids = self._renderer.encode_response(text)
+        if len(ids) > sampling.max_tokens:
+            raise DataError(
+                f"an expert text has {len(ids)} tokens, the step allows {sampling.max_tokens}: {text[:80]!r}"
+            )
+        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
+
+    def release(self, session: str) -> None:
+        pass
+
+
+def lr_scale(settings: SFTConfig, update: int, total: int) -> float:
+    """Linear warm-up, then constant or a cosine down to a tenth."""
+    if update < settings.warmup_steps:
+        return (update + 1) / (settings.warmup_steps + 1)
+    if settings.schedule == "constant":
+        return 1.0
+    progress = (update - settings.warmup_steps) / max(1, total - settings.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _filtered(source: Path, min_reward: float) -> list[Trajectory]:
+    """A run's own trajectories that earned enough: rejection sampling."""
+    is_run = (source / "trajectories").is_dir()  # of a run take what it trained on, never its evaluations
+    found = read_trajectories(source / "trajectories", "train_*") if is_run else read_trajectories(source)
+    good = [t for t in found if not t.stop.is_failure and t.total_reward >= min_reward]
+    if not good:
+        raise DataError(f"no trajectory under {source} has a reward of at least {min_reward:g} (sft.min_reward)")
+    return good
+
+
+def _credited(trajectory: Trajectory) -> CreditedTrajectory:
+    return CreditedTrajectory(
+        trajectory=trajectory, advantages=[[1.0] * len(step.response_ids) for step in trajectory.steps]
+    )

@@ -1,0 +1,156 @@
+"""What people see of a run: a live display in a terminal, one line per step elsewhere, a picture at the end.
+
+Reads metrics only; the run directory is written by `run_dir.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from agent_r1.run.metrics import Metrics
+from agent_r1.run.records import transcript
+from agent_r1.types import Group as EpisodeGroup
+from agent_r1.types import Trajectory
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    """Progress of one stage (warm start or training). Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, *, total: int, done: int = 0) -> None:
+        self._console = console
+        self._title = title
+        self._total, self._first, self._done = total, done, done
+        self._began = time.monotonic()
+        self._line = Text("starting ...", style="dim")
+        self._history: list[float] = []
+        self._episodes = Text("")
+        self._progress = Progress(
+            TextColumn(f"[bold]{title}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done)
+        self._live = Live(self._render(), console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def total(self, total: int) -> None:
+        """The length of the stage, when it is known only after it began."""
+        self._total = total
+        self._progress.update(self._task, total=total)
+
+    def episodes(self, finished: int, total: int) -> None:
+        """Progress inside a step."""
+        self._episodes = Text(f"episodes {finished}/{total}", style="dim")
+        self._refresh()
+
+    def step(self, step: int, summary: str, *, value: float) -> None:
+        """One step is done; `value` joins the small curve."""
+        self._done = step
+        self._history.append(value)
+        left = clock(self.seconds_left())
+        self._line = Text(f"{summary}  {left} left")
+        self._episodes = Text("")
+        self._progress.update(self._task, completed=step)
+        if self._console.is_terminal:
+            self._refresh()
+        else:
+            self._console.print(f"{self._title} {step}/{self._total}  {summary}  {left} left", highlight=False)
+
+    def note(self, text: str) -> None:
+        """A line that stays on screen above the live part."""
+        self._console.print(text, highlight=False)
+
+    def seconds_left(self) -> float:
+        steps = self._done - self._first
+        spent = time.monotonic() - self._began
+        return spent / steps * (self._total - self._done) if steps else 0.0
+
+    def _refresh(self) -> None:
+        if self._console.is_terminal:
+            self._live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        curve = Text(sparkline(self._history[-60:]), style="green")
+        return Group(self._progress, self._line, curve, self._episodes)
+
+
+def step_summary(metrics: Metrics) -> str:
+    return (
+        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}  "
+        f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
+        f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
+    )
+
+
+def eval_summary(metrics: Metrics) -> str:
+    """`62.5 % +- 3.4 % of 200 rows`."""
+    text = f"{metrics['success']:.1%} +- {metrics['success_stderr']:.1%} of {metrics['rows']:.0f} rows"
+    passes = [f"  {name} {value:.1%}" for name, value in metrics.items() if name.startswith("pass@")]
+    return text + "".join(passes)
+
+
+def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
+    top = max([high, *values])
+    scale = (len(BARS) - 1) / (top - low)
+    return "".join(BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] for value in values)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
+    """One episode as a conversation, with what it earned."""
+    table = Table.grid(padding=(0, 1))
+    for message in group.row.prompt:
+        if message["role"] == "user":
+            table.add_row(Text("user", style="bold blue"), Text(str(message["content"])))
+    for speaker, text in transcript(trajectory):
+        style = "bold green" if speaker == "agent" else "bold yellow"
+        table.add_row(Text(speaker, style=style), Text(text))
+    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {len(trajectory.steps)} steps"
+    return Panel(table, title=f"episode {trajectory.row_id}", subtitle=verdict, title_align="left")
+
+
+def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Training success and held-out success over steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    trained = [(r["step"], r["success"]) for r in records if r["kind"] == "train"]
+    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    if trained:
+        axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
+    if held_out:
+        steps, success, error = zip(*held_out, strict=True)
+        axes.errorbar(
+            steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label="held-out rows (greedy)"
+        )
+    axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,58 @@
+"""The training loop, strictly on-policy: nothing samples while weights change.
+
+This is the one place where the flow of the whole system is read:
+
+    rows -> collect -> score -> update -> weights to the engine -> (evaluate, save)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from agent_r1.run.metrics import Metrics
+from agent_r1.types import CreditedTrajectory, Group, TaskRow
+
+
+class Parts(Protocol):
+    """What the loop is made of. `build.py` makes it from a config, tests from fakes."""
+
+    def next_rows(self, step: int) -> list[TaskRow]: ...
+    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]: ...
+    async def score(self, groups: list[Group]) -> list[Group]: ...
+    def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]: ...
+    def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics: ...
+    def sync_weights(self, version: int) -> None: ...
+    async def evaluate(self, step: int) -> None: ...
+    def save(self, step: int) -> None: ...
+    def report(
+        self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics
+    ) -> None: ...
+
+
+async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int) -> None:
+    """Run optimizer steps start+1 .. steps. Cancelling it saves the last finished step before it returns."""
+    finished, updating = start, False
+    try:
+        for step in range(start + 1, steps + 1):
+            began = time.perf_counter()
+            groups = await parts.collect(parts.next_rows(step), step)
+            groups = await parts.score(groups)
+            collected = time.perf_counter()
+            credited = parts.assign_credit(groups)
+            updating = True
+            metrics = parts.update(credited)
+            finished, updating = step, False
+            parts.sync_weights(step)
+            metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
+            parts.report(step, groups, credited, metrics)
+            if step % eval_every == 0 or step == steps:
+                await parts.evaluate(step)
+            if step % save_every == 0 or step == steps:
+                parts.save(step)
+    except BaseException:
+        # Ctrl-C, SIGTERM or a failed batch: the weights are those of the last finished step, so keep them.
+        if finished > start and not updating:
+            parts.save(finished)
+        raise

@@ -1,0 +1,159 @@
+"""The parts of the training loop, made of a built model, task, engine and learner, and tied to a run directory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agent_r1.agent.flow import stable_seed
+from agent_r1.config import RunConfig
+from agent_r1.learn.algorithms import assign_credit
+from agent_r1.learn.learner import Learner
+from agent_r1.rollout.collect import Collector
+from agent_r1.rollout.engine import Engine
+from agent_r1.run.build import (
+    Model,
+    Task,
+    build_engine,
+    build_learner,
+    build_task,
+    check_disjoint,
+    eval_collector,
+    train_collector,
+)
+from agent_r1.run.checkpoint import save_checkpoint
+from agent_r1.run.evaluate import Evaluation, evaluate
+from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
+from agent_r1.run.run_dir import RunDir
+from agent_r1.run.track import Display, eval_summary, step_summary
+from agent_r1.tasks.rows import rows_for_step
+from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
+
+EVAL_SEED = "eval"  # evaluation draws the same noise at every step, so that curves differ by the policy alone
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Implements `train.Parts`."""
+
+    config: RunConfig
+    run: RunDir
+    model: Model
+    task: Task
+    engine: Engine
+    learner: Learner
+    train_rows: list[TaskRow]
+    test_rows: list[TaskRow]
+    collector: Collector
+    eval_collector: Collector
+    display: Display
+    last_evaluation: Evaluation | None = field(default=None)
+
+    @classmethod
+    def build(cls, config: RunConfig, *, run: RunDir, model: Model, display: Display) -> Trainer:
+        task = build_task(config)
+        train_rows, test_rows = task.train_rows(), task.test_rows()
+        check_disjoint(train_rows, test_rows)
+        engine = build_engine(config, model)
+        return cls(
+            config=config,
+            run=run,
+            model=model,
+            task=task,
+            engine=engine,
+            learner=build_learner(config, model),
+            train_rows=train_rows,
+            test_rows=test_rows,
+            collector=train_collector(config, task, model.renderer, engine),
+            eval_collector=eval_collector(config, task, model.renderer, engine),
+            display=display,
+        )
+
+    def next_rows(self, step: int) -> list[TaskRow]:
+        return rows_for_step(self.train_rows, step=step, count=self.config.rollout.rows_per_step, seed=self.config.seed)
+
+    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]:
+        counter = self._counter(len(rows) * self.collector.group_size)
+        return await self.collector(rows, seed=stable_seed(self.config.seed, "train", step), on_episode=counter)
+
+    async def score(self, groups: list[Group]) -> list[Group]:
+        return await self.task.scorer(groups)
+
+    def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
+        return assign_credit(groups, self.learner.algorithm)
+
+    def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
+        return self.learner.update(credited)
+
+    def sync_weights(self, version: int) -> None:
+        self.engine.load_weights(self.learner.weights(), version)
+
+    async def evaluate(self, step: int) -> None:
+        seed = stable_seed(self.config.seed, EVAL_SEED)
+        counter = self._counter(len(self.test_rows) * self.eval_collector.group_size)
+        self.last_evaluation = await evaluate(
+            self.test_rows,
+            collector=self.eval_collector,
+            scorer=self.task.scorer,
+            success_reward=self.task.success_reward,
+            seed=seed,
+            on_episode=counter,
+        )
+        self.run.append_metrics("eval", step, self.last_evaluation.metrics)
+        self.run.write_trajectories("eval", step, self.last_evaluation.groups)
+        self.display.note(f"step {step:4d}  held-out success {eval_summary(self.last_evaluation.metrics)}")
+
+    def save(self, step: int) -> None:
+        save_checkpoint(
+            self.run.checkpoints,
+            step,
+            model=self.model.network,
+            tokenizer=self.model.tokenizer,
+            state=self._state(step),
+            keep=self.config.trainer.keep_checkpoints,
+        )
+
+    def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
+        metrics |= rollout_metrics(groups, success_reward=self.task.success_reward)
+        metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
+        self.run.append_metrics("train", step, metrics)
+        if step % self.config.trainer.dump_every == 0:
+            advantages = {item.trajectory.trajectory_id: item.advantages for item in credited}
+            self.run.write_trajectories("train", step, groups, advantages)
+        self.display.step(step, step_summary(metrics), value=metrics["success"])
+
+    def restore(self, state: dict[str, Any]) -> int:
+        """Continue exactly where the checkpoint was taken; returns its step."""
+        self.learner.load_state_dict(state["learner"])
+        torch.set_rng_state(state["torch_rng"])
+        random.setstate(_as_random_state(state["python_rng"]))
+        step: int = state["step"]
+        self.sync_weights(step)
+        return step
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "learner": self.learner.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+            "python_rng": list(random.getstate()),
+        }
+
+    def _counter(self, total: int) -> Any:
+        finished = 0
+
+        def count(trajectory: Trajectory) -> None:
+            nonlocal finished
+            finished += 1
+            self.display.episodes(finished, total)
+
+        return count
+
+
+def _as_random_state(saved: Sequence[Any]) -> tuple[Any, ...]:
+    version, internal, gauss = saved
+    return (version, tuple(internal), gauss)

@@ -1,0 +1,169 @@
+"""Rows: what is asked. Parquet, JSON Lines, Hugging Face datasets or a Python generator, one type out.
+
+The published row schema (`prompt`, `agent_name`, `reward_model`, `env_kwargs`, `data_source`, `extra_info`) is read
+unchanged; columns it does not name are kept under `extra_info`. Row order is a function of (seed, step), so resuming
+needs no iterator state.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.types import Message, TaskRow
+
+_COLUMNS = {"prompt", "agent_name", "reward_model", "env_kwargs", "data_source", "extra_info", "row_id"}
+
+
+def load_rows(source: str | Callable[..., Iterable[Any]], *, split: str, count: int | None = None) -> list[TaskRow]:
+    """Rows from a file, from `hf:name[:config]`, or from a generator function `rows(split=..., count=...)`.
+
+    Every row is checked here, so a bad one is an error before training with its place, not a crash in the middle.
+    """
+    if callable(source):
+        raw: Iterator[Any] = iter(source(split=split, count=count) if count is not None else source(split=split))
+        where = f"{getattr(source, '__module__', '?')}.{getattr(source, '__name__', source)}"
+    else:
+        raw, where = iter(_read(source, split)), source
+    rows = []
+    for index, item in enumerate(raw):
+        if count is not None and index >= count:
+            break
+        row = item if isinstance(item, TaskRow) else row_from_record(item, index=index, where=where)
+        rows.append(row if row.row_id else _with_id(row, f"{split}-{index}"))
+    if not rows:
+        raise DataError(f"{where} gave no rows for split {split!r}")
+    if count is not None and len(rows) < count and not callable(source):
+        raise DataError(f"{where} has {len(rows)} rows for split {split!r}, {count} were asked for")
+    _check_unique(rows, where)
+    return rows
+
+
+def row_from_record(record: Mapping[str, Any], *, index: int, where: str) -> TaskRow:
+    """One published-style record (a dict, as parquet and JSON give it) as a `TaskRow`."""
+    place = f"row {index} of {where}"
+    if not isinstance(record, Mapping):
+        raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
+    if record.get("prompt") is None:
+        raise DataError(f"{place} has no 'prompt'; its columns are {sorted(record)}. A prompt is text or messages")
+    extra = dict(_mapping(record.get("extra_info"), "extra_info", place))
+    extra |= {key: value for key, value in record.items() if key not in _COLUMNS and value is not None}
+    return TaskRow(
+        prompt=_messages(record["prompt"], place),
+        row_id=str(record.get("row_id") or ""),
+        agent_name=record.get("agent_name"),
+        reward_model=_mapping(record.get("reward_model"), "reward_model", place),
+        env_kwargs=_mapping(record.get("env_kwargs"), "env_kwargs", place),
+        data_source=str(record.get("data_source") or "unknown"),
+        extra_info=extra,
+    )
+
+
+def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) -> list[TaskRow]:
+    """The `count` rows of training step `step` (from 1): shuffled epochs, each a permutation fixed by (seed, epoch)."""
+    chosen: list[TaskRow] = []
+    position = (step - 1) * count
+    while len(chosen) < count:
+        epoch, offset = divmod(position + len(chosen), len(rows))
+        order = list(range(len(rows)))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        chosen += [rows[i] for i in order[offset : offset + count - len(chosen)]]
+    return chosen
+
+
+def _read(source: str, split: str) -> Iterable[Any]:
+    if source.startswith("hf:"):
+        return _read_hub(source.removeprefix("hf:"), split)
+    path = Path(source.format(split=split)).expanduser()
+    if path.is_dir():
+        path = _split_file(path, split)
+    if not path.exists():
+        raise DataError(f"no data file at {path}")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _read_jsonl(path)
+    raise DataError(f"{path} is neither .parquet nor .jsonl")
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    for suffix in (".parquet", ".jsonl"):
+        if (folder / f"{split}{suffix}").exists():
+            return folder / f"{split}{suffix}"
+    found = sorted(path.name for path in folder.iterdir())
+    raise DataError(f"{folder} has neither {split}.parquet nor {split}.jsonl; it holds {found[:10]}")
+
+
+def _read_parquet(path: Path) -> Iterable[Any]:
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path)
+    except Exception as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    for batch in table.iter_batches():
+        yield from batch.to_pylist()
+
+
+def _read_jsonl(path: Path) -> Iterable[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path} line {number} is not JSON: {error}") from error
+
+
+def _read_hub(name: str, split: str) -> Iterable[Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
+    name, _, config = name.partition(":")
+    loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
+    return loaded
+
+
+def _messages(prompt: Any, place: str) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = list(prompt) if isinstance(prompt, Sequence) else None
+    if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        raise DataError(
+            f"{place}: prompt must be text or a non-empty list of {{role, content}}, got {str(prompt)[:120]}"
+        )
+    # Arrow gives every struct all fields of the column: absent ones come back as None.
+    return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+
+
+def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, str):  # published rows store env_kwargs as a JSON string
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: {column} is a string but not JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise DataError(f"{place}: {column} must be a mapping or a JSON object, got {type(value).__name__}")
+    return {str(key): item for key, item in value.items()}
+
+
+def _with_id(row: TaskRow, row_id: str) -> TaskRow:
+    return replace(row, row_id=row_id)
+
+
+def _check_unique(rows: Sequence[TaskRow], where: str) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if row.row_id in seen:
+            raise DataError(
+                f"{where} gave two rows with row_id {row.row_id!r}; ids name rows in trajectories and panels"
+            )
+        seen.add(row.row_id)

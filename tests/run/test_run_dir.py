@@ -1,0 +1,151 @@
+"""The run directory survives kills, full disks and resumption."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agent_r1.config import parse_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    list_checkpoints,
+    load_state,
+    save_checkpoint,
+)
+from agent_r1.run.records import read_trajectories, trajectory_from_json, trajectory_to_json
+from agent_r1.run.run_dir import RunDir
+from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
+
+CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
+STEP = Step(
+    prompt_ids=[1, 2],
+    response_ids=[3, 4],
+    response_logprobs=[-0.1, -1 / 3],
+    reward=0.5,
+    action_text='call "ü"',
+    calls=(
+        ToolCallRecord(
+            name="add", arguments={"a": [1, None]}, result="3", reward=0.5, text_span=(0, 4), token_span=(0, 2)
+        ),
+    ),
+    info={"k": 1},
+)
+TRAJECTORY = Trajectory(
+    row_id="r",
+    trajectory_id="r#0",
+    steps=[STEP, replace(STEP, calls=())],
+    stop=StopReason.MAX_STEPS,
+    outcome_reward=1.0,
+    reward_components={"reward": 1.0, "format": 0.25},
+)
+ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r", reward_model={"ground_truth": 3})
+
+
+class Savable:
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.error = name, error
+
+    def save_pretrained(self, save_directory: str) -> None:
+        (Path(save_directory) / self.name).write_text(self.name, encoding="utf-8")
+        if self.error is not None:
+            raise self.error
+
+
+def save(folder: Path, step: int, *, keep: int = 2, error: Exception | None = None) -> Path:
+    return save_checkpoint(
+        folder, step, model=Savable("model", error), tokenizer=Savable("tok"), state={"step": step}, keep=keep
+    )
+
+
+def test_a_trajectory_round_trips_exactly_through_json() -> None:
+    record = json.loads(json.dumps(trajectory_to_json(TRAJECTORY, [[0.1, 0.2], [0.3, 0.4]])))
+    assert record["steps"][0]["advantages"] == [0.1, 0.2]
+    assert record["total_reward"] == 2.0  # 0.5 + 0.5 + 1.0
+    assert trajectory_from_json(record) == TRAJECTORY
+
+
+def test_written_groups_are_read_back(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    path = run.write_trajectories("train", 3, [Group(row=ROW, trajectories=[TRAJECTORY])], {"r#0": [[1.0] * 2] * 2})
+    assert path.name == "train_000003.jsonl.gz"
+    assert list(read_trajectories(path)) == [TRAJECTORY]
+    assert list(read_trajectories(path.parent, "train_*")) == [TRAJECTORY]
+    with pytest.raises(DataError, match="no trajectories"):
+        list(read_trajectories(path.parent, "eval_*"))
+
+
+def test_a_file_that_is_not_trajectories_is_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"row_id": "r"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: not a trajectory record: KeyError: 'trajectory_id'"):
+        list(read_trajectories(path))
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+        RunDir.create(tmp_path, CONFIG)
+    assert RunDir.open(tmp_path).config == CONFIG
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        RunDir.open(tmp_path / "nowhere")
+
+
+def test_a_torn_last_line_is_ignored_and_later_steps_are_forgotten(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)
+    for step in (1, 2, 3):
+        run.append_metrics("train", step, {"loss": step / 3})
+        run.write_trajectories("train", step, [Group(row=ROW, trajectories=[TRAJECTORY])])
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "st')  # killed while writing
+    run.forget_after(2)
+    assert [(record["step"], record["loss"]) for record in run.read_metrics("train")] == [(1, 1 / 3), (2, 2 / 3)]
+    names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert names == ["train_000001.jsonl.gz", "train_000002.jsonl.gz"]
+
+
+def test_the_newest_checkpoints_are_kept_and_their_state_comes_back(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3]
+    step, path = latest_checkpoint(tmp_path)
+    assert load_state(path)["step"] == step == 3
+    assert (path / "model").read_text(encoding="utf-8") == "model"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, error: Exception) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"could not save checkpoint .*step_000002.*Earlier checkpoints are intact"
+    ):
+        save(tmp_path, 2, error=error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]  # nothing half-written is left
+
+
+def test_a_half_written_checkpoint_of_a_killed_run_is_not_seen(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / ".step_000002.part").mkdir()
+    assert latest_checkpoint(tmp_path)[0] == 1
+    save(tmp_path, 2)
+    assert latest_checkpoint(tmp_path)[0] == 2
+
+
+def test_missing_checkpoints_and_states_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="stopped before its first save"):
+        latest_checkpoint(tmp_path)
+    with pytest.raises(DataError, match="it is a model, not a checkpoint"):
+        load_state(tmp_path)
+
+
+def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)]}
+    path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
+    torch.testing.assert_close(load_state(path)["rng"], state["rng"])

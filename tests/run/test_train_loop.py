@@ -1,0 +1,107 @@
+"""The loop's order of events, checked with fakes that write down what was asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from agent_r1.run.metrics import Metrics
+from agent_r1.run.train import train
+from agent_r1.types import CreditedTrajectory, Group, TaskRow
+
+ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
+
+
+class Fake:
+    def __init__(self, fail: str | None = None) -> None:
+        self.events: list[str] = []
+        self.fail = fail
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self.fail:
+            raise asyncio.CancelledError
+
+    def next_rows(self, step: int) -> list[TaskRow]:
+        self._note(f"rows {step}")
+        return [ROW]
+
+    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]:
+        self._note(f"collect {step}")
+        return [Group(row=row, trajectories=[]) for row in rows]
+
+    async def score(self, groups: list[Group]) -> list[Group]:
+        self._note("score")
+        return groups
+
+    def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
+        return []
+
+    def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
+        self._note("update")
+        return {"loss": 1.0}
+
+    def sync_weights(self, version: int) -> None:
+        self._note(f"weights {version}")
+
+    async def evaluate(self, step: int) -> None:
+        self._note(f"evaluate {step}")
+
+    def save(self, step: int) -> None:
+        self._note(f"save {step}")
+
+    def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
+        assert metrics["loss"] == 1.0
+        assert metrics["time/collect"] >= 0
+        self._note(f"report {step}")
+
+
+def run(parts: Fake, *, start: int = 0, steps: int = 3) -> None:
+    asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2))
+
+
+def one_step(step: int) -> list[str]:
+    return [f"rows {step}", f"collect {step}", "score", "update", f"weights {step}", f"report {step}"]
+
+
+def test_each_step_samples_scores_updates_and_only_then_changes_the_sampler() -> None:
+    parts = Fake()
+    run(parts)
+    assert parts.events == [
+        *one_step(1),
+        *one_step(2),
+        "evaluate 2",
+        "save 2",
+        *one_step(3),
+        "evaluate 3",  # the last step is always evaluated and saved
+        "save 3",
+    ]
+
+
+def test_a_resumed_loop_starts_after_the_saved_step() -> None:
+    parts = Fake()
+    run(parts, start=2)
+    assert parts.events == [*one_step(3), "evaluate 3", "save 3"]
+
+
+def test_cancelling_while_sampling_saves_the_last_finished_step() -> None:
+    parts = Fake(fail="collect 2")
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert parts.events == [*one_step(1), "rows 2", "collect 2", "save 1"]
+
+
+def test_nothing_is_saved_when_an_update_was_torn() -> None:
+    parts = Fake(fail="update")
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert not any(event.startswith("save") for event in parts.events)
+
+
+def test_nothing_is_saved_when_no_step_finished() -> None:
+    parts = Fake(fail="collect 1")
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert parts.events == ["rows 1", "collect 1"]

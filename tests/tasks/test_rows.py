@@ -1,0 +1,127 @@
+"""Rows come in from files, datasets and generators; bad ones are errors that say where."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.errors import DataError
+from agent_r1.tasks.rows import load_rows, row_from_record, rows_for_step
+from agent_r1.types import TaskRow
+
+PUBLISHED: dict[str, Any] = {
+    "data_source": "openai/gsm8k",
+    "agent_name": "agent_env_loop",
+    "prompt": [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "1 + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "env_kwargs": json.dumps({"env_type": "tool", "tools": ["calc"], "tools_kwargs": {"digits": 3}}),
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+def test_a_published_parquet_row_is_read_unchanged(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([PUBLISHED]), tmp_path / "train.parquet")
+    [row] = load_rows(str(tmp_path), split="train")
+    assert row.prompt == PUBLISHED["prompt"]
+    assert row.agent_name == "agent_env_loop"
+    assert row.ground_truth == "2"
+    assert row.env_kwargs == {"env_type": "tool", "tools": ["calc"], "tools_kwargs": {"digits": 3}}
+    assert row.data_source == "openai/gsm8k"
+    # columns that the schema does not name are kept
+    assert row.extra_info == {"index": 7, "split": "train", "ability": "math"}
+    assert row.row_id == "train-0"
+
+
+def test_jsonl_gives_the_same_row_as_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([PUBLISHED]), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(PUBLISHED) + "\n\n", encoding="utf-8")
+    parquet = load_rows(str(tmp_path / "a.parquet"), split="train")
+    assert load_rows(str(tmp_path / "a.jsonl"), split="train") == parquet
+
+
+def test_the_split_can_be_part_of_the_file_name(tmp_path: Path) -> None:
+    for split, text in (("train", "a"), ("test", "b")):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": text}), encoding="utf-8")
+    [row] = load_rows(str(tmp_path / "{split}.jsonl"), split="test")
+    assert row.prompt == [{"role": "user", "content": "b"}]
+
+
+def test_a_generator_function_gives_rows_or_records() -> None:
+    def rows(split: str, count: int) -> Iterator[Any]:
+        yield TaskRow(prompt=[{"role": "user", "content": split}], row_id="mine")
+        for index in range(count):
+            yield {"prompt": f"q{index}"}
+
+    loaded = load_rows(rows, split="test", count=3)
+    assert [row.row_id for row in loaded] == ["mine", "test-1", "test-2"]
+
+
+def test_the_ground_truth_can_be_taken_off_a_row() -> None:
+    row = row_from_record(PUBLISHED, index=0, where="here")
+    assert row.without_ground_truth().ground_truth is None
+    assert row.without_ground_truth().prompt == row.prompt
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "x"}, r"row 0 of f.jsonl has no 'prompt'; its columns are \['question'\]"),
+        ({"prompt": []}, "non-empty list"),
+        ({"prompt": [{"text": "hi"}]}, "role, content"),
+        ({"prompt": "x", "env_kwargs": "{broken"}, "env_kwargs is a string but not JSON"),
+        ({"prompt": "x", "reward_model": 3}, "reward_model must be a mapping"),
+        (["prompt"], "is list, not a mapping"),
+    ],
+)
+def test_a_bad_row_names_its_place_and_fault(record: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        row_from_record(record, index=0, where="f.jsonl")
+
+
+def test_unreadable_sources_are_clear_errors(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{oops\n', encoding="utf-8")
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    (tmp_path / "data.csv").write_text("a,b", encoding="utf-8")
+    for name, message in (
+        ("missing.jsonl", "no data file at"),
+        ("bad.parquet", "not a readable parquet file"),
+        ("bad.jsonl", "line 2 is not JSON"),
+        ("empty.jsonl", "gave no rows for split 'train'"),
+        ("data.csv", "neither .parquet nor .jsonl"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_rows(str(tmp_path / name), split="train")
+    with pytest.raises(DataError, match=r"neither valid\.parquet nor valid\.jsonl"):
+        load_rows(str(tmp_path), split="valid")
+
+
+def test_too_few_rows_and_repeated_ids_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "row_id": "same"}\n' * 2, encoding="utf-8")
+    with pytest.raises(DataError, match="two rows with row_id 'same'"):
+        load_rows(str(tmp_path / "a.jsonl"), split="train")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="has 1 rows for split 'train', 5 were asked for"):
+        load_rows(str(tmp_path / "b.jsonl"), split="train", count=5)
+
+
+@given(total=st.integers(1, 12), count=st.integers(1, 9), seed=st.integers(0, 3))
+def test_every_epoch_shows_each_row_once_and_order_depends_on_seed_and_step_only(
+    total: int, count: int, seed: int
+) -> None:
+    rows = [TaskRow(prompt=[{"role": "user", "content": str(i)}], row_id=str(i)) for i in range(total)]
+    steps = [rows_for_step(rows, step=step, count=count, seed=seed) for step in range(1, total + 1)]
+    # `total` steps of `count` rows are exactly `count` epochs
+    assert Counter(row.row_id for step in steps for row in step) == {str(i): count for i in range(total)}
+    again = rows_for_step(rows, step=total, count=count, seed=seed)
+    assert [row.row_id for row in again] == [row.row_id for row in steps[-1]]
