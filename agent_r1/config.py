@@ -67,10 +67,9 @@ class SFTConfig(Section):
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.2, gt=0)
+    settings: dict[str, Any] = {}  # of that algorithm, e.g. {clip_high: 0.28}; learn/algorithms.py has the defaults
     kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy, in the loss; 0 keeps no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k2", "k3"] = "k3"
 
 
 class RolloutConfig(Section):
@@ -147,7 +146,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(plain).__name__}")
     name = recipe if path.parent.parent == RECIPES else str(path.resolve())
-    return parse_config({**plain, "recipe": name})
+    return parse_config({str(key): value for key, value in plain.items()} | {"recipe": name})
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:

@@ -53,7 +53,7 @@ class Turn:
 class Renderer:
     """Observations to ids and ids to text, for one tokenizer and chat template. Stateless: episodes share it."""
 
-    stop_ids: tuple[int, ...]  # sampling one of these ends a response
+    stop_ids: tuple[int, ...]  # sampling one of these ends a response; the first is the one that ends an answer
 
     def __init__(
         self,
@@ -73,16 +73,24 @@ class Renderer:
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
         self._turn_ends, sampled_ends = self._find_turn_ends()
-        stops = {tokenizer.convert_tokens_to_ids(token) for token in sampled_ends} | set(extra_stop_ids)
-        if tokenizer.eos_token_id is not None:
-            stops.add(tokenizer.eos_token_id)
-        self.stop_ids = tuple(sorted(stops))
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
+        self.stop_ids = tuple(dict.fromkeys(found))
 
     # ids -> text
 
     def decode(self, response_ids: Sequence[int]) -> str:
         """The response as text: without the stop token that ended it, with all other special tokens."""
         return self._decode(response_ids[:-1] if self._stop_id(response_ids) is not None else response_ids)
+
+    def encode_response(self, text: str) -> list[int]:
+        """A response that was written, not sampled (a demonstration): its ids, closed by a stop token."""
+        ids = self._encode(scrub(text))
+        if self._stop_id(ids) is not None:
+            return ids  # the text brings its own, as a gpt-oss tool call does
+        if not self.stop_ids:
+            raise DataError("no stop token is known to end a response: set the tokenizer's eos_token")
+        return [*ids, self.stop_ids[0]]
 
     def token_span(self, response_ids: Sequence[int], text_start: int, text_end: int) -> tuple[int, int]:
         """The response tokens [start, end) that hold any part of characters [text_start, text_end) of the text.
@@ -200,7 +208,7 @@ class Renderer:
 
     # the template
 
-    def _find_turn_ends(self) -> tuple[tuple[str, ...], set[str]]:
+    def _find_turn_ends(self) -> tuple[list[str], list[str]]:
         """The special tokens that close an assistant's turn in the template, and those a model samples to do so.
 
         They can differ: gpt-oss samples `<|return|>` or `<|call|>`, and its template writes `<|end|>` into history.
@@ -209,19 +217,17 @@ class Renderer:
         call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
 
-        def after_answer(*messages: Message, generation_prompt: bool = True) -> str | None:
-            text = self._try_template([*messages], generation_prompt=generation_prompt)
+        def after_answer(*more: Message, generation_prompt: bool = True) -> str | None:
+            text = self._try_template([user, answer, *more], generation_prompt=generation_prompt)
             return self._special.at_start(text.rpartition(SLOT)[2]) if SLOT in text else None
 
         called = self._try_template([user, calling], generation_prompt=False)
-        sampled = {
-            after_answer(user, answer, generation_prompt=False),
-            self._special.at_end(called) if "probe" in called else None,  # else the template does not show calls
-        }
+        after_call = self._special.at_end(called) if "probe" in called else None  # not all templates show calls
+        sampled = [end for end in (after_answer(generation_prompt=False), after_call) if end]
         # Only a token that comes whatever follows ends a turn; others open the next one (GLM has just those).
-        in_history = {after_answer(user, answer), after_answer(user, answer, user)}
-        turn_ends = sampled | (in_history if len(in_history) == 1 else set())
-        return tuple(sorted(filter(None, turn_ends))), set(filter(None, sampled))
+        in_history = after_answer()
+        always = [in_history] if in_history and in_history == after_answer(user) else []
+        return list(dict.fromkeys([*sampled, *always])), sampled
 
     def _safe(self, messages: list[Message]) -> list[Message]:
         """The messages with a cut in every look-alike."""
@@ -256,7 +262,8 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         pieces = [piece for piece in text.split(CUT) if piece]
-        return [token_id for piece in pieces for token_id in self._tokenizer.encode(piece, add_special_tokens=False)]
+        encode = self._tokenizer.encode  # not verbose: whether a prompt is too long is the flow's business
+        return [token for piece in pieces for token in encode(piece, add_special_tokens=False, verbose=False)]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -311,7 +318,12 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     """Try a short conversation on the template. Reports what does not work; never raises because of the template."""
     schema = {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}}
     tools = tools or [{"type": "function", "function": schema}]
-    user, reply = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}
+    user, said = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "probe"}
+    called = {
+        **said,
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "probe", "arguments": {}}}],
+    }
     result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
 
     def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
@@ -320,18 +332,19 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         except DataError:
             return []
 
-    def extends(*added: Message) -> bool:
-        asked = Observation(messages=[user])
-        response = [*renderer.render(Observation(text=reply["content"])), *renderer.stop_ids[:1]]
-        turn = Turn(observation=asked, prompt_ids=attempt(user), response_ids=response, text=reply["content"])
-        return renderer.extend(turn, Observation(messages=[user, reply, *added]), tools) is not None
+    def extends(reply: Message, added: Message) -> bool:
+        asked, ids = Observation(messages=[user]), renderer.encode_response("probe")
+        turn = Turn(observation=asked, prompt_ids=attempt(user), response_ids=ids, text="probe")
+        return renderer.extend(turn, Observation(messages=[user, reply, added]), tools) is not None
 
-    renders = bool(attempt(user))
-    extends_user, extends_tool = renders and extends(user), renders and extends(result)
-    tool_role = result["content"] in renderer.decode(attempt(user, reply, result))
+    works = bool(attempt(user)) and bool(renderer.stop_ids)
+    extends_user = works and extends(said, user)
+    # gpt-oss takes a tool's result only after a message with the call in it; others do not know such messages.
+    extends_tool = works and (extends(said, result) or extends(called, result))
+    tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
     tools_shown = attempt(user) != attempt(user, tools=())
     checks = {
-        "the template cannot render a user message, or there is none": renders,
+        "the template cannot render a user message, or there is none": bool(attempt(user)),
         "no stop token is known: set the tokenizer's eos_token or give extra stop ids": bool(renderer.stop_ids),
         "a next user message cannot be appended: each turn is rendered afresh": extends_user,
         "a tool's result cannot be appended: each turn is rendered afresh": extends_tool,
@@ -362,15 +375,16 @@ def _says(message: Message, text: str) -> bool:
 
 
 def _is_parsed_from(message: Message, text: str) -> bool:
-    """Whether this can be the assistant's `text`, taken apart: all its prose and tool names occur there."""
+    """Whether this can be the assistant's `text`, taken apart: every line of prose and every tool name is in there."""
     parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
     if message.get("role") != "assistant" or not parsed:
         return False
-    calls = parsed.pop("tool_calls", [])
-    names = [call.get("function", call).get("name") for call in calls]
-    prose = [*parsed.values(), *([message["content"]] if message.get("content") else [])]
-    said = [*names, *(_text_of(value) for value in prose)]
-    return all(isinstance(value, str) and value.strip() in text for value in said)
+    names = [call.get("function", call).get("name") for call in parsed.pop("tool_calls", [])]
+    prose = [_text_of(value) for value in (*parsed.values(), message.get("content") or "")]
+    if not all(isinstance(value, str) for value in (*names, *prose)):
+        return False
+    lines = [line.strip() for value in prose for line in str(value).splitlines()]
+    return all(piece in text for piece in (*names, *lines))
 
 
 def _with_slot(safe: list[Message], index: int) -> list[Message]:

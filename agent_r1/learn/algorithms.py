@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ PerToken = list[list[float]]  # one trajectory: [step][response token]
 # takes, as its second argument, the critic's values by trajectory id.
 CreditFunction = Callable[..., list[list[PerToken]]]
 LossFunction = Callable[..., LossOutput]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def _settings_of(function: Callable[..., object]) -> dict[str, object]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
-def _bind(function: Callable[..., object], settings: Mapping[str, object]) -> Callable[..., object]:
+def _bind(function: Callable[..., Result], settings: Mapping[str, object]) -> Callable[..., Result]:
     own = {name: value for name, value in settings.items() if name in _settings_of(function)}
     return partial(function, **own) if own else function
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Pack:
         return int(self.targets_T.numel())
 
     def to(self, device: torch.device) -> Pack:
-        tensors = {
+        tensors: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Tensor)
@@ -162,4 +163,4 @@ def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     """
     parts = min(parts, len(items))
     bounds = [len(items) * i // parts for i in range(parts + 1)] if parts else []
-    return [items[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [items[start:end] for start, end in pairwise(bounds)]

@@ -82,13 +82,12 @@ def supervised(logprobs_T: Tensor, advantages_T: Tensor, *, num_tokens: int) -> 
 
 def ratio_report(log_ratio_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The sums and maxima that any loss with an importance ratio reports: how far the policy is from its sampler."""
-    detached_T = log_ratio_T.detach()
-    sums = {"approx_kl": kl_k3(-detached_T)}
-    if detached_T.numel() == 0:  # max of nothing is an error in torch
-        return {name: value.sum() for name, value in sums.items()}, {}
-    ratio_max = detached_T.max().clamp(max=MAX_LOG_RATIO).exp()
-    maxima = {"ratio_max": ratio_max, "log_ratio_max": detached_T.abs().max()}
-    return {name: value.sum() for name, value in sums.items()}, maxima
+    log_ratio_T = log_ratio_T.detach()
+    sums = {"approx_kl": kl_k3(log_ratio_T).sum()}
+    if log_ratio_T.numel() == 0:  # torch refuses the maximum of nothing
+        return sums, {}
+    ratio_max = log_ratio_T.max().clamp(max=MAX_LOG_RATIO).exp()
+    return sums, {"ratio_max": ratio_max, "log_ratio_max": log_ratio_T.abs().max()}
 
 
 # Estimators of KL(p || q) from samples of p, given log q - log p per sample (J. Schulman, "Approximating KL

@@ -120,7 +120,7 @@ async def _run_flow(
         return limit.stop, None
     except ConfigError:
         raise  # a wrong recipe is wrong for every row: stop the run with its message
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a tool that calls exit() must not end the run
         logger.exception("episode %s failed", episode.episode_id)
         return StopReason.ERROR, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     if not isinstance(stop, StopReason):

@@ -19,10 +19,10 @@ from agent_r1.agent.flow import AgentFlowBase, Limits, flow_class
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool import BaseTool, get_tool
-from agent_r1.config import EvalConfig, RolloutConfig, RunConfig, recipe_file
+from agent_r1.config import EvalConfig, LearnerConfig, RolloutConfig, RunConfig, recipe_file
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import get_algorithm
-from agent_r1.learn.learner import Learner
+from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
+from agent_r1.learn.learner import Learner, cosine, warmup
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
@@ -83,6 +83,12 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     return Model(network=network, tokenizer=tokenizer, renderer=renderer)
 
 
+def save_model(model: Model, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    model.network.save_pretrained(str(directory))
+    model.tokenizer.save_pretrained(str(directory))
+
+
 def find_model(path: str) -> str:
     """A run directory means its newest checkpoint; another directory or a hub id is taken as it is."""
     local = Path(path).expanduser()
@@ -107,47 +113,51 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
     )
 
 
-def build_learner(config: RunConfig, model: Model) -> Learner:
-    """The learner of the RL stage. Settings the algorithm cannot use are refused."""
-    settings, algorithm = config.learner, get_algorithm(config.algorithm.name)
-    if config.rollout.group_size < algorithm.min_group_size:
-        raise ConfigError(
-            f"{config.algorithm.name} compares attempts at the same row: it needs at least "
-            f"{algorithm.min_group_size} per row, got rollout.group_size={config.rollout.group_size}"
-        )
+def build_algorithm(config: RunConfig) -> Algorithm:
+    """The configured row of the table; settings it does not have, or cannot use, are refused."""
+    algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
+    algorithm.require_group_size(config.rollout.group_size)
+    return algorithm
+
+
+def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, reference: Model | None) -> Learner:
+    settings = config.learner
     return Learner(
         PolicyModel(model.network),
-        algorithm=algorithm,
+        loss=algorithm.loss,
         lr=settings.lr,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
-        max_grad_norm=settings.max_grad_norm,
+        schedule=warmup(settings.warmup_steps),
+        temperature=config.rollout.temperature,
         num_epochs=settings.num_epochs,
         num_minibatches=settings.num_minibatches,
-        max_tokens_per_pack=settings.max_tokens_per_pack,
-        max_nonfinite_updates=settings.max_nonfinite_updates,
-        temperature=config.rollout.temperature,
-        clip_low=config.algorithm.clip_low,
-        clip_high=config.algorithm.clip_high,
         kl_coef=config.algorithm.kl_coef,
         kl_estimator=config.algorithm.kl_estimator,
+        reference=PolicyModel(reference.network.requires_grad_(False)) if reference is not None else None,
+        **_shared_settings(settings),
     )
 
 
-def build_sft_learner(config: RunConfig, model: Model) -> Learner:
+def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:
     """The learner of the warm start: the same machinery with the supervised loss and its own learning rate."""
+    schedules = {"constant": warmup(config.sft.warmup_steps), "cosine": cosine(config.sft.warmup_steps, num_updates)}
     return Learner(
         PolicyModel(model.network),
-        algorithm=get_algorithm("sft"),
+        loss=supervised_loss,
         lr=config.sft.lr,
-        betas=config.learner.betas,
-        weight_decay=config.learner.weight_decay,
-        warmup_steps=config.sft.warmup_steps,
-        max_grad_norm=config.learner.max_grad_norm,
-        max_tokens_per_pack=config.learner.max_tokens_per_pack,
-        max_nonfinite_updates=config.learner.max_nonfinite_updates,
+        schedule=schedules[config.sft.schedule],
+        temperature=1.0,
+        **_shared_settings(config.learner),
     )
+
+
+def _shared_settings(settings: LearnerConfig) -> dict[str, Any]:
+    return {
+        "betas": settings.betas,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "max_tokens_per_pack": settings.max_tokens_per_pack,
+        "max_nonfinite_updates": settings.max_nonfinite_updates,
+    }
 
 
 def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:

@@ -25,7 +25,7 @@ from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, is_success
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
-from agent_r1.run.start import base_model, sft_progress, starting_model
+from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
 from agent_r1.run.track import Display, clock, curve_picture, eval_summary, transcript_panel
 from agent_r1.run.train import train
 from agent_r1.run.trainer import EVAL_SEED, Trainer
@@ -63,7 +63,8 @@ async def _train(config: RunConfig, run: RunDir, console: Console, *, resume: bo
     model = load_model(config, source)
     done = load_state(checkpoint)["step"] if checkpoint is not None else 0
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
-        trainer = Trainer.build(config, run=run, model=model, display=display)
+        reference = reference_model(config, model, run.path / "reference")
+        trainer = Trainer.build(config, run=run, model=model, reference=reference, display=display)
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")

@@ -28,10 +28,11 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
         "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
         "group/zero_variance": fmean(float(_zero_variance(group)) for group in groups) if groups else 0.0,
     }
+    total = max(1, len(episodes))
     for reason in StopReason:
-        metrics[f"stop/{reason.value}"] = _mean(episodes, lambda t, reason=reason: float(t.stop is reason))
+        metrics[f"stop/{reason.value}"] = sum(t.stop is reason for t in episodes) / total
     for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
-        metrics[f"reward/{name}"] = _mean(episodes, lambda t, name=name: t.reward_components.get(name, 0.0))
+        metrics[f"reward/{name}"] = sum(t.reward_components.get(name, 0.0) for t in episodes) / total
     return metrics
 
 

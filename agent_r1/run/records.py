@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from agent_r1.errors import DataError
 from agent_r1.types import Group, Step, StopReason, ToolCallRecord, Trajectory
@@ -94,5 +94,5 @@ def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
 
 def _open(path: Path, mode: str) -> IO[Any]:
     if path.suffix == ".gz":
-        return gzip.open(path, mode, compresslevel=3, encoding="utf-8")
+        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8"))
     return path.open(mode.replace("t", ""), encoding="utf-8")

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
-from agent_r1.config import RunConfig, SFTConfig
+from agent_r1.config import RunConfig
 from agent_r1.errors import DataError
+from agent_r1.learn.algorithms import as_demonstrations
 from agent_r1.learn.learner import Learner
 from agent_r1.run.build import Model, Task, build_sft_learner, build_task, train_collector
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.resolve import resolve
-from agent_r1.types import CreditedTrajectory, TaskRow, Trajectory
+from agent_r1.types import TaskRow, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
 OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metrics
@@ -31,16 +32,14 @@ OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metric
 async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Learner:
     """Train `model.network` in place on the recipe's demonstrations."""
     trajectories = await sft_trajectories(config, build_task(config), model.renderer)
-    examples = [_credited(trajectory) for trajectory in trajectories]
-    learner = build_sft_learner(config, model)
-    settings = config.sft
+    examples, settings = as_demonstrations(trajectories), config.sft
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0
+    learner = build_sft_learner(config, model, total)
     for epoch in range(settings.epochs):
         order = list(examples)
         random.Random(f"sft:{config.seed}:{epoch}").shuffle(order)
         for start in range(0, len(order), settings.batch_size):
-            learner.set_lr_scale(lr_scale(settings, update, total))
             metrics = learner.update(order[start : start + settings.batch_size])
             update += 1
             on_update(update, total, metrics)
@@ -98,16 +97,6 @@ class _Replay:
         pass
 
 
-def lr_scale(settings: SFTConfig, update: int, total: int) -> float:
-    """Linear warm-up, then constant or a cosine down to a tenth."""
-    if update < settings.warmup_steps:
-        return (update + 1) / (settings.warmup_steps + 1)
-    if settings.schedule == "constant":
-        return 1.0
-    progress = (update - settings.warmup_steps) / max(1, total - settings.warmup_steps)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def _filtered(source: Path, min_reward: float) -> list[Trajectory]:
     """A run's own trajectories that earned enough: rejection sampling."""
     is_run = (source / "trajectories").is_dir()  # of a run take what it trained on, never its evaluations
@@ -116,9 +105,3 @@ def _filtered(source: Path, min_reward: float) -> list[Trajectory]:
     if not good:
         raise DataError(f"no trajectory under {source} has a reward of at least {min_reward:g} (sft.min_reward)")
     return good
-
-
-def _credited(trajectory: Trajectory) -> CreditedTrajectory:
-    return CreditedTrajectory(
-        trajectory=trajectory, advantages=[[1.0] * len(step.response_ids) for step in trajectory.steps]
-    )

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agent_r1 import __version__
 from agent_r1.config import RunConfig
-from agent_r1.run.build import Model, find_model, load_model
+from agent_r1.run.build import Model, find_model, load_model, save_model
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.resolve import recipe_files, resolve
 from agent_r1.run.sft import warm_start
@@ -36,7 +36,7 @@ async def starting_model(config: RunConfig, console: Console) -> str | Path:
         model = load_model(config, base_model(config))
         with Display(console, "warm start", total=1) as display:
             await warm_start(config, model, sft_progress(display))
-        _save_model(model, part)
+        save_model(model, part)
         part.replace(cached)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -76,6 +76,17 @@ def _recipe_digest(config: RunConfig) -> str:
     return _digest(*(path.read_text(encoding="utf-8") for path in recipe_files(config.recipe)))
 
 
+def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | None:
+    """The initial policy for the KL penalty, kept in the run so that a resumed run compares with the same one."""
+    if config.algorithm.kl_coef == 0:
+        return None
+    if not folder.is_dir():
+        part = folder.with_name(f".{folder.name}.part")
+        save_model(initial, part)
+        part.replace(folder)
+    return load_model(config, folder)
+
+
 def cache_root() -> Path:
     root = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
     return Path(root).expanduser()
@@ -84,12 +95,6 @@ def cache_root() -> Path:
 def _digest(*parts: object) -> str:
     text = json.dumps([__version__, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _save_model(model: Model, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    model.network.save_pretrained(str(folder))
-    model.tokenizer.save_pretrained(str(folder))
 
 
 def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:

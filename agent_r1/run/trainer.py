@@ -11,13 +11,14 @@ import torch
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
-from agent_r1.learn.algorithms import assign_credit
+from agent_r1.learn.algorithms import Algorithm, assign_credit
 from agent_r1.learn.learner import Learner
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
 from agent_r1.run.build import (
     Model,
     Task,
+    build_algorithm,
     build_engine,
     build_learner,
     build_task,
@@ -45,6 +46,7 @@ class Trainer:
     model: Model
     task: Task
     engine: Engine
+    algorithm: Algorithm
     learner: Learner
     train_rows: list[TaskRow]
     test_rows: list[TaskRow]
@@ -54,8 +56,11 @@ class Trainer:
     last_evaluation: Evaluation | None = field(default=None)
 
     @classmethod
-    def build(cls, config: RunConfig, *, run: RunDir, model: Model, display: Display) -> Trainer:
-        task = build_task(config)
+    def build(
+        cls, config: RunConfig, *, run: RunDir, model: Model, reference: Model | None, display: Display
+    ) -> Trainer:
+        """`reference` is the policy as it was before the first step, for the KL penalty."""
+        task, algorithm = build_task(config), build_algorithm(config)
         train_rows, test_rows = task.train_rows(), task.test_rows()
         check_disjoint(train_rows, test_rows)
         engine = build_engine(config, model)
@@ -65,7 +70,8 @@ class Trainer:
             model=model,
             task=task,
             engine=engine,
-            learner=build_learner(config, model),
+            algorithm=algorithm,
+            learner=build_learner(config, model, algorithm, reference),
             train_rows=train_rows,
             test_rows=test_rows,
             collector=train_collector(config, task, model.renderer, engine),
@@ -84,7 +90,7 @@ class Trainer:
         return await self.task.scorer(groups)
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
-        return assign_credit(groups, self.learner.algorithm)
+        return assign_credit(groups, self.algorithm)
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)

@@ -37,12 +37,17 @@ from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.scheduler import Chunk
 
 PAGED = "agent_r1_paged"
-# Large enough to vanish in any softmax, finite so that a block masked as a whole gives weight 0 and not nan.
-MASKED = -1e30
 # Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
 # computed along for each block that is ours.
 MAX_FOREIGN = 1.0
 REFUSED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+
+
+def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where visible; elsewhere a number that vanishes in any softmax, yet finite: a block hidden as a whole must
+    come out with weight 0, not nan."""
+    lowest = torch.finfo(dtype).min / 4
+    return torch.from_numpy(hidden).to(device).to(dtype) * lowest
 
 
 class DecodeLayout:
@@ -70,9 +75,7 @@ class DecodeLayout:
         self.blocks_T = torch.from_numpy(blocks_T).to(device)
         self.query_T = torch.from_numpy(query_T).to(device)
         self.table_BW = torch.from_numpy(table_BW).to(device)
-        self.padding_BW11 = torch.from_numpy(np.where(padding_BW, np.float32(MASKED), np.float32(0.0))).to(device)[
-            :, :, None, None
-        ]
+        self.padding_BW11 = _additive(padding_BW, torch.float32, device)[:, :, None, None]
         self._position_T1 = positions_B[query_T][:, None]
         self._keys_TS = first_T[:, None] + np.arange(block_size)
         self._device = device
@@ -85,7 +88,7 @@ class DecodeLayout:
             hidden_TS = self._keys_TS > self._position_T1
             if window is not None:
                 hidden_TS |= self._keys_TS <= self._position_T1 - window
-            mask_TS = torch.from_numpy(np.where(hidden_TS, np.float32(MASKED), np.float32(0.0))).to(self._device, dtype)
+            mask_TS = _additive(hidden_TS, dtype, self._device)
             self._masks[key] = mask_TS[:, None].expand(-1, heads, -1).reshape(-1, 1, mask_TS.shape[1])
         return self._masks[key]
 
@@ -93,11 +96,12 @@ class DecodeLayout:
 class PrefillLayout:
     """Where one chunk's tokens stand in the row, and what they may look at."""
 
-    def __init__(self, chunk: Chunk, row_start: int, device: torch.device) -> None:
+    def __init__(self, chunk: Chunk, row_start: int, block_size: int, device: torch.device) -> None:
         self.rows = slice(row_start, row_start + len(chunk.ids))
         self.start = chunk.start
         self.length = chunk.start + len(chunk.ids)
-        self.blocks = torch.tensor(chunk.blocks, device=device)
+        # The request may own more blocks, for what comes after this chunk.
+        self.blocks = torch.tensor(chunk.blocks[: -(-self.length // block_size)], device=device)
         self._device = device
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -135,7 +139,7 @@ class StepLayout:
         for chunk in chunks[len(singles) :]:
             positions = range(chunk.start, chunk.start + len(chunk.ids))
             slots.extend(chunk.blocks[p // size] * size + p % size for p in positions)
-            prefill.append(PrefillLayout(chunk, row, device))
+            prefill.append(PrefillLayout(chunk, row, size, device))
             row += len(chunk.ids)
         decode = DecodeLayout(singles, size, device) if singles else None
         return cls(cache, np.array(slots, dtype=np.int64), decode, prefill, device)

@@ -23,9 +23,7 @@ def uniform_stream(seed: int, count: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count)
 
 
-def sample(
-    logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
+def sample(logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
     """Draw one token per row; also its log-prob under the distribution it was drawn from.
 
     That distribution is the softmax after temperature, then top-k, then top-p, renormalised. At temperature 0 the

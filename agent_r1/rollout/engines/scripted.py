@@ -51,9 +51,7 @@ class ScriptedEngine:
         self._turns: Counter[str] = Counter()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        call = ScriptedCall(
-            prompt_ids=list(prompt_ids), sampling=sampling, session=session, turn=self._turns[session]
-        )
+        call = ScriptedCall(prompt_ids=list(prompt_ids), sampling=sampling, session=session, turn=self._turns[session])
         index, version = len(self.calls), self.version
         self.calls.append(call)
         self._turns[session] += 1

@@ -1,0 +1,169 @@
+"""The contracts of envs and tools as functions: run one in the test of every env and tool you write.
+
+Each raises AssertionError naming the broken rule. They see behaviour only, so they cannot prove an env right; they find
+the mistakes that would poison a run without a word: chance, leaks of the answer, history that changes afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.agent.tool_run import run_tool
+from agent_r1.types import Action, Observation, TaskRow, Transition
+
+CANARY = "CANARY-7f3a"
+CANARY_NUMBER = 70_310_529_641  # for answers that an env may want to read as a number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Play:
+    observations: list[Observation]
+    rewards: list[float]
+    ends: list[tuple[bool, str]]
+
+
+async def check_env(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:
+    """Drive fresh envs through the same actions, until they run out or the env terminates.
+
+    The rules: observations and transitions are well formed; the row stays as it was; an observation once given does not
+    change; the same actions give the same play; the answer, here replaced by a canary, is never shown; `close` may come
+    at any time and twice.
+    """
+    prompt = deepcopy(row.prompt)
+    first, second = [await _play(make_env, row, actions) for _ in range(2)]
+    assert row.prompt == prompt, (
+        f"the env changed the prompt of row {row.row_id!r}; other episodes share it, so copy it"
+    )
+    for index, (one, other) in enumerate(zip(first.observations, second.observations, strict=False)):
+        assert one == other, (
+            f"env is not deterministic for row {row.row_id!r}: same actions, different observation {index}: "
+            f"{_shown(one)[:200]} and {_shown(other)[:200]}"
+        )
+    assert first == second, (
+        f"env is not deterministic for row {row.row_id!r}: same actions, "
+        f"but rewards {first.rewards} and {second.rewards}, ends {first.ends} and {second.ends}"
+    )
+    # The canary is put within reach even of an env that has no business reading it: if it looks, it is caught.
+    for index, observation in enumerate((await _play(make_env, _marked(row), actions, hide=False)).observations):
+        text = _shown(observation)
+        seen = CANARY in text or str(CANARY_NUMBER) in text
+        assert not seen, f"observation {index} shows the answer to the policy: {text[:200]}"
+    await _close_twice(make_env())  # an episode may fail before its reset
+
+
+async def check_tool(
+    tool: BaseTool,
+    arguments: Mapping[str, Any],
+    context: Mapping[str, Any] | None = None,
+    *,
+    deterministic: bool = False,
+) -> None:
+    """Check a tool's schema, and run it on arguments that it should take; `context` is what a row would fill in."""
+    get_tool(tool)
+    name, parameters = tool.name, tool.parameters
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name), f"tool name {name!r} must be 1 to 64 of A-Z a-z 0-9 _ -"
+    try:
+        written = json.dumps(tool.schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"the schema of tool {name!r} is not JSON: {error}") from error
+    assert '"$ref"' not in written, f"the schema of tool {name!r} uses $ref, which chat templates cannot follow"
+    assert isinstance(parameters.get("properties"), Mapping), f"the schema of tool {name!r} has no 'properties'"
+    hidden = sorted((tool.row_keys.required | tool.row_keys.optional) & set(parameters["properties"]))
+    assert not hidden, f"the model of tool {name!r} could set {hidden[0]!r}, which is the row's to fill in"
+
+    outcome = await run_tool(tool, arguments, context or {})
+    assert not outcome.refused, f"tool {name!r} refuses the example arguments {dict(arguments)}: {outcome.error}"
+    assert outcome.error is None, f"tool {name!r} fails on the example arguments {dict(arguments)}: {outcome.error}"
+    unknown = await run_tool(tool, {**arguments, "no_such_argument": 1}, context or {})
+    assert unknown.refused, f"tool {name!r} accepts an argument that its schema does not have"
+    if deterministic:
+        again = await run_tool(tool, arguments, context or {})
+        same = (outcome.text, outcome.reward) == (again.text, again.reward)
+        assert same, f"tool {name!r} is not deterministic: first {outcome.text[:200]!r}, then {again.text[:200]!r}"
+
+
+async def _play(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str], *, hide: bool = True) -> _Play:
+    play = _Play(observations=[], rewards=[], ends=[])
+    given: list[Observation] = []
+    env = make_env()
+    try:
+        given.append(await env.reset(row.without_ground_truth() if hide and not env.sees_ground_truth else row))
+        _check_observation(given[-1], "reset returned")
+        play.observations.append(deepcopy(given[-1]))
+        json.dumps(env.tool_schemas)
+        for index, text in enumerate(actions):
+            transition = await env.step(Action(text=text, token_ids=[]))
+            _check_transition(transition, text, f"step {index} returned")
+            play.rewards.append(transition.reward)
+            play.ends.append((transition.terminated, transition.stop if transition.terminated else ""))
+            if transition.observation is None or transition.terminated:
+                break
+            _check_observation(transition.observation, f"step {index} returned")
+            given.append(transition.observation)
+            play.observations.append(deepcopy(transition.observation))
+    finally:
+        await _close_twice(env)
+    for index, (before, now) in enumerate(zip(play.observations, given, strict=True)):
+        assert before == now, f"observation {index} changed after it was given; hand out a copy of the messages"
+    return play
+
+
+def _marked(row: TaskRow) -> TaskRow:
+    """The row with a canary for its answer, also where `extra_info` repeats it as text or a list."""
+    canary = _canary_like(row.ground_truth)
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str | list) and value == row.ground_truth:
+            return canary
+        return {key: mark(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+    return replace(row, reward_model={**row.reward_model, "ground_truth": canary}, extra_info=mark(row.extra_info))
+
+
+def _canary_like(answer: Any) -> Any:
+    """A canary of the answer's own kind, so that an env which reads answers can read it."""
+    if isinstance(answer, Mapping):
+        return {key: _canary_like(value) for key, value in answer.items()}
+    if isinstance(answer, list | tuple):
+        return type(answer)(_canary_like(value) for value in answer)
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return type(answer)(CANARY_NUMBER)
+    is_number = isinstance(answer, str) and re.fullmatch(r"\s*-?[\d.,]+\s*", answer)
+    return str(CANARY_NUMBER) if is_number else CANARY
+
+
+def _check_observation(observation: object, what: str) -> None:
+    assert isinstance(observation, Observation), f"{what} {type(observation).__name__} instead of an Observation"
+    if observation.messages is None:
+        assert observation.text or observation.token_ids, f"{what} an empty observation; the policy needs a prompt"
+        return
+    assert observation.messages, f"{what} an observation without messages; the policy needs a prompt"
+    for message in observation.messages:
+        good = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+        assert good, f"{what} a message without 'role' and 'content': {message!r}"
+
+
+def _check_transition(transition: object, text: str, what: str) -> None:
+    assert isinstance(transition, Transition), f"{what} {type(transition).__name__} instead of a Transition"
+    assert math.isfinite(transition.reward), f"{what} reward {transition.reward}; rewards must be finite"
+    for call in transition.calls:
+        start, end = call.text_span
+        assert 0 <= start <= end <= len(text), f"{what} a call at {call.text_span} of a text of {len(text)} characters"
+
+
+async def _close_twice(env: AgentEnv) -> None:
+    for _ in range(2):
+        await env.close()
+
+
+def _shown(observation: Observation) -> str:
+    """What the policy gets to read; token ids cannot be read here."""
+    return repr(observation.messages) if observation.messages is not None else observation.text or ""

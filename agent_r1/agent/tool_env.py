@@ -1,0 +1,188 @@
+"""`ToolEnv`: the model talks, calls tools, reads their results, and answers when it calls nothing.
+
+The conversation only grows: each step appends the response and the results of its calls. What is a call is said by
+`tool_calls.py`, how one is run by `tool_run.py`; here is only what an episode makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat
+from agent_r1.agent.tool_run import ToolOutcome, run_tool
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+
+
+@AgentEnv.register("tool")
+class ToolEnv(AgentEnv):
+    """An episode with tools.
+
+    `tools_kwargs` fills the parameters that tools take from the row. A key that names a tool holds the values of that
+    tool; any other key goes to every tool that takes it: `{"search": {"table": ...}, "language": "en"}`.
+
+    A bad call (one that cannot be read, names no tool, or has arguments that do not fit) is answered with what was
+    wrong. `max_bad_calls` of them in a row, over steps, end the episode as `StopReason.PARSE_LIMIT`; a call that ran
+    starts the count anew, whether its tool was content or not. The count is looked at after all calls of a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str | BaseTool],
+        tool_format: str | ToolCallFormat = "hermes",
+        tools_kwargs: Mapping[str, Any] | None = None,
+        max_bad_calls: int = 3,
+        max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
+        tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
+        parallel: bool = True,  # False: the calls of a step run one after the other, for tools that share a state
+    ) -> None:
+        if max_bad_calls < 1 or max_result_chars < 1:
+            raise ConfigError(
+                "ToolEnv needs max_bad_calls and max_result_chars of at least 1, "
+                f"got {max_bad_calls} and {max_result_chars}"
+            )
+        self._tools = _by_name(tools)
+        self._format = _format_for(tool_format, self._tools, tool_role)
+        self._context = _context_of(self._tools, tools_kwargs or {})
+        self._max_bad_calls = max_bad_calls
+        self._max_result_chars = max_result_chars
+        self._tool_role = tool_role
+        self._parallel = parallel
+        self._messages: list[Message] | None = None  # None: before the first reset and after the end
+        self._bad_calls = 0  # in a row
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self._messages = deepcopy(row.prompt)
+        self._bad_calls = 0
+        return Observation(messages=list(self._messages))
+
+    async def step(self, action: Action) -> Transition:
+        if self._messages is None:
+            raise RuntimeError(
+                "ToolEnv.step was called outside an episode; call reset first, and make no step after the end"
+            )
+        content, events = self._format.parse(action.text)
+        if not events:
+            self._messages = None
+            return Transition(terminated=True, stop=StopReason.ANSWERED, info={"answer": content})
+
+        outcomes = await self._run(events)
+        for outcome in outcomes:
+            self._bad_calls = self._bad_calls + 1 if outcome.refused else 0
+        records = tuple(map(self._record, events, outcomes))
+        results = [record.result for record in records]
+        reward = sum(record.reward for record in records)
+        feedback = "\n".join(f"{record.name or 'unreadable call'}: {record.result}" for record in records)
+        if self._bad_calls >= self._max_bad_calls:
+            self._messages = None
+            return Transition(
+                reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
+            )
+        self._messages.append(self._format.assistant_message(action.text))
+        self._messages.extend(self._format.result_messages(results, events, self._tool_role))
+        # A copy of the list: observations handed out earlier must not grow. The messages themselves never change.
+        observation = Observation(messages=list(self._messages))
+        return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
+
+    async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
+        if not self._parallel:
+            return [await self._answer(event) for event in events]
+        # A tool's bug is raised when all have ended: no call outlives its step, and the first in order is reported.
+        outcomes = await asyncio.gather(*map(self._answer, events), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, ToolOutcome)]
+
+    async def _answer(self, event: Event) -> ToolOutcome:
+        if isinstance(event, ParseFailure):
+            return _refusal(f"{event.message}\nTools: {', '.join(self._tools)}")
+        tool = self._tools.get(event.name)
+        if tool is None:
+            return _refusal(f"there is no tool {event.name!r}.{did_you_mean(event.name, self._tools)}")
+        arguments = self._format.typed(event.arguments, tool.parameters)
+        outcome = await run_tool(tool, arguments, self._context[tool.name])
+        return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
+
+    def _record(self, event: Event, outcome: ToolOutcome) -> ToolCallRecord:
+        result = self._cut(outcome.text)
+        return ToolCallRecord(
+            name=event.name,
+            arguments=event.arguments if isinstance(event, ParsedCall) else {},
+            result=result,
+            reward=outcome.reward,
+            error=None if outcome.error is None else result,
+            text_span=event.span,
+            seconds=outcome.seconds,
+            info=outcome.info,
+        )
+
+    def _cut(self, text: str) -> str:
+        kept = text[: self._max_result_chars]
+        # Only what is kept is looked at, however long the result. Half a surrogate pair would break every tokenizer.
+        kept = kept.encode("utf-8", errors="replace").decode("utf-8")
+        dropped = len(text) - self._max_result_chars
+        return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
+
+
+def _refusal(text: str) -> ToolOutcome:
+    return ToolOutcome(text=text, error=text, refused=True)
+
+
+def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
+    if isinstance(tools, str) or not tools:
+        raise ConfigError(f"ToolEnv needs a list of at least one tool, got tools={tools!r}")
+    found: dict[str, BaseTool] = {}
+    for tool in map(get_tool, tools):
+        if tool.name in found:
+            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}; the model could not tell them apart")
+        found[tool.name] = tool
+    return found
+
+
+def _format_for(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
+    if isinstance(name, str) and name not in FORMATS:
+        raise ConfigError(f"unknown tool_format {name!r}.{did_you_mean(name, FORMATS)}")
+    chosen = FORMATS[name] if isinstance(name, str) else name
+    if role is not None and role not in chosen.roles:
+        raise ConfigError(
+            f"tool_role {role!r} does not go with tool_format {name!r}.{did_you_mean(role, chosen.roles)}"
+        )
+    if chosen.fixed_tool is not None and list(tools) != [chosen.fixed_tool]:
+        raise ConfigError(
+            f"tool_format {name!r} can only call the tool {chosen.fixed_tool!r}, got tools {list(tools)}. "
+            "Name the tool so, or give the format as an object with the name of yours."
+        )
+    return chosen
+
+
+def _context_of(tools: Mapping[str, BaseTool], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The row's values by tool; a value that no tool takes is a mistake, like one that is missing."""
+    shared = {key: value for key, value in given.items() if key not in tools}
+    for key in shared:
+        if not any(tool.row_keys.takes(key) for tool in tools.values()):
+            raise ConfigError(
+                f"tools_kwargs has {key!r}, which is neither a tool nor taken by one.{did_you_mean(key, tools)}. "
+                "A tool takes it as a FromRow parameter of that name."
+            )
+    context: dict[str, dict[str, Any]] = {}
+    for name, tool in tools.items():
+        own = given.get(name, {})
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"tools_kwargs[{name!r}] must be a dict of values for that tool, got {own!r}")
+        for key in own:
+            if not tool.row_keys.takes(key):
+                known = tool.row_keys.required | tool.row_keys.optional
+                raise ConfigError(f"tool {name!r} takes no {key!r} from the row.{did_you_mean(key, known)}")
+        context[name] = tool.row_keys.select(name, {**shared, **own})
+    return context

@@ -1,0 +1,217 @@
+"""The default engine: any Hugging Face causal LM in this process, with continuous batching.
+
+`generate` queues a request; while there are requests, one task on the event loop plans a step, has it computed on the
+engine's own thread (so tools go on meanwhile), and hands out what is complete. Requests join and leave between steps,
+and a session's cache is kept for its next request. What runs when is `scheduler.py`'s business, how it is computed
+`model_runner.py`'s; this module knows futures and versions.
+
+Results do not depend on the clock as long as tools do not wait: before each step the loop turns a fixed number of
+times, so that an episode that has just been answered can ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.errors import ConfigError, DataError, RolloutError
+from agent_r1.rollout.engines.model_runner import ModelRunner
+from agent_r1.rollout.engines.sampling import uniform_stream
+from agent_r1.rollout.engines.scheduler import Chunk, EngineStats, Request, Scheduler
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# Turns of the event loop between steps. An answered episode needs one to wake up and a few for each task or timeout
+# its tool call is wrapped in; a turn costs some microseconds.
+SETTLE_TURNS = 16
+
+
+class LocalEngine:
+    """Owns its model: attention is replaced in place, so pass a copy of the learner's, not the same object."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        seed: int,
+        max_running: int,
+        max_batch_tokens: int,
+        max_cached_tokens: int,
+        threads: int | None = None,
+        block_size: int = 32,
+    ) -> None:
+        """
+        max_running: requests computed at the same time.
+        max_batch_tokens: prompt tokens run in one step; longer prompts take several, so they do not stall the others.
+        max_cached_tokens: keys and values kept in all, of running requests and idle sessions.
+        threads: torch threads of the engine's own thread; None leaves torch's setting.
+        """
+        _check_at_least_one(max_running=max_running, max_batch_tokens=max_batch_tokens, block_size=block_size)
+        num_blocks = max_cached_tokens // block_size
+        if num_blocks < 1:
+            raise ConfigError(f"max_cached_tokens={max_cached_tokens} is less than one block of {block_size} tokens")
+        self._scheduler = Scheduler(
+            num_blocks=num_blocks, block_size=block_size, max_running=max_running, max_batch_tokens=max_batch_tokens
+        )
+        self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent_r1-engine")
+        if threads is not None:
+            self._on_worker(lambda: torch.set_num_threads(threads))
+        self._vocab: int = self._runner.model.get_input_embeddings().num_embeddings
+        self._max_length: int | None = getattr(self._runner.config, "max_position_embeddings", None)
+        self._seeds = np.random.default_rng(seed)
+        self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._version = 0
+        self._closed = False
+        self._on_worker(self._runner.verify)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+        """Sample one response. Its log-probs are those of the distribution drawn from; see `sampling.sample`."""
+        self._check(prompt_ids, sampling)
+        # Drawn here, so that the stream follows the order of submission.
+        seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        request = Request(
+            session=session,
+            tokens=list(prompt_ids),
+            sampling=sampling,
+            uniforms=uniform_stream(seed, sampling.max_tokens),
+        )
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._futures[request] = future
+        self._scheduler.submit(request)
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._futures.pop(request, None)
+            self._scheduler.cancel(request)
+            raise
+
+    def release(self, session: str) -> None:
+        self._scheduler.release(session)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy new weights in, by the names of the model's parameters, and drop what was cached under the old ones."""
+        self._check_open()
+        if self._scheduler.has_requests:
+            raise RolloutError(
+                f"load_weights(version={version}) while {len(self._futures)} requests are running: their tokens would "
+                "come from two policies. Wait for them or cancel them first."
+            )
+        # On the worker, so that a step whose requests have all been cancelled is over before the weights change.
+        self._on_worker(lambda: self._runner.load_weights(weights))
+        self._scheduler.forget()
+        self._version = version
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        driver = self._driver
+        if driver is not None:
+            driver.cancel()
+            await asyncio.gather(driver, return_exceptions=True)
+        await asyncio.to_thread(self._worker.shutdown)
+
+    async def _drive(self) -> None:
+        """Run steps until there are no requests. Ends with the event loop; the next `generate` starts another."""
+        loop = asyncio.get_running_loop()
+        error: BaseException = RolloutError("the engine was closed, or its event loop ended, with requests running")
+        try:
+            while True:
+                for _ in range(SETTLE_TURNS):
+                    await asyncio.sleep(0)
+                chunks = self._scheduler.plan()
+                if not chunks:
+                    return
+                tokens, logprobs = await loop.run_in_executor(self._worker, self._runner.step, chunks)
+                self._deliver(chunks, tokens, logprobs)
+        except Exception as failure:
+            logger.exception("a step of the local engine failed")
+            error = RolloutError(f"the engine's step failed: {failure!r}")
+            error.__cause__ = failure
+        finally:
+            self._driver = None
+            for request in list(self._futures):
+                self._fail(request, error)
+
+    def _deliver(self, chunks: Sequence[Chunk], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        finished = self._scheduler.apply(chunks, tokens, logprobs)
+        if not all(map(math.isfinite, logprobs)):
+            sampled = [chunk.request for chunk in chunks if chunk.samples]
+            self._drop_broken([r for r, value in zip(sampled, logprobs, strict=True) if not math.isfinite(value)])
+        for request in finished:
+            future = self._futures.pop(request, None)
+            if future is not None and not future.done():
+                future.set_result(self._completion(request))
+
+    def _drop_broken(self, requests: Sequence[Request]) -> None:
+        """Non-finite logits fail their requests, and the cache is emptied: it may hold what caused or followed them."""
+        for request in requests:
+            if request in self._futures:
+                message = f"the model (version {self._version}) gave logits that are not finite; are its weights?"
+                self._fail(request, RolloutError(message))
+        self._scheduler.forget()
+        self._worker.submit(self._runner.clear)
+
+    def _completion(self, request: Request) -> Completion:
+        response = request.tokens[request.prompt_length :]
+        return Completion(
+            token_ids=response,
+            logprobs=request.logprobs,
+            stop="stop" if response[-1] in request.sampling.stop_ids else "length",
+            policy_version=self._version,
+        )
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        future = self._futures.pop(request)
+        self._scheduler.cancel(request)
+        if not future.done():
+            future.set_exception(error)
+
+    def _on_worker(self, work: Callable[[], Result]) -> Result:
+        return self._worker.submit(work).result()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("this LocalEngine has been closed; make a new one")
+
+    def _check(self, prompt_ids: list[int], sampling: Sampling) -> None:
+        """Refuse what could never be answered, before it can disturb the others."""
+        self._check_open()
+        if not prompt_ids:
+            raise DataError("the prompt is empty; a model needs at least one token to continue from")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab:
+            bad = next(token for token in prompt_ids if not 0 <= token < self._vocab)
+            raise DataError(f"the prompt holds token id {bad}, the model's vocabulary has {self._vocab} ids")
+        length = len(prompt_ids) + sampling.max_tokens
+        for limit, name in ((self._scheduler.capacity, "max_cached_tokens"), (self._max_length, "the model's context")):
+            if limit is not None and length > limit:
+                raise DataError(
+                    f"a prompt of {len(prompt_ids)} tokens and a response of up to {sampling.max_tokens} do not fit "
+                    f"into {name} ({limit}). Shorten the prompt or lower max_tokens."
+                )
+
+
+def _check_at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"LocalEngine needs {name} >= 1, got {value}")

@@ -1,0 +1,537 @@
+"""Tools: schema from signature, arguments checked, timeouts kept, calls batched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from agent_r1.agent.tool import (
+    BaseTool,
+    FromRow,
+    Returned,
+    ToolCall,
+    ToolError,
+    ToolResult,
+    call_with_timeout,
+    get_tool,
+    tool,
+)
+from agent_r1.agent.tool_run import ToolOutcome, run_tool
+from agent_r1.agent.tool_schema import signature
+from agent_r1.errors import ConfigError
+
+
+class Place(BaseModel):
+    """A docstring that is not for the model."""
+
+    title: str
+    nearby: list[Place2] = []
+
+
+class Place2(BaseModel):
+    title: str = Field(description="its name")
+
+
+class Tree(BaseModel):
+    children: list[Tree] = []
+
+
+Place.model_rebuild()
+
+
+@tool
+def weather(city: str, unit: Literal["c", "f"] = "c", days: Annotated[int, Field(ge=1)] = 1) -> str:
+    """Tell the weather
+    of a city."""
+    return f"{city} {unit} {days}"
+
+
+@tool
+async def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+@tool
+def visit(places: list[Place], note: Optional[str] = None) -> str:  # noqa: UP045 (the older spelling must work, too)
+    """Visit places."""
+    return f"{[place.title for place in places]} {note}"
+
+
+@tool
+def look_up(key: str, table: FromRow[dict[str, str]], fallback: FromRow[str] = "none") -> str:
+    """Look up a key in the row's table."""
+    return table.get(key, fallback)
+
+
+class Echo(BaseTool):
+    name = "echo"
+    description = "Echo."
+    parameters = {  # noqa: RUF012 (the seeds' spelling)
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "times": {"type": "integer", "default": 1},
+            "options": {"type": "object", "properties": {"loud": {"type": "boolean"}}, "required": ["loud"]},
+            "mode": {"enum": ["a", "b", None]},
+            "numbers": {"type": "array", "items": {"type": ["number", "null"]}},
+        },
+        "required": ["text"],
+    }
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> str:
+        return json.dumps([args, context], sort_keys=True)
+
+
+def run(one: BaseTool, arguments: dict[str, Any], context: dict[str, Any] | None = None) -> ToolOutcome:
+    return asyncio.run(run_tool(one, arguments, context or {}))
+
+
+def test_a_signature_becomes_an_openai_schema() -> None:
+    assert weather.schema == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tell the weather\nof a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"type": "string", "enum": ["c", "f"], "default": "c"},
+                    "days": {"type": "integer", "minimum": 1, "default": 1},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+    assert weather("Bern", unit="f") == "Bern f 1"  # the object is still the function
+
+
+def test_nested_models_are_written_out_and_a_property_named_title_survives() -> None:
+    nearby = {"type": "object", "properties": {"title": {"type": "string", "description": "its name"}}}
+    nearby["required"] = ["title"]
+    properties = visit.parameters["properties"]
+    assert "$" not in json.dumps(visit.parameters)
+    assert properties["places"]["items"]["properties"] == {
+        "title": {"type": "string"},
+        "nearby": {"type": "array", "items": nearby, "default": []},
+    }
+    assert properties["note"] == {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+    assert run(visit, {"places": [{"title": "Rome"}]}).text == "['Rome'] None"
+
+
+def test_names_that_pydantic_keeps_for_itself_are_fine_as_parameters() -> None:
+    @tool
+    def odd(json: str, model_config: int, _id: int, copy: bool = False) -> str:
+        """Take odd names."""
+        return f"{json} {model_config} {_id} {copy}"
+
+    assert list(odd.parameters["properties"]) == ["json", "model_config", "_id", "copy"]
+    assert run(odd, {"json": "x", "model_config": 1, "_id": 2}).text == "x 1 2 False"
+
+
+def test_a_tool_that_cannot_be_shown_is_refused_with_the_reason() -> None:
+    def undocumented(a: int) -> str:
+        return ""
+
+    def untyped(a) -> str:  # type: ignore[no-untyped-def]
+        """Do."""
+        return ""
+
+    def variadic(*words: str) -> str:
+        """Do."""
+        return ""
+
+    def recursive(tree: Tree) -> str:
+        """Do."""
+        return ""
+
+    def schemaless(lock: threading.Thread) -> str:
+        """Do."""
+        return ""
+
+    for function, message in [
+        (undocumented, "tool 'undocumented' has no docstring; the model reads it to decide when to call the tool"),
+        (untyped, "tool 'untyped': parameter 'a' has no type annotation"),
+        (variadic, r"parameter \*words: 'str' cannot be called by name"),
+        (recursive, "Tree contains itself"),
+        (schemaless, "tool 'schemaless': its parameters have no JSON schema"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            tool(function)
+    with pytest.raises(ConfigError, match="max_batch and max_wait do nothing without batch=True"):
+        tool(max_batch=2)(undocumented)
+    with pytest.raises(ConfigError, match="batch=True needs one parameter, a list of a pydantic model"):
+        tool(batch=True)(schemaless)
+
+
+def test_bad_arguments_are_answered_with_the_field_the_fault_and_the_signature() -> None:
+    outcome = run(weather, {"unit": "k", "dais": 2, "days": 0})
+    assert outcome.refused
+    assert outcome.error == outcome.text
+    assert outcome.text == (
+        'bad arguments for weather(city: string, unit: "c" | "f" = "c", days: integer = 1): unknown argument \'dais\'; '
+        "'city' is missing; 'unit': input should be 'c' or 'f', got 'k'; "
+        "'days': input should be greater than or equal to 1, got 0"
+    )
+    assert "'places.0.title': input should be a valid string, got 5" in run(visit, {"places": [{"title": 5}]}).text
+    assert run(add, {"a": "2", "b": 3}).text == "5"  # models quote numbers; that much is forgiven
+
+
+def test_a_long_wrong_value_and_many_faults_are_told_in_short() -> None:
+    text = run(add, {f"x{i}": 0 for i in range(9)} | {"a": "z" * 9_999, "b": 1}).text
+    assert len(text) < 400
+    assert "and 5 more" in text  # 9 unknown + 1 invalid = 10, of which 5 are shown
+
+
+def test_a_hand_written_schema_is_checked_like_a_signature() -> None:
+    args, _ = json.loads(run(Echo(), {"text": "hi", "options": {"loud": True}, "numbers": [1.5, None]}).text)
+    assert args == {"text": "hi", "times": 1, "options": {"loud": True}, "numbers": [1.5, None]}
+    for wrong, said in [
+        ({}, "'text' is missing"),
+        ({"text": "a", "txt": 1}, "unknown argument 'txt'"),
+        ({"text": "a", "mode": "c"}, "'mode': input should be 'a', 'b' or None, got 'c'"),
+        ({"text": "a", "options": {}}, "'options.loud' is missing"),
+        ({"text": "a", "numbers": ["x"]}, "'numbers.0"),
+    ]:
+        outcome = run(Echo(), wrong)
+        assert outcome.refused
+        assert said in outcome.text
+    assert signature("echo", Echo.parameters) == (
+        'echo(text: string, times: integer = 1, options?: {loud: boolean}, mode?: "a" | "b" | null, '
+        "numbers?: list[number | null])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"type": "array"}, "must be a JSON schema of type 'object'"),
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, "unknown JSON schema type 'strin'. Did you mean"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}, "write the schema out in place"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "require 'a', which is not among its properties"),
+    ],
+)
+def test_a_wrong_hand_written_schema_is_a_config_error(parameters: dict[str, Any], message: str) -> None:
+    wrong = Echo()
+    wrong.parameters = parameters
+    with pytest.raises(ConfigError, match=message):
+        get_tool(wrong)
+
+
+def test_values_from_the_row_are_hidden_filled_in_and_out_of_the_models_reach() -> None:
+    assert list(look_up.parameters["properties"]) == ["key"]
+    assert run(look_up, {"key": "a"}, {"table": {"a": "1"}, "other": 0}).text == "1"
+    assert run(look_up, {"key": "b"}, {"table": {}, "fallback": "?"}).text == "?"
+    forged = run(look_up, {"key": "a", "table": {"a": "mine"}}, {"table": {"a": "1"}})
+    assert forged.refused
+    assert "unknown argument 'table'" in forged.text
+    with pytest.raises(ConfigError, match=r"tool 'look_up' needs 'table' from the row, which has \['tabel'\]"):
+        run(look_up, {"key": "a"}, {"tabel": {}})
+
+
+def test_a_class_takes_the_whole_context_or_what_its_signature_names() -> None:
+    class Named(Echo):
+        async def execute(self, args: dict[str, Any], *, seed: int) -> str:  # type: ignore[override]
+            return str(seed)
+
+    assert json.loads(run(Echo(), {"text": "x"}, {"a": 1}).text)[1] == {"a": 1}
+    assert run(Named(), {"text": "x"}, {"seed": 3, "a": 1}).text == "3"
+    with pytest.raises(ConfigError, match="tool 'echo' needs 'seed'"):
+        run(Named(), {"text": "x"})
+
+
+def test_results_are_text_numbers_or_tool_results_and_nothing_else() -> None:
+    def returning(value: Any) -> ToolOutcome:
+        @tool
+        def give() -> Any:
+            """Give."""
+            return value
+
+        return run(give, {})
+
+    assert returning("a").text == "a"
+    assert returning(2.5).text == "2.5"
+    rich = returning(ToolResult("b", reward=0.5, info={"k": 1}))
+    assert (rich.text, rich.reward, rich.info, rich.error) == ("b", 0.5, {"k": 1}, None)
+    assert returning(ToolResult("b")).reward == 0.0
+    for value in (None, ["a"], {"a": 1}, b"a"):
+        with pytest.raises(TypeError, match=f"tool 'give' returned {type(value).__name__}; return a str"):
+            returning(value)
+    with pytest.raises(ValueError, match="ToolResult.reward must be finite, got nan"):
+        ToolResult("x", reward=float("nan"))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_tool_error_is_text_and_any_other_exception_propagates(kind: str) -> None:
+    def fail(how: str) -> str:
+        """Fail."""
+        if how == "refuse":
+            raise ToolError("no such page")
+        if how == "exit":
+            sys.exit(3)
+        if how == "own timeout":
+            raise TimeoutError("upstream")
+        raise KeyError(how)
+
+    async def fail_async(how: str) -> str:
+        """Fail."""
+        return fail(how)
+
+    failing = tool(fail if kind == "sync" else fail_async)
+    outcome = run(failing, {"how": "refuse"})
+    assert (outcome.text, outcome.error, outcome.refused) == ("no such page", "no such page", False)
+    with pytest.raises(KeyError, match="bug"):
+        run(failing, {"how": "bug"})
+    with pytest.raises(RuntimeError, match="called exit"):  # not the end of the run
+        run(failing, {"how": "exit"})
+    with pytest.raises(TimeoutError, match="upstream"):  # what the tool waited for, not our limit
+        run(failing, {"how": "own timeout"})
+
+
+def test_a_tool_that_hangs_is_given_up_and_the_model_is_told() -> None:
+    forever = threading.Event()
+
+    @tool(timeout=0.05)
+    def hang() -> str:
+        """Hang."""
+        forever.wait()
+        return "late"
+
+    @tool(name="sleepy", timeout=0.05)
+    async def sleep() -> str:
+        """Sleep."""
+        await asyncio.sleep(3600)
+        return "late"
+
+    try:
+        assert run(hang, {}).error == "tool 'hang' did not answer within 0.05 s"
+        assert run(sleep, {}).error == "tool 'sleepy' did not answer within 0.05 s"
+    finally:
+        forever.set()
+
+
+def test_hung_tools_neither_starve_others_nor_keep_the_interpreter_alive() -> None:
+    # 100 hung calls are more than any default thread pool has; the process must still end by itself.
+    program = """
+import asyncio, threading
+from agent_r1.agent.tool import tool
+from agent_r1.agent.tool_run import run_tool
+
+@tool(timeout=0.2)
+def hang() -> str:
+    "Hang."
+    threading.Event().wait()
+
+@tool
+def quick() -> str:
+    "Answer."
+    return "done"
+
+async def main():
+    hung = [run_tool(hang, {}, {}) for _ in range(100)]
+    return (await asyncio.gather(*hung, run_tool(quick, {}, {})))[-1].text
+
+print(asyncio.run(main()))
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert finished.stdout == "done\n"
+
+
+def test_tools_need_no_torch() -> None:
+    program = "import sys, agent_r1.agent, agent_r1.agent.tool_env; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+def test_call_with_timeout_takes_sync_and_async_functions() -> None:
+    async def double(x: int) -> int:
+        return 2 * x
+
+    assert asyncio.run(call_with_timeout(lambda x: 2 * x, (3,), timeout=5)) == 6
+    assert asyncio.run(call_with_timeout(double, (3,), timeout=5)) == 6
+    with pytest.raises(TimeoutError):
+        asyncio.run(call_with_timeout(asyncio.sleep, (60,), timeout=0.01))
+
+
+def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
+    @BaseTool.register
+    class Registered(Echo):
+        name = "registered_echo"
+
+    @BaseTool.register
+    @tool(name="registered_add")
+    def plus(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    assert get_tool("registered_add") is plus
+    assert isinstance(get_tool("registered_echo"), Registered)
+    assert get_tool("registered_echo") is get_tool("registered_echo")  # shared by all episodes
+    with pytest.raises(ConfigError, match="unknown tool 'registerd_add'. Did you mean 'registered_add'?"):
+        get_tool("registerd_add")
+    with pytest.raises(ConfigError, match="Decorate a function with @tool"):
+        get_tool(len)  # type: ignore[arg-type]
+
+    class Other(Echo):
+        name = "registered_echo"
+
+    with pytest.raises(ConfigError, match="tool name 'registered_echo' is taken by .*Registered"):
+        BaseTool.register(Other)
+    nameless = Echo()
+    nameless.description = ""
+    with pytest.raises(ConfigError, match="has no 'description'; the model is shown it"):
+        get_tool(nameless)
+
+
+# batching
+
+
+class Query(BaseModel):
+    number: int
+    power: int = 2
+
+
+def batched(log: list[list[int]], **options: Any) -> BaseTool:
+    @tool(batch=True, **options)
+    def powers(calls: list[Query]) -> list[Any]:
+        """Raise numbers to a power."""
+        log.append([call.number for call in calls])
+        if any(call.number == 13 for call in calls):
+            raise ValueError("13 breaks the batch")
+        return [ToolError("is negative") if c.number < 0 else c.number**c.power for c in calls]
+
+    return powers
+
+
+def together(one: BaseTool, numbers: Sequence[int]) -> list[Any]:
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(run_tool(one, {"number": n}, {}) for n in numbers), return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def test_concurrent_calls_become_one_batch_and_one_refusal_fails_alone() -> None:
+    log: list[list[int]] = []
+    powers = batched(log)
+    assert powers.parameters["required"] == ["number"]
+    assert [(o.text, o.error) for o in together(powers, [3, -1, 4])] == [
+        ("9", None),
+        ("is negative", "is negative"),
+        ("16", None),
+    ]
+    assert log == [[3, -1, 4]]
+    assert together(powers, [5])[0].text == "25"  # another event loop, the same tool
+    assert run(powers, {"number": "x"}).refused
+
+
+def test_a_batch_that_breaks_is_run_call_by_call() -> None:
+    log: list[list[int]] = []
+    three, thirteen, four = together(batched(log), [3, 13, 4])
+    assert (three.text, four.text) == ("9", "16")
+    assert repr(thirteen) == "ValueError('13 breaks the batch')"
+    assert log[0] == [3, 13, 4]
+    assert sorted(log[1:]) == [[3], [4], [13]]
+
+
+def test_episodes_some_rounds_apart_share_a_batch_and_its_order_is_that_of_the_calls() -> None:
+    log: list[list[int]] = []
+    powers = batched(log)
+
+    async def episode(number: int) -> None:
+        for _ in range(number % 4):
+            await asyncio.sleep(0)
+        await run_tool(powers, {"number": number}, {})
+
+    async def main() -> None:
+        await asyncio.gather(*map(episode, range(8)))
+
+    for _ in range(3):
+        asyncio.run(main())
+    assert log == [[0, 4, 1, 5, 2, 6, 3, 7]] * 3
+
+
+def test_max_batch_splits_and_max_wait_holds_a_batch_open() -> None:
+    log: list[list[int]] = []
+    together(batched(log, max_batch=2), [1, 2, 3, 4, 5])
+    assert sorted(log) == [[1, 2], [3, 4], [5]]  # each batch has a thread of its own, so the log has no order
+
+    log.clear()
+    waiting = batched(log, max_wait=0.2)
+
+    async def late(number: int) -> None:
+        await asyncio.sleep(0.01 * number)
+        await run_tool(waiting, {"number": number}, {})
+
+    async def main() -> None:
+        await asyncio.gather(late(0), late(1))
+
+    asyncio.run(main())
+    assert log == [[0, 1]]
+
+
+def test_a_cancelled_call_leaves_the_others_of_its_batch_alone() -> None:
+    log: list[list[int]] = []
+    powers = batched(log)
+
+    async def main() -> str:
+        gone = asyncio.create_task(run_tool(powers, {"number": 2}, {}))
+        stays = asyncio.create_task(run_tool(powers, {"number": 3}, {}))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return (await stays).text
+
+    assert asyncio.run(main()) == "9"
+    assert log == [[3]]
+
+
+def test_a_batch_that_hangs_times_out_for_all_and_is_not_tried_again() -> None:
+    starts: list[int] = []
+
+    class Hanging(Echo):
+        timeout = 0.05
+
+        async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+            starts.append(len(calls))
+            await asyncio.sleep(3600)
+            return []
+
+    async def main() -> list[ToolOutcome]:
+        hanging = Hanging()
+        return await asyncio.gather(*(run_tool(hanging, {"text": "x"}, {}) for _ in range(3)))
+
+    assert {o.error for o in asyncio.run(main())} == {"tool 'echo' did not answer within 0.05 s"}
+    assert starts == [3]
+
+
+def test_a_batch_with_a_result_missing_is_a_bug_of_the_tool() -> None:
+    class Short(Echo):
+        async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+            return []
+
+    with pytest.raises(TypeError, match="tool 'echo' returned 0 results for 1 calls"):
+        run(Short(), {"text": "x"})
+
+
+def test_the_default_batch_execute_runs_each_call_and_keeps_its_exception_in_place() -> None:
+    async def main() -> Sequence[Returned | BaseException]:
+        return await add.batch_execute([ToolCall(args={"a": 1, "b": 2}), ToolCall(args={"a": 1, "b": None})])
+
+    good, bad = asyncio.run(main())
+    assert good == 3
+    assert isinstance(bad, TypeError)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
+def test_whatever_a_model_sends_is_answered_in_text(value: Any) -> None:
+    outcome = run(visit, {"places": value, "note": value})
+    assert isinstance(outcome.text, str)
