@@ -114,7 +114,7 @@ class Renderer:
         counts = range(len(response_ids) + 1)
         start = max(0, bisect_left(counts, text_start + 1, key=lambda count: spelled(count)[1]) - 1)
         end = bisect_left(counts, text_end, key=lambda count: spelled(count)[0])
-        return start, max(start, end)
+        return start, end if text_start < text_end else start
 
     # observation -> ids
 

@@ -466,17 +466,18 @@ def test_max_batch_splits_and_max_wait_holds_a_batch_open() -> None:
     assert sorted(log) == [[1, 2], [3, 4], [5]]  # each batch has a thread of its own, so the log has no order
 
     log.clear()
-    waiting = batched(log, max_wait=0.2)
+    patient = batched(log, max_wait=60, max_batch=2)  # the second call completes the batch, so nothing waits a minute
 
     async def late(number: int) -> None:
         await asyncio.sleep(0.01 * number)
-        await run_tool(waiting, {"number": number}, {})
+        await run_tool(patient, {"number": number}, {})
 
     async def main() -> None:
         await asyncio.gather(late(0), late(1))
 
     asyncio.run(main())
     assert log == [[0, 1]]
+    assert together(batched(log, max_wait=0.01), [6])[0].text == "36"
 
 
 def test_a_cancelled_call_leaves_the_others_of_its_batch_alone() -> None:
