@@ -171,6 +171,11 @@ def recipe_file(recipe: str) -> Path:
     raise ConfigError(f"unknown recipe {recipe!r}.{did_you_mean(recipe, bundled_recipes())}, or give a YAML file")
 
 
+def recipe_name(recipe: str) -> str:
+    """Short and fit for a file name: the bundled name, or the folder of the YAML file."""
+    return recipe_file(recipe).parent.name
+
+
 def bundled_recipes() -> list[str]:
     return sorted(path.parent.name for path in RECIPES.glob("*/base.yaml"))
 

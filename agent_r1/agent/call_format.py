@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from agent_r1.types import Message
 
+MAX_CALLS = 32  # of one response: a policy that repeats itself must not flood tools, context or the parser
+
 Span = tuple[int, int]  # characters [start, end) of the text
 
 
@@ -44,9 +46,17 @@ class ToolCallFormat(ABC):
     roles: ClassVar[tuple[str, ...]] = ("tool", "user")  # that may carry results; the first is the format's own
     fixed_tool: str | None = None  # the only tool this format can call
 
-    @abstractmethod
     def parse(self, text: str) -> Parsed:
         """Read a response. Never raises; spans are ordered and do not overlap."""
+        content, events = self._parse(text)
+        if len(events) > MAX_CALLS:
+            message = f"there are more than {MAX_CALLS} calls; the rest was not read. Make fewer calls at once"
+            events[MAX_CALLS:] = [ParseFailure(message=message, span=(events[MAX_CALLS].span[0], len(text)))]
+        return content, events
+
+    @abstractmethod
+    def _parse(self, text: str) -> Parsed:
+        """Read a response up to the call after `MAX_CALLS`."""
 
     @abstractmethod
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:

@@ -160,8 +160,11 @@ def _check_transition(transition: object, text: str, what: str) -> None:
 
 
 async def _close_twice(env: AgentEnv) -> None:
-    for _ in range(2):
-        await env.close()
+    for time in ("first", "second"):
+        try:
+            await env.close()
+        except Exception as error:
+            raise AssertionError(f"{type(env).__name__}.close failed the {time} time: {error!r}") from error
 
 
 def _shown(observation: Observation) -> str:

@@ -143,6 +143,8 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
     if tool.timeout <= 0:
         raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout}")
+    if tool.max_batch is not None and tool.max_batch < 1:
+        raise ConfigError(f"tool {tool.name!r}: max_batch must be at least 1, or None for no limit, got {tool.max_batch}")
     _ = tool.arguments  # a schema that cannot be checked fails here, not in the middle of an episode
     return tool
 

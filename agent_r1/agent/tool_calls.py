@@ -13,13 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from agent_r1.agent.call_format import Event as Event
-from agent_r1.agent.call_format import Parsed, Span, call_of, content_without, dump_json, read_json, skip_space, sure
-from agent_r1.agent.call_format import ParsedCall as ParsedCall
-from agent_r1.agent.call_format import ParseFailure as ParseFailure
-from agent_r1.agent.call_format import ToolCallFormat as ToolCallFormat
+from agent_r1.agent.call_format import (
+    MAX_CALLS,
+    Event,
+    Parsed,
+    ParsedCall,
+    ParseFailure,
+    Span,
+    ToolCallFormat,
+    call_of,
+    content_without,
+    dump_json,
+    read_json,
+    skip_space,
+    sure,
+)
 from agent_r1.agent.tool_schema import allows_text
 from agent_r1.types import Message
+
+__all__ = ["FORMATS", "Event", "ParseFailure", "ParsedCall", "RetoolFormat", "ToolCallFormat"]
 
 
 class _TaggedFormat(ToolCallFormat):
@@ -32,11 +44,11 @@ class _TaggedFormat(ToolCallFormat):
     def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
         """The call whose `<tool_call>` ends at `start`, where its body ends, and what is wrong with it."""
 
-    def parse(self, text: str) -> Parsed:
+    def _parse(self, text: str) -> Parsed:
         events: list[Event] = []
         thoughts: list[Span] = []
         at = 0
-        while tag := self._starts.search(text, at):
+        while len(events) <= MAX_CALLS and (tag := self._starts.search(text, at)):
             if tag[0] == "<think>":
                 end = text.find("</think>", tag.end())
                 at = len(text) if end < 0 else end + len("</think>")
@@ -88,7 +100,7 @@ class Qwen3CoderFormat(_TaggedFormat):
 
     _starts = re.compile(r"<tool_call>|<function=|<think>|</think>")
     _function = re.compile(r"\s*<function=([^<>\s]+)>")
-    _parameter = re.compile(r"\s*<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+    _parameter = re.compile(r"\s*<parameter=([^<>\s]+)>")
     _function_end = re.compile(r"\s*</function>")
     _loose_end = re.compile(r"</function>|(?=<tool_call>|<think>|</think>)|\Z")
     _structure = re.compile(r"<parameter=|</parameter>|</function>|</?tool_call>")  # cannot stand in a value
@@ -107,10 +119,12 @@ class Qwen3CoderFormat(_TaggedFormat):
         arguments: dict[str, Any] = {}
         at = function.end()
         while parameter := self._parameter.match(text, at):
-            if self._structure.search(parameter[2]):
+            close = self._structure.search(text, parameter.end())
+            if close is None or close[0] != "</parameter>":
                 return None, at, f"the value of {parameter[1]!r} is not closed with </parameter>"
-            arguments[parameter[1]] = parameter[2].removeprefix("\n").removesuffix("\n")
-            at = parameter.end()
+            value = text[parameter.end() : close.start()]
+            arguments[parameter[1]] = value.removeprefix("\n").removesuffix("\n")
+            at = close.end()
         end = self._function_end.match(text, at)
         if end is None:
             found = text[at : at + 40].lstrip()[:20]
@@ -157,10 +171,10 @@ class Llama3JsonFormat(ToolCallFormat):
     )
     form = '{"name": "...", "parameters": {...}}'
 
-    def parse(self, text: str) -> Parsed:
+    def _parse(self, text: str) -> Parsed:
         events: list[Event] = []
         at = 0
-        while head := self._start.search(text, at):
+        while len(events) <= MAX_CALLS and (head := self._start.search(text, at)):
             brace = head.end() if head[0].startswith("<") else text.index("{", head.start())
             start = head.start() if head[0].startswith("<") else brace
             while True:
@@ -168,7 +182,7 @@ class Llama3JsonFormat(ToolCallFormat):
                 at = events[-1].span[1]
                 rest = skip_space(text, at)
                 start = brace = skip_space(text, rest + 1) if text.startswith(";", rest) else rest
-                if isinstance(events[-1], ParseFailure) or not text.startswith("{", brace):
+                if isinstance(events[-1], ParseFailure) or not text.startswith("{", brace) or len(events) > MAX_CALLS:
                     break
         return content_without(text, [event.span for event in events]).strip("; \n"), events
 
@@ -176,7 +190,7 @@ class Llama3JsonFormat(ToolCallFormat):
         value, end, problem = read_json(text, brace)
         if not problem:
             return call_of(value, "parameters", (start, end), self.form)
-        following = self._start.search(text, max(brace + 1, start + 1))
+        following = self._start.search(text, max(brace, start + 1))
         end = following.start() if following else len(text)
         return ParseFailure(message=f"the call cannot be read: {problem}. Write {self.form}", span=(start, end))
 
@@ -192,11 +206,12 @@ class HarmonyFormat(ToolCallFormat):
     """
 
     _end = re.compile(r"<\|(?:end|call|return|start|channel)\|>|\Z")
+    _control = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return)\|>")
     _recipient = re.compile(r"\bto=([^\s<]+)")
     _channel = re.compile(r"<\|channel\|>\s*(\w+)")
     form = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>"
 
-    def parse(self, text: str) -> Parsed:
+    def _parse(self, text: str) -> Parsed:
         _, said, events = self._read(text)
         return said, events
 
@@ -217,7 +232,7 @@ class HarmonyFormat(ToolCallFormat):
         said: list[str] = []
         events: list[Event] = []
         at = 0
-        while (body := text.find("<|message|>", at)) >= 0:
+        while len(events) <= MAX_CALLS and (body := text.find("<|message|>", at)) >= 0:
             start = max(text.rfind("<|start|>", at, body), at)
             said.append(text[at:start])
             header = text[start:body]
@@ -239,8 +254,11 @@ class HarmonyFormat(ToolCallFormat):
                 events.append(ParseFailure(message=message, span=(at + cut.start(), len(text)), name=name))
         else:
             said.append(tail)
-        thought, spoken = ("\n".join(filter(None, map(str.strip, parts))) for parts in (thoughts, said))
-        return thought, spoken, events
+        return self._joined(thoughts), self._joined(said), events
+
+    def _joined(self, parts: list[str]) -> str:
+        # Broken messages leave control tokens behind, and the chat template refuses contents that carry them.
+        return "\n".join(filter(None, (self._control.sub(" ", part).strip() for part in parts)))
 
     def _read_call(self, text: str, start: int, body: int, recipient: str, *, again: bool) -> Event:
         name = recipient.removeprefix("functions.")
@@ -277,10 +295,10 @@ class RetoolFormat(ToolCallFormat):
     _plain = re.compile(r"<code>(.*?)</code>", re.DOTALL)
     form = "<code>\n```python\n...\n```\n</code>"
 
-    def parse(self, text: str) -> Parsed:
+    def _parse(self, text: str) -> Parsed:
         events: list[Event] = []
         at = 0
-        while (start := text.find("<code>", at)) >= 0:
+        while len(events) <= MAX_CALLS and (start := text.find("<code>", at)) >= 0:
             found = self._fenced.match(text, start)
             if found and "<code>" in found[1]:  # this fence is open, and another block closes its own
                 found = None

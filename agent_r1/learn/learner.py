@@ -25,6 +25,21 @@ from agent_r1.types import CreditedTrajectory
 MAX_NAMED = 8  # trajectories an error message lists
 
 
+def warmup(steps: int) -> Callable[[int], float]:
+    """Rise linearly over the first optimizer steps, then stay."""
+    return lambda optimizer_step: min(1.0, optimizer_step / (steps + 1))
+
+
+def cosine(warmup_steps: int, total: int, floor: float = 0.1) -> Callable[[int], float]:
+    """Rise linearly, then fall along half a cosine to `floor` at optimizer step `total`."""
+
+    def scale(optimizer_step: int) -> float:
+        progress = min(1.0, max(0, optimizer_step - warmup_steps) / max(1, total - warmup_steps))
+        return warmup(warmup_steps)(optimizer_step) * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+
+    return scale
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MiniBatch:
     """What one optimizer step trains on, in every epoch."""
@@ -79,7 +94,7 @@ class Learner:
     temperature: float  # of the sampler: the log-probs are those of the distribution it drew from
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0  # of matrices; vectors (norms, biases) are never decayed
-    warmup_steps: int = 0  # optimizer steps over which the learning rate rises to lr; constant after that
+    schedule: Callable[[int], float] = field(default=lambda optimizer_step: 1.0)  # multiplies lr; steps count from 1
     max_grad_norm: float = 1.0
     max_tokens_per_pack: int = 8192
     num_epochs: int = 1
@@ -252,7 +267,7 @@ class Learner:
         return [batch.trajectory_names[i] for i in sorted(bad or everyone)]
 
     def _lr_at(self, optimizer_step: int) -> float:
-        return self.lr * min(1.0, optimizer_step / self.warmup_steps) if self.warmup_steps else self.lr
+        return self.lr * self.schedule(optimizer_step)
 
     def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[_MiniBatch]) -> dict[str, float]:
         """How the batch was laid out; counts are per epoch."""

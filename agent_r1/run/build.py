@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.agent.flow import AgentFlowBase, Limits, flow_class
@@ -69,6 +70,7 @@ def build_task(config: RunConfig) -> Task:
 
 
 def load_model(config: RunConfig, directory: str | Path) -> Model:
+    transformers_logging.disable_progress_bar()  # it would draw over our own display
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
         network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
@@ -103,6 +105,7 @@ def find_model(path: str) -> str:
 def build_engine(config: RunConfig, model: Model) -> Engine:
     settings = config.engine
     network = copy.deepcopy(model.network).to(getattr(torch, config.model.dtype))
+    network.set_attn_implementation("eager")  # a learner may have set its own on the original
     return LocalEngine(
         network,
         seed=config.seed,

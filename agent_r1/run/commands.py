@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from agent_r1.agent.flow import stable_seed
-from agent_r1.config import EvalConfig, RunConfig
+from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.run.build import Model, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
@@ -68,8 +68,9 @@ async def _train(config: RunConfig, run: RunDir, console: Console, *, resume: bo
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")
+        else:
+            torch.manual_seed(config.seed)
         run.forget_after(done)
-        torch.manual_seed(stable_seed(config.seed, "torch", done))
         if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
             await trainer.evaluate(done)
         await train(
@@ -96,13 +97,15 @@ def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: Ru
     records = run.read_metrics()
     evaluations = [record for record in records if record["kind"] == "eval"]
     before, after = evaluations[0], evaluations[-1]
-    curve_picture(records, run.path / "curve.png", f"{config.recipe}, {config.algorithm.name}, seed {config.seed}")
+    curve_picture(
+        records, run.path / "curve.png", f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
+    )
     if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
         console.print(shown)
-    spent = records[-1]["time"] - records[0]["time"]
+    spent = sum(record.get("time/collect", 0.0) + record.get("time/update", 0.0) for record in records)
     console.print(
         f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {config.trainer.steps} "
-        f"steps, {clock(spent)} minutes\n"
+        f"steps ({clock(spent)} min)\n"
         f"  picture     {run.path}/curve.png\n"
         f"  talk to it  agent-r1 chat {run.path}\n"
         f"  evaluate    agent-r1 eval {run.path}\n"

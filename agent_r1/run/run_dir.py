@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent_r1.config import RunConfig, parse_config
+from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.records import Advantages, write_groups
 from agent_r1.types import Group
@@ -89,8 +89,7 @@ class RunDir:
 
 
 def new_run_path(config: RunConfig, root: Path = Path("runs")) -> Path:
-    name = config.recipe if config.recipe.isidentifier() else Path(config.recipe).parent.name
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
+    stem = f"{recipe_name(config.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
     path, number = root / stem, 2
     while path.exists():
         path, number = root / f"{stem}-{number}", number + 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_r1 import __version__
-from agent_r1.config import RunConfig
+from agent_r1.config import RunConfig, recipe_name
 from agent_r1.run.build import Model, find_model, load_model, save_model
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.resolve import recipe_files, resolve
@@ -48,7 +48,7 @@ def base_model(config: RunConfig) -> str | Path:
         return find_model(config.model.path)
     assert config.model.make is not None  # the config checks that one of the two is given
     key = _digest(config.model.make, config.seed, _recipe_digest(config))
-    folder = cache_root() / f"base-{Path(config.recipe).name}-{key}"
+    folder = cache_root() / f"base-{recipe_name(config.recipe)}-{key}"
     if not folder.is_dir():
         part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
         part.mkdir(parents=True)
@@ -69,7 +69,7 @@ def _cache_folder(config: RunConfig) -> Path:
         config.seed,
         _recipe_digest(config),
     )
-    return cache_root() / f"warm-{Path(config.recipe).name}-{key}"
+    return cache_root() / f"warm-{recipe_name(config.recipe)}-{key}"
 
 
 def _recipe_digest(config: RunConfig) -> str:

@@ -72,7 +72,8 @@ class Display:
         if self._console.is_terminal:
             self._refresh()
         else:
-            self._console.print(f"{self._title} {step}/{self._total}  {summary}  {left} left", highlight=False)
+            line = f"{self._title} {step}/{self._total}  {summary}  {left} left"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """A line that stays on screen above the live part."""
@@ -119,16 +120,22 @@ def clock(seconds: float) -> str:
 
 
 def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
-    """One episode as a conversation, with what it earned."""
+    """One episode as a conversation, with what it earned; very long texts are cut."""
     table = Table.grid(padding=(0, 1))
     for message in group.row.prompt:
         if message["role"] == "user":
             table.add_row(Text("user", style="bold blue"), Text(str(message["content"])))
     for speaker, text in transcript(trajectory):
         style = "bold green" if speaker == "agent" else "bold yellow"
-        table.add_row(Text(speaker, style=style), Text(text))
+        table.add_row(Text(speaker, style=style), Text(shorten(text)))
     verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {len(trajectory.steps)} steps"
     return Panel(table, title=f"episode {trajectory.row_id}", subtitle=verdict, title_align="left")
+
+
+def shorten(text: str, limit: int = 800) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    short = "\n".join(lines[:20])[:limit]
+    return short if len(short) == len(text.strip()) else f"{short} ... ({len(text)} characters)"
 
 
 def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:

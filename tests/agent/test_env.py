@@ -35,7 +35,7 @@ def test_a_registered_env_is_made_by_name_with_its_settings() -> None:
 
 
 def test_unknown_names_and_settings_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match="unknown env 'count_for_test'. Did you mean 'count_for_tests'?"):
+    with pytest.raises(ConfigError, match=r"unknown env 'count_for_test'. Did you mean 'count_for_tests'?"):
         AgentEnv.from_config("count_for_test")
     with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'"):
         make_env(CountEnv, "count_for_tests", {"limt": 5})
@@ -47,7 +47,7 @@ def test_a_name_can_be_registered_again_by_the_same_class_only() -> None:
     class Other(CountEnv):
         pass
 
-    with pytest.raises(ConfigError, match="env name 'count_for_tests' is taken by .*CountEnv"):
+    with pytest.raises(ConfigError, match=r"env name 'count_for_tests' is taken by .*CountEnv"):
         AgentEnv.register("count_for_tests")(Other)
 
 

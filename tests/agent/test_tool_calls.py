@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, RetoolFormat
 
@@ -42,7 +39,10 @@ def test_hermes_reads_calls_in_order_and_leaves_the_words_between_them() -> None
     text = f"First {one} then {two}."
     content, events = HERMES.parse(text)
     assert content == "First  then ."
-    assert [(e.name, e.arguments) for e in events if isinstance(e, ParsedCall)] == [("add", {"a": 1}), ("neg", {"x": 2})]
+    assert [(e.name, e.arguments) for e in events if isinstance(e, ParsedCall)] == [
+        ("add", {"a": 1}),
+        ("neg", {"x": 2}),
+    ]
     assert [text[slice(*e.span)] for e in events] == [one, two]
 
 
@@ -71,10 +71,10 @@ def test_a_call_while_thinking_is_no_call() -> None:
     [
         ('a <tool_call>{"name": "f"', "not closed with </tool_call>", '<tool_call>{"name": "f"'),
         ('<tool_call>{"name": "f", "arguments": {}}', "not closed with </tool_call>", None),
-        ("<tool_call>{'name': 'f'}</tool_call> b", "cannot be read: Expecting property", "<tool_call>{'name': 'f'}</tool_call>"),
+        ("<tool_call>{'name'}</tool_call> b", "cannot be read: Expecting property", "<tool_call>{'name'}</tool_call>"),
         ("<tool_call></tool_call>", "cannot be read: Expecting value", None),
         ('<tool_call>{"name": "f", "arguments": {}} x</tool_call>', "unexpected 'x' after it", None),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" of the call must be a JSON object', None),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" of the call must be', None),
         ('<tool_call>{"name": "f"}</tool_call>', '"arguments" of the call is missing', None),
         ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"', None),
         ("<tool_call>[]</tool_call>", 'the call has no "name"', None),
@@ -116,7 +116,12 @@ def test_qwen3_coder_reads_values_as_text_and_types_them_by_the_schema() -> None
         "n": {"type": "integer"},
     }
     # "many" is no integer: left for the tool's own check, which tells the model
-    assert CODER.typed(arguments, {"properties": properties}) == {"xs": [1, 2], "label": "42", "grid": True, "n": "many"}
+    assert CODER.typed(arguments, {"properties": properties}) == {
+        "xs": [1, 2],
+        "label": "42",
+        "grid": True,
+        "n": "many",
+    }
 
 
 def test_qwen3_coder_keeps_the_lines_of_a_value() -> None:
@@ -128,7 +133,8 @@ def test_qwen3_coder_keeps_the_lines_of_a_value() -> None:
     ("text", "message"),
     [
         ("<tool_call><function=f><parameter=a>1</parameter></function>", "not closed with </tool_call>"),
-        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "expected <parameter=KEY>"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "'a' is not closed with </parameter>"),
+        ("<tool_call><function=f>1</function></tool_call>", "expected <parameter=KEY>"),
         ("<tool_call><function=f><parameter=a>1<parameter=b>2</parameter></function></tool_call>", "'a' is not closed"),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "no <function=NAME>"),
         ("<function=f><parameter=a>1</parameter></function>", "not inside <tool_call>"),
@@ -193,7 +199,7 @@ THINK = "<|channel|>analysis<|message|>to=functions.no {}<|end|><|start|>assista
     [
         '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"k": "<|end|>"}<|call|>',
         '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"k": "<|end|>"}',  # stop token taken off
-        ' to=functions.get<|channel|>commentary json<|message|>{"k": "<|end|>"}<|call|>',  # as the chat template writes it
+        ' to=functions.get<|channel|>commentary json<|message|>{"k": "<|end|>"}<|call|>',  # as templates do
         '<|channel|>analysis to=functions.get code<|message|>{"k": "<|end|>"}<|call|>',
     ],
 )
@@ -228,7 +234,10 @@ def test_words_before_a_harmony_call_are_kept_with_the_thinking() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<|channel|>commentary to=functions.get <|constrain|>json<|message|>{oops<|call|>", "cannot be read: Expecting"),
+        (
+            "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{oops<|call|>",
+            "cannot be read: Expecting",
+        ),
         ("<|channel|>commentary to=functions.get <|constrain|>json<|message|>{} and<|call|>", "unexpected ' and"),
         ("<|channel|>commentary to=functions.get json<|message|>[1]<|call|>", "must be a JSON object, got list"),
         ("<|channel|>commentary to=functions.get", "stops before its <|message|>"),
@@ -255,8 +264,13 @@ def test_a_second_harmony_call_of_one_message_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["<code>print(1)</code>", "<code>\nprint(1)\n</code>", "<code>\n```python\nprint(1)\n```\n</code>", "<code>```py\nprint(1)```</code>"],
-)  # fmt: skip
+    [
+        "<code>print(1)</code>",
+        "<code>\nprint(1)\n</code>",
+        "<code>\n```python\nprint(1)\n```\n</code>",
+        "<code>```py\nprint(1)```</code>",
+    ],
+)
 def test_retool_reads_code_with_or_without_a_fence(text: str) -> None:
     assert call("retool", f"I compute {text}") == ("python", {"code": "print(1)"}, text)
 
@@ -274,96 +288,13 @@ def test_retool_blocks_are_calls_of_the_tool_the_format_names() -> None:
 
 
 def test_retool_refuses_to_write_what_it_cannot_say() -> None:
-    for name, arguments in [
+    wrong: list[tuple[str, dict[str, Any]]] = [
         ("bash", {"code": "x"}),
         ("python", {"code": "x", "seed": 1}),
         ("python", {"code": 1}),
         ("python", {"code": " "}),
         ("python", {"code": "a\n```\n</code>"}),
-    ]:
+    ]
+    for name, arguments in wrong:
         with pytest.raises(ValueError, match="retool can only call python"):
             RETOOL.write_call(name, arguments)
-
-
-# messages
-
-
-def test_results_are_tool_messages_or_one_user_message() -> None:
-    calls: list[Event] = [
-        ParsedCall(name="f", arguments={}, span=(0, 1)),
-        ParseFailure(message="?", span=(1, 2)),
-    ]
-    assert HERMES.result_messages(["one", "two"], calls) == [
-        {"role": "tool", "name": "f", "content": "one"},
-        {"role": "tool", "name": "unknown", "content": "two"},
-    ]
-    wrapped = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
-    assert HERMES.result_messages(["one", "two"], calls, "user") == [{"role": "user", "content": wrapped}]
-    assert RETOOL.result_messages(["one"], calls[:1]) == [
-        {"role": "user", "content": "<interpreter>\none\n</interpreter>"}
-    ]
-    assert HERMES.assistant_message("<think>a</think>b") == {"role": "assistant", "content": "<think>a</think>b"}
-
-
-# properties
-
-PIECES = [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
-    '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}', '{"name"', "{", "}", '"', ";", "\n", "'", "\\",
-    "<|python_tag|>", "<|channel|>", "analysis", "commentary", "final", " to=functions.f ", "<|constrain|>json", "<|start|>",
-    "assistant", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<code>", "</code>", "```python\n", "```", "[[", "1e999",
-]  # fmt: skip
-texts = st.one_of(st.text(), st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=14).map("".join))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@given(text=texts)
-@example(text="")
-@settings(max_examples=400, deadline=None)
-def test_parsing_never_raises_and_spans_lie_in_order_inside_the_text(name: str, text: str) -> None:
-    content, events = FORMATS[name].parse(text)
-    at = 0
-    for event in events:
-        start, end = event.span
-        assert at <= start < end <= len(text)
-        at = end
-    assert len(content) <= len(text) + 1  # harmony joins its messages with newlines, in place of longer tokens
-    message = FORMATS[name].assistant_message(text)
-    assert message["role"] == "assistant"
-    json.dumps(message)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,20}", fullmatch=True)
-
-
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "harmony"])
-@given(tool=names, arguments=st.dictionaries(st.text(), values, max_size=4))
-@settings(deadline=None)
-def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments: dict[str, Any]) -> None:
-    text = FORMATS[name].write_call(tool, arguments)
-    assert call(name, text) == (tool, arguments, text)
-
-
-def _schema_of(value: Any) -> dict[str, Any]:
-    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return {"type": kinds.get(type(value), "null")}
-
-
-@given(tool=names, arguments=st.dictionaries(names, values, max_size=4))
-@settings(deadline=None)
-def test_qwen3_coder_reads_back_what_it_writes_given_the_schema(tool: str, arguments: dict[str, Any]) -> None:
-    text = CODER.write_call(tool, arguments)
-    found, as_text, _ = call("qwen3_coder", text)
-    schema = {"properties": {key: _schema_of(value) for key, value in arguments.items()}}
-    assert (found, CODER.typed(as_text, schema)) == (tool, arguments)
-
-
-@given(st.text().filter(str.strip))
-def test_retool_reads_back_what_it_writes(code: str) -> None:
-    text = RETOOL.write_call("python", {"code": code})
-    assert call("retool", text) == ("python", {"code": code}, text)

@@ -27,27 +27,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.engines.kv_cache import KVCache
+from agent_r1.rollout.engines.kv_cache import KVCache, LayerCache
 from agent_r1.rollout.engines.scheduler import Chunk
 
 PAGED = "agent_r1_paged"
+# Added to a score to hide it: vanishes in any softmax, yet finite, so a block hidden as a whole gets weight 0, not nan.
+HIDDEN = -1e30
+# e**-80 is nothing beside the largest weight, 1; smaller arguments would take exp's slow path, tens of times slower.
+SMALLEST_EXPONENT = -80.0
 # Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
 # computed along for each block that is ours.
 MAX_FOREIGN = 1.0
 REFUSED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
-
-
-def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where visible; elsewhere a number that vanishes in any softmax, yet finite: a block hidden as a whole must
-    come out with weight 0, not nan."""
-    lowest = torch.finfo(dtype).min / 4
-    return torch.from_numpy(hidden).to(device).to(dtype) * lowest
 
 
 class DecodeLayout:
@@ -56,15 +52,15 @@ class DecodeLayout:
     def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
         self.size = len(chunks)
         counts_B = np.fromiter((len(chunk.blocks) for chunk in chunks), dtype=np.int64, count=self.size)
-        blocks_T = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), dtype=np.int64)
+        block_T = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), dtype=np.int64)
         positions_B = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=self.size)
-        ordinal_T = np.arange(len(blocks_T)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
+        ordinal_T = np.arange(len(block_T)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
         owner_T = np.repeat(np.arange(self.size), counts_B)
 
-        span = int(blocks_T.max()) + 1
-        self.span = span if span <= (1 + MAX_FOREIGN) * len(blocks_T) else None
-        place_T = np.arange(len(blocks_T)) if self.span is None else blocks_T
-        read = len(blocks_T) if self.span is None else span
+        span = int(block_T.max()) + 1
+        self.span = span if span <= (1 + MAX_FOREIGN) * len(block_T) else None
+        place_T = np.arange(len(block_T)) if self.span is None else block_T
+        read = len(block_T) if self.span is None else span
         # Blocks of others get the first sequence's query; nobody reads the result.
         query_T, first_T = np.zeros(read, dtype=np.int64), np.zeros(read, dtype=np.int64)
         query_T[place_T], first_T[place_T] = owner_T, ordinal_T * block_size
@@ -72,25 +68,28 @@ class DecodeLayout:
         table_BW[owner_T, ordinal_T] = place_T
         padding_BW = np.arange(table_BW.shape[1]) >= counts_B[:, None]
 
-        self.blocks_T = torch.from_numpy(blocks_T).to(device)
+        self.block_T = torch.from_numpy(block_T).to(device)
         self.query_T = torch.from_numpy(query_T).to(device)
         self.table_BW = torch.from_numpy(table_BW).to(device)
-        self.padding_BW11 = _additive(padding_BW, torch.float32, device)[:, :, None, None]
+        self.padding_BW11 = torch.from_numpy(padding_BW[:, :, None, None]).to(device) * HIDDEN
         self._position_T1 = positions_B[query_T][:, None]
         self._keys_TS = first_T[:, None] + np.arange(block_size)
         self._device = device
-        self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """Additive [T * K, 1, S]: a block's keys up to its query's position, and inside the window if there is one."""
-        key = (window, heads, dtype)
-        if key not in self._masks:
+    def read(self, pool_P: Tensor) -> Tensor:
+        """The blocks to compute over, [T, ...]."""
+        return pool_P[self.block_T] if self.span is None else pool_P[: self.span]
+
+    def mask(self, window: int | None, heads: int) -> Tensor:
+        """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those the window has left."""
+        if (window, heads) not in self._masks:
             hidden_TS = self._keys_TS > self._position_T1
             if window is not None:
                 hidden_TS |= self._keys_TS <= self._position_T1 - window
-            mask_TS = _additive(hidden_TS, dtype, self._device)
-            self._masks[key] = mask_TS[:, None].expand(-1, heads, -1).reshape(-1, 1, mask_TS.shape[1])
-        return self._masks[key]
+            mask_TS = torch.from_numpy(hidden_TS).to(self._device) * HIDDEN
+            self._masks[window, heads] = mask_TS.repeat_interleave(heads, dim=0)[:, None]
+        return self._masks[window, heads]
 
 
 class PrefillLayout:
@@ -101,7 +100,7 @@ class PrefillLayout:
         self.start = chunk.start
         self.length = chunk.start + len(chunk.ids)
         # The request may own more blocks, for what comes after this chunk.
-        self.blocks = torch.tensor(chunk.blocks[: -(-self.length // block_size)], device=device)
+        self.block_W = torch.tensor(chunk.blocks[: -(-self.length // block_size)], device=device)
         self._device = device
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -124,34 +123,28 @@ class StepLayout:
     """One step as the attention function needs it, and what it learns on the way."""
 
     cache: KVCache
-    slots_N: NDArray[np.int64]  # block * S + offset of each token
+    block_N: Tensor  # where each token's keys and values go
+    offset_N: Tensor
     decode: DecodeLayout | None
     prefill: list[PrefillLayout]
-    device: torch.device
     windows: dict[int, int | None] = field(default_factory=dict)  # layer -> its sliding window, as the model passed it
-    _rows: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], cache: KVCache, device: torch.device) -> StepLayout:
+        """`chunks` with the single tokens first."""
         size = cache.block_size
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
-        slots, prefill, row = [c.blocks[c.start // size] * size + c.start % size for c in singles], [], len(singles)
+        blocks = [chunk.blocks[chunk.start // size] for chunk in singles]
+        offsets = [chunk.start % size for chunk in singles]
+        prefill = []
         for chunk in chunks[len(singles) :]:
+            prefill.append(PrefillLayout(chunk, len(blocks), size, device))
             positions = range(chunk.start, chunk.start + len(chunk.ids))
-            slots.extend(chunk.blocks[p // size] * size + p % size for p in positions)
-            prefill.append(PrefillLayout(chunk, row, size, device))
-            row += len(chunk.ids)
+            blocks += [chunk.blocks[position // size] for position in positions]
+            offsets += [position % size for position in positions]
+        place_2N = torch.tensor([blocks, offsets], device=device)
         decode = DecodeLayout(singles, size, device) if singles else None
-        return cls(cache, np.array(slots, dtype=np.int64), decode, prefill, device)
-
-    def rows(self, heads: int) -> Tensor:
-        """Rows of a pool seen as [P * K * S, D] that the step's tokens go to, [N * K]."""
-        if heads not in self._rows:
-            size = self.cache.block_size
-            block_N, offset_N = np.divmod(self.slots_N, size)
-            rows_NK = (block_N[:, None] * heads + np.arange(heads)) * size + offset_N[:, None]
-            self._rows[heads] = torch.from_numpy(rows_NK.reshape(-1)).to(self.device)
-        return self._rows[heads]
+        return cls(cache, place_2N[0], place_2N[1], decode, prefill)
 
 
 _STEP: ContextVar[StepLayout | None] = ContextVar("agent_r1_step", default=None)
@@ -195,71 +188,56 @@ def paged_attention(
             f"{type(module).__name__} asks for {', '.join(refused) or 'a mask of its own'}, which LocalEngine does not "
             "support. Use another engine for this model."
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    step.windows[layer] = sliding_window
-    keys_PKSD, values_PKSD = step.cache.write(layer, key_1KND[0], value_1KND[0], step.rows(key_1KND.shape[1]))
-    if scaling is None:
-        scaling = query_1HND.shape[-1] ** -0.5
+    layer_index: int = module.layer_idx  # type: ignore[assignment]
+    step.windows[layer_index] = sliding_window
+    key_NKD, value_NKD = key_1KND[0].transpose(0, 1), value_1KND[0].transpose(0, 1)
+    layer = step.cache.layer(layer_index, key_NKD, value_NKD)
+    layer.write(key_NKD, value_NKD, step.block_N, step.offset_N)
 
     query_NHD = query_1HND[0].transpose(0, 1)
-    out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_1KND.shape[-1])
+    if scaling is None:
+        scaling = query_NHD.shape[-1] ** -0.5
+    outputs = []
     if step.decode is not None:
-        singles = step.decode.size
-        out_NHD[:singles] = _decode(step.decode, query_NHD[:singles], keys_PKSD, values_PKSD, scaling, sliding_window)
+        query_BHD = query_NHD[: step.decode.size]
+        outputs.append(_decode(step.decode, query_BHD * scaling, layer, sliding_window))
     for part in step.prefill:
-        query_HCD = query_1HND[0, :, part.rows]
         if part.start:
-            key_KLD, value_KLD = _collected(keys_PKSD, part), _collected(values_PKSD, part)
+            key_KLD, value_KLD = layer.sequence(part.block_W, part.length)
         else:
             key_KLD, value_KLD = key_1KND[0, :, part.rows], value_1KND[0, :, part.rows]
         mask = part.mask(sliding_window)
         out_1HCD = scaled_dot_product_attention(
-            query_HCD[None],
+            query_1HND[:, :, part.rows],
             key_KLD[None],
             value_KLD[None],
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=query_HCD.shape[0] != key_KLD.shape[0],
+            enable_gqa=query_1HND.shape[1] != key_1KND.shape[1],
         )
-        out_NHD[part.rows] = out_1HCD[0].transpose(0, 1)
+        outputs.append(out_1HCD[0].transpose(0, 1))
+    out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_NHD[None], None
 
 
-def _decode(
-    layout: DecodeLayout,
-    query_BHD: Tensor,
-    keys_PKSD: Tensor,
-    values_PKSD: Tensor,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    if layout.span is None:
-        keys_TKSD, values_TKSD = keys_PKSD[layout.blocks_T], values_PKSD[layout.blocks_T]
-    else:
-        keys_TKSD, values_TKSD = keys_PKSD[: layout.span], values_PKSD[: layout.span]
-    read, heads, block_size, head_size = keys_TKSD.shape
-    value_size, (batch, query_heads, _) = values_TKSD.shape[-1], query_BHD.shape
-    group = query_heads // heads
+def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: int | None) -> Tensor:
+    keys_TKDS, values_TKSD = layout.read(layer.keys_PKDS), layout.read(layer.values_PKSD)
+    (blocks, heads, head_size, _), (batch, query_heads, _) = keys_TKDS.shape, query_BHD.shape
+    query_TKGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T)
 
-    query_TGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T).view(read * heads, group, head_size)
-    scores_TGS = torch.baddbmm(
-        layout.mask(window, heads, query_BHD.dtype),
-        query_TGD,
-        keys_TKSD.view(-1, block_size, head_size).transpose(1, 2),
-        alpha=scaling,
-    )
-    partial_TGD = torch.bmm(torch.softmax(scores_TGS, dim=-1), values_TKSD.view(-1, block_size, value_size))
-    normaliser_TGS = torch.logsumexp(scores_TGS.float(), dim=-1)
+    # From here on T * K is one dimension: every block and head is a small product of its own.
+    scores_TGS = torch.bmm(query_TKGD.view(blocks * heads, -1, head_size), keys_TKDS.flatten(0, 1))
+    scores_TGS = scores_TGS.float().add_(layout.mask(window, heads))
+    top_TG1 = scores_TGS.amax(dim=-1, keepdim=True)
+    weights_TGS = scores_TGS.sub_(top_TG1).clamp_(min=SMALLEST_EXPONENT).exp_()
+    total_TG1 = weights_TGS.sum(dim=-1, keepdim=True)
+    partial_TGD = torch.bmm(weights_TGS.to(values_TKSD.dtype), values_TKSD.flatten(0, 1))
 
+    normaliser_TH = (top_TG1 + total_TG1.log()).view(blocks, query_heads)
+    partial_THD = (partial_TGD / total_TG1).view(blocks, -1)
     table = layout.table_BW.view(-1)
-    normaliser_BWH = normaliser_TGS.view(read, query_heads).index_select(0, table).view(batch, -1, query_heads, 1)
-    weight_BWH1 = torch.softmax(normaliser_BWH + layout.padding_BW11, dim=1).to(partial_TGD.dtype)
-    partial_BWHD = partial_TGD.view(read, -1).index_select(0, table).view(batch, -1, query_heads, value_size)
-    return (partial_BWHD * weight_BWH1).sum(dim=1)
-
-
-def _collected(pool_PKSD: Tensor, part: PrefillLayout) -> Tensor:
-    """The keys or values of one sequence, side by side: [K, L, D]."""
-    blocks_KWSD = pool_PKSD[part.blocks].transpose(0, 1)
-    return blocks_KWSD.reshape(blocks_KWSD.shape[0], -1, blocks_KWSD.shape[-1])[:, : part.length]
+    normaliser_BWH1 = normaliser_TH.index_select(0, table).view(batch, -1, query_heads, 1)
+    partial_BWHD = partial_THD.index_select(0, table).view(batch, -1, query_heads, values_TKSD.shape[-1])
+    joined_BHD = (partial_BWHD * torch.softmax(normaliser_BWH1 + layout.padding_BW11, dim=1)).sum(dim=1)
+    return joined_BHD.to(query_BHD.dtype)

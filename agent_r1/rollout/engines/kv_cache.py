@@ -1,42 +1,60 @@
 """Where keys and values live between steps: one pool of equal blocks per attention layer.
 
-The pools know blocks, not requests; `scheduler.py` decides who owns which. A layer's pool is made when the layer is
+The pools know blocks, not requests; `scheduler.py` decides who owns which. A layer's pools are made when the layer is
 first seen, so head counts and head sizes need not be guessed from a model's configuration.
 
-Shape suffixes: P = blocks in the pool, K = key/value heads, S = tokens in a block, D = head size, N = tokens in a step.
+Shape suffixes: P = blocks in the pool, K = key/value heads, S = tokens in a block, D = head size, N = tokens in a step,
+W = blocks of one sequence, L = tokens of one sequence.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each in the layout its product with a single query is fastest in (by 2 to 4 on a
+    CPU): the scores run along a block's tokens, the output along the head size."""
+
+    keys_PKDS: Tensor
+    values_PKSD: Tensor
+
+    def write(self, key_NKD: Tensor, value_NKD: Tensor, block_N: Tensor, offset_N: Tensor) -> None:
+        self.keys_PKDS[block_N, :, :, offset_N] = key_NKD
+        self.values_PKSD[block_N, :, offset_N] = value_NKD
+
+    def sequence(self, block_W: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of one sequence side by side, [K, L, D]."""
+        keys_KWSD = self.keys_PKDS[block_W].permute(1, 0, 3, 2)
+        values_KWSD = self.values_PKSD[block_W].transpose(0, 1)
+        return keys_KWSD.flatten(1, 2)[:, :length], values_KWSD.flatten(1, 2)[:, :length]
+
+
 class KVCache:
-    """Keys and values of every layer, [P, K, S, D] each: the tokens of one block and head lie side by side."""
+    """The layers' pools."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, LayerCache] = {}
 
-    def write(self, layer: int, keys_KND: Tensor, values_KND: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a step's tokens; `rows` names one (block, head, offset) per token and head. Returns the two pools."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._pool(keys_KND), self._pool(values_KND))
-        key_pool, value_pool = self._layers[layer]
-        for pool, new_KND in ((key_pool, keys_KND), (value_pool, values_KND)):
-            head_size = pool.shape[-1]
-            pool.view(-1, head_size).index_copy_(0, rows, new_KND.transpose(0, 1).reshape(-1, head_size))
-        return key_pool, value_pool
+    def layer(self, index: int, key_NKD: Tensor, value_NKD: Tensor) -> LayerCache:
+        """The pools of a layer whose new keys and values look like these."""
+        if index not in self._layers:
+            (_, heads, key_size), value_size = key_NKD.shape, value_NKD.shape[-1]
+            # Zeros, not empty: a masked slot still enters a product with weight ~0, and 0 * nan is nan.
+            self._layers[index] = LayerCache(
+                key_NKD.new_zeros(self.num_blocks, heads, key_size, self.block_size),
+                value_NKD.new_zeros(self.num_blocks, heads, self.block_size, value_size),
+            )
+        return self._layers[index]
 
     def clear(self) -> None:
-        """Zero everything: a masked slot still enters a product with weight 0, and 0 * nan is nan."""
-        for pools in self._layers.values():
-            for pool in pools:
-                pool.zero_()
-
-    def _pool(self, like_KND: Tensor) -> Tensor:
-        heads, _, head_size = like_KND.shape
-        shape = (self.num_blocks, heads, self.block_size, head_size)
-        return torch.zeros(shape, dtype=like_KND.dtype, device=like_KND.device)
+        with torch.inference_mode():
+            for layer in self._layers.values():
+                layer.keys_PKDS.zero_()
+                layer.values_PKSD.zero_()

@@ -170,7 +170,7 @@ class LocalEngine:
                 message = f"the model (version {self._version}) gave logits that are not finite; are its weights?"
                 self._fail(request, RolloutError(message))
         self._scheduler.forget()
-        self._worker.submit(self._runner.clear)
+        self._worker.submit(self._runner.cache.clear)
 
     def _completion(self, request: Request) -> Completion:
         response = request.tokens[request.prompt_length :]

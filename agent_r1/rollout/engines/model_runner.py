@@ -101,10 +101,6 @@ class ModelRunner:
         for name in given.values():
             targets[name].copy_(weights[name])
 
-    def clear(self) -> None:
-        with torch.inference_mode():
-            self.cache.clear()
-
     def _logits(self, chunks: Sequence[Chunk], layout: StepLayout) -> Tensor:
         """Logits after the last token of each chunk that samples, [B, V]."""
         ids: list[int] = []

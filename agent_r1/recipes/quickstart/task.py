@@ -1,0 +1,221 @@
+"""The quickstart's world: who has how many coins, asked so that it takes two tools and several steps to know.
+
+A row asks for a total, a difference or a multiple. How many coins each person has stands in a table that belongs to
+the row and that only `lookup` can read; the arithmetic is `calculate`'s. Neither guessing nor a single call gives the
+answer: it is never a number of the table. Nobody asked about in a test row is ever asked about in training.
+
+Demonstrations come from a sloppy demonstrator, on purpose. It writes every call well, so a policy that imitates it
+learns to call tools and to copy names and numbers, but it takes short cuts more often than not (`SLOPPINESS`), and a
+greedy imitator makes those short cuts its rule. That calling everything it should is what pays, the policy has to find
+out by itself: this is the part of the quickstart that is reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from hashlib import sha256
+
+from agent_r1.agent.tool import FromRow, ToolError, tool
+from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.types import TaskRow, Trajectory
+
+FIRST_NAMES = (
+    "Abel Ada Bek Beth Cleo Cora Dina Dov Elin Emil Faro Fern Gale Gita Hana Hugo Ines Iris Joel Jon Karl Kira Lena "
+    "Lev Milo Mira Nico Nora Oona Otto Pavo Pia Quin Rolf Rosa Sami Suri Tara Tess Ugo Ulla Vera Vito Wim Wren Xena "
+    "Yara Zeno"
+).split()
+LAST_NAMES = (
+    "Abbot Ash Birch Brook Cliff Crane Dale Dean Eddy Elm Finch Fox Glen Grove Heath Hill Irwin Isley Jarvis Jay Kerr "
+    "Knoll Lake Lark Marsh Moss Nash North Oakes Oldham Park Pike Quill Reed Rush Snow Stone Tate Thorn Underwood "
+    "Usher Vale Vance Wells West Yates York Zorn"
+).split()
+SPLITS = ("train", "test")
+TEST_SHARE = 0.25  # of the people
+PEOPLE_PER_ROW = 4  # in the table: one or two are asked about
+
+ANSWER = re.compile(r"#### (-?\d+)")
+EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*", re.ASCII)
+
+
+class Kind(StrEnum):
+    """What a row asks for."""
+
+    TOTAL = "total"
+    DIFFERENCE = "difference"
+    MULTIPLE = "multiple"
+
+
+KIND_WEIGHTS = {Kind.TOTAL: 3, Kind.DIFFERENCE: 3, Kind.MULTIPLE: 2}
+
+
+class Shortcut(StrEnum):
+    """What a sloppy demonstrator does instead of the whole work. None of these ever gives the right answer."""
+
+    STOP_EARLY = "stop_early"  # answers with what the first lookup said
+    GUESS = "guess"  # looks everybody up, then makes the result up
+    WRONG_OPERATION = "wrong_operation"  # adds where it should not, or subtracts
+
+
+# How often the demonstrator takes which short cut; the rest of its demonstrations are right. Each kind of question has
+# one decision at which the wrong way is clearly the more frequent one (total: stop after one lookup; difference: add)
+# except the multiple, which it mostly gets right. So a greedy imitator solves about the multiples, a quarter of the
+# rows, and a sampling one still finds the right way in one attempt of four, which is what a group of attempts needs.
+SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
+    Kind.TOTAL: {Shortcut.STOP_EARLY: 0.68, Shortcut.GUESS: 0.03, Shortcut.WRONG_OPERATION: 0.02},
+    Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.06, Shortcut.GUESS: 0.06, Shortcut.WRONG_OPERATION: 0.60},
+    Kind.MULTIPLE: {Shortcut.GUESS: 0.25, Shortcut.WRONG_OPERATION: 0.05},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puzzle:
+    """One question with all that is known about it."""
+
+    kind: Kind
+    table: Mapping[str, int]  # coins by full name
+    people: tuple[str, ...]  # asked about, in the order of the question
+    factor: int  # of a multiple
+
+    @property
+    def question(self) -> str:
+        if self.kind is Kind.TOTAL:
+            return f"How many coins do {self.people[0]} and {self.people[1]} have together?"
+        if self.kind is Kind.DIFFERENCE:
+            return f"How many more coins does {self.people[0]} have than {self.people[1]}?"
+        return f"How many coins are {self.factor} times those of {self.people[0]}?"
+
+    @property
+    def expression(self) -> str:
+        coins = [self.table[name] for name in self.people]
+        if self.kind is Kind.TOTAL:
+            return f"{coins[0]} + {coins[1]}"
+        if self.kind is Kind.DIFFERENCE:
+            return f"{coins[0]} - {coins[1]}"
+        return f"{self.factor} * {coins[0]}"
+
+    @property
+    def answer(self) -> int:
+        return evaluate(self.expression)
+
+
+def evaluate(expression: str) -> int:
+    """The value of `a + b`, `a - b` or `a * b`; ValueError for anything else."""
+    found = EXPRESSION.fullmatch(expression)
+    if found is None:
+        raise ValueError(f"{expression!r} is not of the form a + b, a - b or a * b with integers a and b")
+    left, operation, right = int(found[1]), found[2], int(found[3])
+    if operation == "+":
+        return left + right
+    return left - right if operation == "-" else left * right
+
+
+# What the policy may call. Async, because neither ever waits: a sync tool would get a thread for each call.
+
+
+@tool
+async def lookup(name: str, table: FromRow[dict[str, int]]) -> str:
+    """How many coins a person has, by full name."""
+    if name not in table:
+        raise ToolError(f"nobody is called {name!r}")
+    return str(table[name])
+
+
+@tool
+async def calculate(expression: str) -> str:
+    """The value of a + b, a - b or a * b for two integers."""
+    try:
+        return str(evaluate(expression))
+    except ValueError as error:
+        raise ToolError(str(error)) from error
+
+
+def reward(row: TaskRow, trajectory: Trajectory) -> float:
+    """1 for an answer that is the right number and nothing else, else 0."""
+    found = ANSWER.fullmatch(trajectory.final_text.strip())
+    return float(found is not None and found[1] == row.ground_truth)
+
+
+def rows(split: str, count: int = 2000, seed: int = 0) -> list[TaskRow]:
+    """`count` rows of a split: the same ones each time, and the first of them whatever the count."""
+    rng = random.Random(f"rows:{split}:{seed}")
+    return [_row(_puzzle(split, rng), f"{split}-{seed}-{index}") for index in range(count)]
+
+
+def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
+    """Rows about people of the training split, each with what the sloppy demonstrator says in it."""
+    rng = random.Random(f"demos:{seed}")
+    shown = []
+    for index in range(count):
+        puzzle = _puzzle("train", rng)
+        texts = demonstrate(puzzle, _draw_shortcut(puzzle.kind, rng), rng)
+        shown.append((_row(puzzle, f"demo-{seed}-{index}"), texts))
+    return shown
+
+
+def demonstrate(puzzle: Puzzle, shortcut: Shortcut | None, rng: random.Random) -> list[str]:
+    """What the demonstrator says in one episode, step by step; without a short cut, the right way."""
+    first, *others = [_call("lookup", name=name) for name in puzzle.people]
+    if shortcut is Shortcut.STOP_EARLY:
+        return [first, f"#### {puzzle.table[puzzle.people[0]]}"]
+    if shortcut is Shortcut.GUESS:
+        guess = rng.choice([number for number in range(10, 200) if number != puzzle.answer])
+        return [first, *others, f"#### {guess}"]
+    expression = puzzle.expression
+    if shortcut is Shortcut.WRONG_OPERATION:
+        expression = expression.translate(str.maketrans("+-*", "-++"))
+    return [first, *others, _call("calculate", expression=expression), f"#### {evaluate(expression)}"]
+
+
+def _draw_shortcut(kind: Kind, rng: random.Random) -> Shortcut | None:
+    sloppiness = SLOPPINESS[kind]
+    [drawn] = rng.choices([*sloppiness, None], weights=[*sloppiness.values(), 1 - sum(sloppiness.values())])
+    return drawn
+
+
+def _call(tool_name: str, **arguments: str) -> str:
+    return FORMATS["hermes"].write_call(tool_name, arguments)
+
+
+def _puzzle(split: str, rng: random.Random) -> Puzzle:
+    [kind] = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))
+    names = rng.sample(people(split), PEOPLE_PER_ROW)
+    asked = tuple(names[:1] if kind is Kind.MULTIPLE else names[:2])
+    while True:
+        coins = rng.sample(range(10, 100), PEOPLE_PER_ROW)
+        if kind is Kind.DIFFERENCE:
+            coins[:2] = sorted(coins[:2], reverse=True)  # "how many more" has a positive answer
+        puzzle = Puzzle(
+            kind=kind, table=dict(zip(names, coins, strict=True)), people=asked, factor=rng.randint(2, 5)
+        )
+        if puzzle.answer not in coins:  # otherwise one lookup could show it
+            return puzzle
+
+
+def _row(puzzle: Puzzle, row_id: str) -> TaskRow:
+    return TaskRow(
+        prompt=[{"role": "user", "content": puzzle.question}],
+        row_id=row_id,
+        reward_model={"style": "rule", "ground_truth": str(puzzle.answer)},
+        env_kwargs={"tools_kwargs": {"lookup": {"table": dict(puzzle.table)}}},
+        data_source="quickstart",
+        extra_info={"kind": puzzle.kind.value},
+    )
+
+
+@cache
+def people(split: str) -> tuple[str, ...]:
+    """The full names of a split. A hash of the name decides, so the splits cannot overlap."""
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    return tuple(name for name in names if _is_for_test(name) == (split == "test"))
+
+
+def _is_for_test(name: str) -> bool:
+    return sha256(name.encode()).digest()[0] < 256 * TEST_SHARE

@@ -1,0 +1,101 @@
+"""A tiny language model with a tokenizer of its own, made from nothing in seconds: no hub, no download.
+
+The result is an ordinary Hugging Face directory. The model is a Llama of about 0.7 million parameters with random
+weights. The tokenizer is a byte-level BPE trained on the world's own text, so every text can be written and read back
+exactly, while what the world says often (the frame of a call, a name) is one token each: episodes stay below a hundred
+tokens, and copying a name means copying two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from agent_r1.recipes.quickstart import task
+
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+CALL_TAGS = ("<tool_call>", "</tool_call>")  # tokens, but not special ones: the text of a call keeps them
+
+# What never merges with its neighbours. Digits and names: a number or a name is the same tokens wherever it occurs, so
+# copying it is copying tokens. The head of a turn: the prompt ends with it, so what follows must start a new token.
+PIECES = Regex("[0-9]|[A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
+MAX_VOCABULARY = 1000  # an upper bound; training ends when nothing is left to merge
+TEXT_ROWS = 2000  # demonstrations the tokenizer learns from: every name occurs often
+
+INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size); at the usual 0.02 so small a model takes far longer to copy
+
+
+def make_tiny_model(directory: str | Path, seed: int) -> None:
+    """Write config, random weights (a function of `seed`) and tokenizer to `directory`."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    make_network(tokenizer, seed).save_pretrained(directory)
+
+
+def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the random numbers they had
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the world; the same one each time."""
+    bare = Tokenizer(models.BPE())
+    text = list(_world_text(_with_template(bare)))
+    bare.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(PIECES, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bare.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes: no text is beyond it
+        show_progress=False,
+    )
+    bare.train_from_iterator(text, trainer)
+    bare.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in CALL_TAGS])
+    return _with_template(bare)
+
+
+def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=TURN_END,
+        additional_special_tokens=[TURN_START],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
+    )
+
+
+def _world_text(template: PreTrainedTokenizerFast) -> Iterator[str]:
+    """Episodes as the chat template writes them, cut where tokens of their own stand, as encoding will cut them."""
+    tools = [task.lookup.schema, task.calculate.schema]
+    cuts = re.compile("|".join(map(re.escape, (TURN_START, TURN_END, *CALL_TAGS))))
+    for row, texts in task.demos(TEXT_ROWS, seed=0):
+        said = [{"role": "assistant", "content": text} for text in texts]
+        messages = [*row.prompt, *said, {"role": "tool", "content": "10"}]
+        rendered = template.apply_chat_template(messages, tools=tools, tokenize=False)
+        yield from filter(None, cuts.split(rendered))

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
+
+from agent_r1.errors import ConfigError
+from agent_r1.learn.batch import Pack, merge_steps, pack
+from agent_r1.learn.policy import PolicyModel
+from agent_r1.types import CreditedTrajectory
+from tests.learn.builders import VOCABULARY, random_credited, step, tiny_model, trajectory
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen2-sliding", "qwen3", "gemma3"]
+
+
+def one_pack(seed: int, *, count: int = 5) -> Pack:
+    (packed,) = pack(merge_steps(random_credited(random.Random(seed), kind="mixed", count=count)), 10_000)
+    return packed
+
+
+def pack_of(*sequences: list[int]) -> Pack:
+    """Everything after the first token of each sequence is a response."""
+    items = [
+        CreditedTrajectory(trajectory=trajectory(step(ids[:1], ids[1:])), advantages=[[1.0] * (len(ids) - 1)])
+        for ids in sequences
+    ]
+    (packed,) = pack(merge_steps(items), 10_000)
+    return packed
+
+
+def expected_logprobs(model: Any, packed: Pack, temperature: float) -> Tensor:
+    """The definition: each segment through the whole model on its own, with the model's own attention."""
+    model.set_attn_implementation("eager")
+    logits = torch.cat([model(input_ids=ids[None]).logits[0] for ids in packed.input_ids_N.split(packed.lengths)])
+    scaled = (logits[packed.sources_T].float() / temperature).log_softmax(-1)
+    return scaled.gather(-1, packed.targets_T[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_are_those_of_each_segment_alone(family: str, temperature: float) -> None:
+    model = tiny_model(family)
+    packed = pack_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [4, 5], [7, 7, 7, 1, 2, 9])
+    with torch.no_grad():
+        expected = expected_logprobs(deepcopy(model), packed, temperature)
+        got, entropy = PolicyModel(model).logprobs(packed, temperature=temperature)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert entropy.shape == got.shape
+    assert (entropy > 0).all()
+
+
+def test_the_temperature_flattens_the_distribution() -> None:
+    policy = PolicyModel(tiny_model())
+    packed = one_pack(0)
+    with torch.no_grad():
+        hot, cold = (policy.logprobs(packed, temperature=t)[1].mean() for t in (1e4, 0.1))
+    assert hot.item() == pytest.approx(torch.tensor(VOCABULARY).log().item(), abs=1e-3)
+    assert cold < hot
+
+
+def test_neighbours_in_a_pack_do_not_see_each_other() -> None:
+    policy = PolicyModel(tiny_model("qwen3"))
+    with torch.no_grad():
+        before = policy.logprobs(pack_of([1, 2, 3], [4, 5, 6]), temperature=1.0)[0]
+        after = policy.logprobs(pack_of([9, 8, 7], [4, 5, 6]), temperature=1.0)[0]
+    assert before[2:].tolist() == after[2:].tolist()
+    assert before[:2].tolist() != after[:2].tolist()
+
+
+def test_what_a_tool_answers_changes_nothing_that_was_said_before() -> None:
+    policy = PolicyModel(tiny_model())
+
+    def logprobs(tool_text: list[int]) -> list[float]:
+        attempt = trajectory(step([1, 2], [3, 4]), step([1, 2, 3, 4, *tool_text], [5]))
+        (packed,) = pack(merge_steps([CreditedTrajectory(trajectory=attempt, advantages=[[1.0, 1.0], [1.0]])]), 100)
+        assert packed.lengths == (7 + len(tool_text) - 2,)  # merged
+        with torch.no_grad():
+            values: list[float] = policy.logprobs(packed, temperature=1.0)[0].tolist()
+        return values
+
+    first, second = logprobs([10, 11]), logprobs([20, 21])
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
+def test_chunked_logprobs_and_gradients_equal_unchunked_ones(family: str, entropy_gradient: bool) -> None:
+    packed = one_pack(1)
+    assert packed.num_trained > 6
+
+    def run(max_logits: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        policy = PolicyModel(tiny_model(family), max_logits=max_logits)
+        logprobs, entropy = policy.logprobs(packed, temperature=0.8, entropy_gradient=entropy_gradient)
+        (logprobs.square().sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
+        assert entropy.requires_grad == entropy_gradient
+        gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+        return logprobs.detach(), entropy.detach(), gradients
+
+    whole, chunked = run(2**20), run(VOCABULARY * 2)  # two tokens at a time
+    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_largest_logits_tensor_stays_within_the_bound() -> None:
+    policy = PolicyModel(tiny_model(), max_logits=VOCABULARY * 3)
+    seen: list[int] = []
+    policy.model.get_output_embeddings().register_forward_hook(  # type: ignore[operator]
+        lambda _module, _inputs, output: seen.append(output.numel())
+    )
+    logprobs, _ = policy.logprobs(one_pack(2), temperature=1.0)
+    logprobs.sum().backward()
+    assert len(seen) > 2
+    assert max(seen) <= VOCABULARY * 3
+
+
+def test_a_model_that_scales_its_logits_is_refused() -> None:
+    config = GraniteConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logits_scaling=4.0,
+    )
+    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained: packed log-probs differ"):
+        PolicyModel(GraniteForCausalLM(config))
+
+
+def test_layers_that_cannot_be_packed_are_refused() -> None:
+    model = tiny_model()
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match=r"layers of kind \['linear_attention'\], which cannot be packed"):
+        PolicyModel(model)
+
+
+def test_attention_soft_capping_is_refused_rather_than_ignored() -> None:
+    with pytest.raises(ConfigError, match="its attention uses softcap"):
+        PolicyModel(tiny_model("gemma3", attn_logit_softcapping=5.0))
+
+
+def test_an_unknown_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown packed attention 'sdpa_segment'"):
+        PolicyModel(tiny_model(), attention="sdpa_segment")
+
+
+def test_tied_weights_are_handed_over_once_under_their_own_names() -> None:
+    tied, untied = PolicyModel(tiny_model("llama-tied")), PolicyModel(tiny_model("llama"))
+    assert "lm_head.weight" not in tied.weights()
+    assert "lm_head.weight" in untied.weights()
+    assert set(tied.weights()) | {"lm_head.weight"} == set(untied.weights())
+    other: Any = tiny_model("llama-tied", seed=1)
+    missing = other.load_state_dict(tied.weights(), strict=False).missing_keys
+    assert missing == ["lm_head.weight"]
+    torch.testing.assert_close(other.lm_head.weight, tied.weights()["model.embed_tokens.weight"], rtol=0, atol=0)
+
+
+def test_a_frozen_copy_does_not_follow_the_policy() -> None:
+    policy = PolicyModel(tiny_model())
+    reference = policy.frozen_copy()
+    packed = one_pack(0)
+    with torch.no_grad():
+        before = reference.logprobs(packed, temperature=1.0)[0]
+        for parameter in policy.model.parameters():
+            parameter.add_(0.1)
+        assert reference.logprobs(packed, temperature=1.0)[0].tolist() == before.tolist()
+    assert not any(p.requires_grad for p in reference.model.parameters())
+
+
+def test_half_precision_weights_become_fp32_masters() -> None:
+    policy = PolicyModel(tiny_model().to(torch.bfloat16), autocast_dtype=torch.bfloat16)
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    logprobs, entropy = policy.logprobs(one_pack(0), temperature=1.0)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)

@@ -1,0 +1,230 @@
+"""The whole pipeline on a model of 30k parameters: train, kill, resume, evaluate, imitate, chat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from agent_r1.config import RunConfig, load_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.chat import answer, open_chat
+from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
+from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
+from agent_r1.run.records import read_trajectories
+from agent_r1.run.run_dir import RunDir
+
+ROOT = Path(__file__).parents[2]
+MINI = str(ROOT / "tests" / "run" / "mini")
+TIMING = ("time", "tokens_per_second")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One warm start for all tests of this file, and none of the user's."""
+    before = os.environ.get("AGENT_R1_CACHE")
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["AGENT_R1_CACHE"] = str(folder)
+    torch.set_num_threads(1)
+    yield folder
+    if before is None:
+        del os.environ["AGENT_R1_CACHE"]
+    else:
+        os.environ["AGENT_R1_CACHE"] = before
+
+
+def console() -> Console:
+    return Console(file=open(os.devnull, "w", encoding="utf-8"))
+
+
+def mini(*overrides: str) -> RunConfig:
+    return load_config(MINI, overrides)
+
+
+def trained(path: Path, *overrides: str) -> Outcome:
+    config = mini(*overrides)
+    return run_training(config, RunDir.create(path, config), console(), resume=False)
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """All metrics but the clock's."""
+    records = RunDir.open(run).read_metrics()
+    return [{key: value for key, value in record.items() if not key.startswith(TIMING)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run of four steps that nobody disturbed."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    trained(path)
+    return path
+
+
+def test_a_run_leaves_everything_the_next_program_needs(finished: Path) -> None:
+    assert RunDir.open(finished).config == mini()
+    kinds = [(record["kind"], record["step"]) for record in numbers(finished)]
+    assert kinds == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
+    assert [step for step, _ in list_checkpoints(finished / "checkpoints")] == [2, 4]
+    assert (finished / "curve.png").stat().st_size > 1000
+    trajectories = list(read_trajectories(finished / "trajectories", "train_*"))
+    assert len(trajectories) == 4 * 3 * 4  # steps x rows x attempts
+    for trajectory in trajectories:
+        for before, after in zip(trajectory.steps, trajectory.steps[1:], strict=False):
+            seen = before.prompt_ids + before.response_ids
+            assert after.prompt_ids[: len(seen)] == seen  # an append-only episode only appends ids
+
+
+def test_sampler_and_learner_agree_on_every_sampled_token(finished: Path) -> None:
+    steps = [record for record in numbers(finished) if record["kind"] == "train"]
+    assert all(record["mismatch_max"] < 1e-4 for record in steps)
+
+
+def test_the_same_description_gives_the_same_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "again")
+    assert numbers(tmp_path / "again") == numbers(finished)
+
+
+def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "other", "seed=1")
+    assert numbers(tmp_path / "other") != numbers(finished)
+
+
+def start(path: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "agent_r1.cli", "train", MINI, "--run", str(path), *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_for_step(path: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(1200):
+        metrics = path / "metrics.jsonl"
+        if metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text(encoding="utf-8"):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} never came: {process.stderr.read().decode() if process.stderr else ''}")
+
+
+def test_a_run_killed_without_warning_resumes_exactly(tmp_path: Path) -> None:
+    trained(tmp_path / "whole", "trainer.steps=8", "trainer.save_every=2")
+    process = start(tmp_path / "killed", "trainer.steps=8", "trainer.save_every=2")
+    wait_for_step(tmp_path / "killed", 3, process)
+    process.kill()
+    process.wait()
+    run = RunDir.open(tmp_path / "killed")
+    saved, _ = latest_checkpoint(run.checkpoints)
+    assert saved < 8
+    run_training(run.config, run, console(), resume=True)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactly(tmp_path: Path) -> None:
+    settings = ("trainer.steps=8", "trainer.save_every=100")
+    trained(tmp_path / "whole", *settings)
+    process = start(tmp_path / "stopped", *settings)
+    wait_for_step(tmp_path / "stopped", 2, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"saved. Continue with: agent-r1 train --resume" in errors
+    run = RunDir.open(tmp_path / "stopped")
+    done, _ = latest_checkpoint(run.checkpoints)
+    assert 2 <= done < 8
+    run_training(run.config, run, console(), resume=True)
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+
+
+def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "early", mini())
+    run_training(run.config, run, console(), resume=True)
+    assert numbers(run.path) == numbers(finished)
+
+
+def test_the_kl_penalty_compares_with_the_initial_policy_also_after_resuming(tmp_path: Path) -> None:
+    settings = ("algorithm.kl_coef=0.1", "trainer.save_every=2")
+    trained(tmp_path / "whole", *settings)
+    trained(tmp_path / "half", *settings, "trainer.steps=2")
+    config = json.loads((tmp_path / "half" / "config.json").read_text(encoding="utf-8"))
+    config["trainer"]["steps"] = 4
+    (tmp_path / "half" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    run = RunDir.open(tmp_path / "half")
+    run_training(run.config, run, console(), resume=True)
+    kl = [record["kl_to_reference"] for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
+    assert kl[0] == pytest.approx(0, abs=1e-9)  # before the first update policy and reference are the same
+    assert kl[-1] > 0
+    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+
+
+def test_evaluation_reports_success_with_its_error_and_pass_at_k(finished: Path) -> None:
+    run = RunDir.open(finished)
+    settings = mini("eval.rows=5", "eval.samples=3", "eval.temperature=1.0").eval
+    result = run_eval(run.config, str(finished), console(), settings)
+    assert len(result.groups) == 5
+    assert result.metrics["rows"] == 5
+    assert result.metrics["samples"] == 3
+    assert "pass@3" in result.metrics
+    again = run_eval(run.config, str(finished), console(), settings)
+    assert again.metrics == result.metrics
+
+
+def test_sft_writes_a_checkpoint_that_rl_can_start_from(tmp_path: Path) -> None:
+    config = mini()
+    path = run_sft(config, RunDir.create(tmp_path / "sft", config), console())
+    losses = [record["loss"] for record in numbers(tmp_path / "sft") if record["kind"] == "sft"]
+    assert len(losses) == 4  # 8 demonstrations / 4 per update x 2 epochs
+    assert losses[-1] < losses[0]
+    assert path.name == "step_000004"
+    outcome = trained(
+        tmp_path / "rl", f"model.path={tmp_path / 'sft'}", "model.make=null", "sft.demos=null", "trainer.steps=1"
+    )
+    assert outcome.after["step"] == 1
+
+
+def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_path: Path) -> None:
+    source = [f"sft.trajectories={finished}", "sft.demos=null", "sft.epochs=1", "sft.batch_size=1000"]
+    best = max(t.total_reward for t in read_trajectories(finished / "trajectories", "train_*"))
+    config = mini(*source, f"sft.min_reward={best / 2}")
+    run_sft(config, RunDir.create(tmp_path / "own", config), console())
+    good = [t for t in read_trajectories(finished / "trajectories", "train_*") if t.total_reward >= best / 2]
+    [record] = [record for record in numbers(tmp_path / "own") if record["kind"] == "sft"]
+    assert record["trajectories"] == len(good)
+    config = mini(*source, "sft.min_reward=99")
+    with pytest.raises(DataError, match=r"no trajectory under .* reward of at least 99"):
+        run_sft(config, RunDir.create(tmp_path / "none", config), console())
+
+
+def test_chat_uses_the_same_world_and_keeps_the_conversation(finished: Path) -> None:
+    chat = open_chat(RunDir.open(finished).config, str(finished))
+    assert chat.question == "double 1000"
+    chat.enter(2)
+    assert chat.question == "double 1002"
+    asyncio.run(answer(chat, "double 4", console()))
+    asyncio.run(answer(chat, "and 5?", console()))
+    with pytest.raises(ConfigError, match="there is no test row 99; choose 0 to 3"):
+        chat.enter(99)
+
+
+def test_test_rows_that_are_trained_on_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="test row 'train-0' is the same task as training row"):
+        trained(tmp_path / "leak", "task.test_split=train")
+
+
+def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
+    for path, message in (
+        ("./nowhere", "there is no such directory, and it is not a hub id"),
+        (str(tmp_path), "cannot load a causal language model from"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trained(tmp_path / f"run{len(path)}", f"model.path={path}", "model.make=null", "sft.demos=null")
