@@ -144,7 +144,9 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
     if tool.timeout <= 0:
         raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout}")
     if tool.max_batch is not None and tool.max_batch < 1:
-        raise ConfigError(f"tool {tool.name!r}: max_batch must be at least 1, or None for no limit, got {tool.max_batch}")
+        raise ConfigError(
+            f"tool {tool.name!r}: max_batch must be at least 1, or None for no limit, got {tool.max_batch}"
+        )
     _ = tool.arguments  # a schema that cannot be checked fails here, not in the middle of an episode
     return tool
 

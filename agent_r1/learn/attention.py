@@ -21,7 +21,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def sdpa_segments(  # noqa: PLR0913 (transformers decides what an attention function is given)
+def segment_attention(  # noqa: PLR0913 (transformers decides what an attention function is given)
     module: nn.Module,
     query: Tensor,  # [1, heads, N, head_dim]
     key: Tensor,  # [1, kv_heads, N, head_dim]
@@ -80,7 +80,8 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-PACKED_ATTENTIONS = {"sdpa_segments": sdpa_segments}
+# transformers reads meaning into names with "sdpa", "flash" or "flex" in them, so ours have none of these.
+PACKED_ATTENTIONS = {"segments": segment_attention}
 for _name, _function in PACKED_ATTENTIONS.items():
     AttentionInterface.register(f"agent_r1_{_name}", _function)
 

@@ -33,7 +33,7 @@ class PolicyModel:
         self,
         model: Any,  # a transformers ...ForCausalLM
         *,
-        attention: str = "sdpa_segments",
+        attention: str = "segments",
         autocast_dtype: torch.dtype | None = None,
         max_logits: int = MAX_LOGITS,
     ) -> None:
@@ -118,9 +118,6 @@ class PolicyModel:
         token_ids = torch.arange(8, device=self.device) * 7919 % vocabulary  # a prime: spread over the vocabulary
         lengths = (5, 3)
         model: Any = self.model
-        model.set_attn_implementation("eager")  # how the model itself defines attention, without any fused kernel
-        expected = torch.cat([model(input_ids=part[None]).logits[0] for part in token_ids.split(lengths)]).float()
-        use_packed_attention(model, attention)
         every = torch.arange(8, device=self.device)
         probe = Pack(
             input_ids_N=token_ids,
@@ -133,7 +130,11 @@ class PolicyModel:
             step_ids_T=every,
             trajectory_ids_T=every,
         )
+        use_packed_attention(model, attention)
         got = self._logits(self._hidden(probe))
+        model.set_attn_implementation("eager")  # how the model itself defines attention, without any fused kernel
+        expected = torch.cat([model(input_ids=part[None]).logits[0] for part in token_ids.split(lengths)]).float()
+        use_packed_attention(model, attention)
         error = (got.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
         if not error <= CHECK_TOLERANCE:  # written so that NaN fails too
             raise ConfigError(

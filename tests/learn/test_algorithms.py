@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,8 +38,6 @@ def test_every_token_of_every_step_gets_the_advantage_of_its_trajectory() -> Non
 
 
 def test_process_rewards_count_towards_the_return() -> None:
-    from dataclasses import replace
-
     with_process = trajectory(replace(step([1], [2]), reward=0.25), reward=0.5)
     plain = trajectory(step([1], [2]), reward=0.75)
     # 0.25 + 0.5 equals 0.75, so nobody is better

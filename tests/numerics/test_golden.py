@@ -5,8 +5,8 @@ A change here means that training changed. If it was meant to, regenerate with
     AGENT_R1_WRITE_GOLDEN=1 pytest tests/numerics/test_golden.py
 
 and give the reason in the commit. Weights, trajectories and old log-probs come from seeds and closed formulas, so the
-numbers depend on no library's initialisation; the tolerance is for kernels that sum in another order (observed between
-machines and torch versions: about 1e-6 relative per step, growing as the runs drift apart).
+numbers depend on no library's initialisation. The tolerance of 1e-3 is for kernels that sum in another order: each
+step then differs by about 1e-6, and ten steps of Adam, which divides by small gradients, let that grow.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn.learner import warmup
 from agent_r1.types import Group
 from tests.learn.builders import group, random_trajectory, tiny_model
 
@@ -27,8 +29,6 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 
 
 def groups() -> list[Group]:
-    from dataclasses import replace
-
     rng = random.Random(7)
     result = []
     for _ in range(4):
@@ -45,11 +45,11 @@ def run() -> dict[str, list[float]]:
         lr=1e-3,
         temperature=1.0,
         weight_decay=0.01,
-        warmup_steps=3,
+        schedule=warmup(2),
         max_tokens_per_pack=48,
     )
     updates = [learner.update(assign_credit(groups(), algorithm)) for _ in range(10)]
-    return {name: [update[name] for update in updates] for name in ("loss", "grad_norm", "clip_fraction", "entropy")}
+    return {name: [update[name] for update in updates] for name in ("loss", "grad_norm")}
 
 
 def test_a_tiny_run_reproduces_the_committed_numbers() -> None:

@@ -184,40 +184,49 @@ def check_step(chunks: list[Chunk]) -> None:
     assert sum(n for n in lengths if n > 1) <= 6
 
 
+class Session:
+    """A scheduler driven by random actions, checked at every step."""
+
+    def __init__(self) -> None:
+        self.engine = scheduler(num_blocks=6, max_running=3, max_batch_tokens=6)  # 24 tokens: 14 + 10 fits alone
+        self.submitted: list[Request] = []
+        self.finished: list[Request] = []
+        self.cancelled: list[Request] = []
+
+    def submit(self, number: int, length: int, max_tokens: int) -> None:
+        self.submitted.append(request([number] * length, max_tokens=max_tokens, session=str(number)))
+        self.engine.submit(self.submitted[-1])
+
+    def step(self, count: int, *_unused: int) -> None:
+        for _ in range(count):
+            chunks = self.engine.plan()
+            check_step(chunks)
+            drawn = sum(chunk.samples for chunk in chunks)
+            self.finished += self.engine.apply(chunks, [7] * drawn, [0.0] * drawn)
+
+    def cancel(self, number: int, *_: int) -> None:
+        if self.submitted:
+            target = self.submitted[number % len(self.submitted)]
+            self.cancelled += [target] if target.live else []
+            self.engine.cancel(target)
+
+    def release(self, number: int, *_: int) -> None:
+        self.engine.release(str(number))
+
+    def forget(self, *_: int) -> None:
+        self.engine.forget()
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(action, max_size=40))
 def test_whatever_happens_everything_finishes_and_no_block_is_lost(actions: list[tuple[str, int, int, int]]) -> None:
-    engine = scheduler(num_blocks=6, max_running=3, max_batch_tokens=6)  # 24 tokens: 14 + 10 always fits alone
-    submitted: list[Request] = []
-    finished: list[Request] = []
-    cancelled: list[Request] = []
-
-    def one_step() -> None:
-        chunks = engine.plan()
-        check_step(chunks)
-        drawn = sum(chunk.samples for chunk in chunks)
-        finished.extend(engine.apply(chunks, [7] * drawn, [0.0] * drawn))
-
-    for name, number, length, max_tokens in actions:
-        if name == "submit":
-            submitted.append(request([number] * length, max_tokens=max_tokens, session=str(number)))
-            engine.submit(submitted[-1])
-        elif name == "step":
-            for _ in range(number):
-                one_step()
-        elif name == "cancel" and submitted:
-            target = submitted[number % len(submitted)]
-            cancelled += [target] if target.live else []
-            engine.cancel(target)
-        elif name == "release":
-            engine.release(str(number))
-        elif name == "forget":
-            engine.forget()
+    session = Session()
+    for name, *numbers in actions:
+        getattr(session, name)(*numbers)
     for _ in range(2000):
-        if not engine.has_requests:
-            break
-        one_step()
-    assert sorted(map(id, finished + cancelled)) == sorted(map(id, submitted))
-    assert all(len(r.tokens) == r.prompt_length + r.sampling.max_tokens for r in finished)
-    engine.forget()
-    assert engine.free_blocks == 6
+        if session.engine.has_requests:
+            session.step(1)
+    assert sorted(map(id, session.finished + session.cancelled)) == sorted(map(id, session.submitted))
+    assert all(len(r.tokens) == r.prompt_length + r.sampling.max_tokens for r in session.finished)
+    session.engine.forget()
+    assert session.engine.free_blocks == 6

@@ -39,7 +39,7 @@ def test_a_mapping_holds_one_script_per_session() -> None:
     assert got == [[1], [3], [2]]
     with pytest.raises(RolloutError, match="session 'y' has 1 responses and was asked for one more"):
         ask(engine, [0], session="y")
-    with pytest.raises(RolloutError, match="no session 'z'; it knows \\['x', 'y'\\]"):
+    with pytest.raises(RolloutError, match=r"no session 'z'; it knows \['x', 'y'\]"):
         ask(engine, [0], session="z")
 
 
@@ -55,7 +55,7 @@ def test_a_function_sees_the_call() -> None:
 def test_text_is_encoded_and_ended_by_the_first_stop_id() -> None:
     completion = ask(ScriptedEngine(["abc"], tokenizer=Letters()), [0])
     assert (completion.token_ids, completion.logprobs, completion.stop) == ([1, 2, 3, STOP], [0.0] * 4, "stop")
-    with pytest.raises(ConfigError, match="'abc'.*needs a tokenizer"):
+    with pytest.raises(ConfigError, match=r"'abc'.*needs a tokenizer"):
         ask(ScriptedEngine(["abc"]), [0])
 
 

@@ -57,10 +57,8 @@ class ModelRunner:
         self.model.set_attn_implementation(PAGED)
 
         # Both kinds of work at once: prefill in two chunks beside prefill and one decoded token, in separate blocks.
-        size = self.cache.block_size
-        split = -(-len(long) // size)
-        blocks_long, blocks_short = list(range(split)), list(range(split, split - (-len(short) // size)))
-        probe = KVCache(num_blocks=split + len(blocks_short), block_size=size)
+        probe = KVCache(num_blocks=len(long) + len(short), block_size=self.cache.block_size)
+        blocks_long, blocks_short = list(range(len(long))), list(range(len(long), probe.num_blocks))
 
         def chunk(ids: list[int], start: int, blocks: list[int], samples: bool) -> Chunk:
             request = Request(session="", tokens=ids, sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))

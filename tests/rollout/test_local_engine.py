@@ -1,0 +1,191 @@
+"""What the local engine computes equals what the model computes by itself, however requests are batched and cached."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.errors import ConfigError
+from agent_r1.rollout.engines.local import LocalEngine
+from tests.rollout.tiny_models import prompts, tiny
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma3", "granite_scaled_logits", "gpt2"]
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+
+@contextmanager
+def engine(model: Any, **settings: Any) -> Iterator[LocalEngine]:
+    """An engine on a copy of the model, with small blocks so that sequences span several."""
+    defaults = {"seed": 0, "max_running": 16, "max_batch_tokens": 64, "max_cached_tokens": 1024, "block_size": 4}
+    local = LocalEngine(copy.deepcopy(model), threads=1, **(defaults | settings))
+    yield local
+    asyncio.run(local.close())
+
+
+def generate(local: LocalEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
+    """All at once, each in a session of its own."""
+
+    async def main() -> list[Completion]:
+        return await asyncio.gather(
+            *(local.generate(prompt, sampling, session=str(i)) for i, prompt in enumerate(asked))
+        )
+
+    return asyncio.run(main())
+
+
+def assert_logprobs_match(model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
+    """Against one plain forward over prompt and response."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].double()
+    expected = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
+    expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_equals_generate_id_by_id(family: str) -> None:
+    model, asked = tiny(family), prompts(1, 5, 17, 30)
+    with engine(model, max_batch_tokens=16) as local:  # the longer prompts take several steps
+        completions = generate(local, asked, GREEDY)
+    for prompt, completion in zip(asked, completions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert completion.stop == "length"
+        assert_logprobs_match(model, prompt, completion)
+
+
+def test_a_session_of_several_steps_computes_only_what_is_new() -> None:
+    model, (prompt, *additions) = tiny("qwen3"), prompts(9, 6, 1, 7)
+    sampling = Sampling(max_tokens=8, temperature=0.7, seed=3)
+
+    async def episode(local: LocalEngine) -> list[tuple[list[int], Completion]]:
+        steps, seen = [], prompt
+        for addition in [*additions, []]:
+            completion = await local.generate(seen, sampling, session="episode")
+            steps.append((seen, completion))
+            seen = seen + completion.token_ids + addition
+        return steps
+
+    with engine(model) as local:
+        steps = asyncio.run(episode(local))
+        stats = local.stats
+    for seen, completion in steps:
+        assert_logprobs_match(model, seen, completion, temperature=0.7)
+    # Each later prompt finds all but the last sampled token: 9+7, then 9+8+6+7, then 9+8+6+8+1+7.
+    assert stats.reused_tokens == 16 + 30 + 39
+    # So prefill is the first prompt, then that token and the addition each time.
+    assert stats.prefilled_tokens == 9 + (1 + 6) + (1 + 1) + (1 + 7)
+    assert stats.decoded_tokens == 4 * 8
+
+
+def test_a_rewritten_history_is_computed_afresh_from_where_it_differs() -> None:
+    model, (prompt, other) = tiny("llama"), prompts(10, 12)
+    changed = prompt[:6] + other
+    with engine(model) as local:
+        for asked in (prompt, changed):
+            (completion,) = generate(local, [asked], GREEDY)
+            assert_logprobs_match(model, asked, completion)
+        assert local.stats.reused_tokens == 6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_preemption_changes_the_work_but_not_the_result(family: str) -> None:
+    model, asked = tiny(family), prompts(12, 15, 9, 20, 11)
+    sampling = Sampling(max_tokens=20, seed=1)
+    with engine(model) as roomy:
+        expected = generate(roomy, asked, sampling)
+    with engine(model, max_cached_tokens=72) as tight:  # five sequences of up to 40 tokens in room for 72
+        got = generate(tight, asked, sampling)
+        assert tight.stats.preemptions > 0
+    for prompt, one, other in zip(asked, expected, got, strict=True):
+        assert one.token_ids == other.token_ids
+        assert_logprobs_match(model, prompt, other)
+
+
+def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side() -> None:
+    model, asked = tiny("llama"), prompts(*[20] * 8)
+    with engine(model) as local:
+        first = generate(local, asked, GREEDY)
+        # The seven idle sessions before the last hold the low blocks, so its own are a small part of what lies below.
+        extended = [*asked[7], *first[7].token_ids, 5, 6]
+        again = asyncio.run(local.generate(extended, GREEDY, session="7"))
+    assert_logprobs_match(model, extended, again)
+
+
+def test_sampling_follows_the_seed_whatever_else_runs() -> None:
+    model, asked = tiny("llama"), prompts(4, 9, 14, 6, 21)
+    sampling = Sampling(max_tokens=10, temperature=0.9, top_p=0.95, top_k=40, seed=11)
+    with engine(model) as local:
+        alone = [generate(local, [prompt], sampling)[0].token_ids for prompt in asked]
+    with engine(model, max_running=2, max_batch_tokens=5) as crowded:
+        together = [completion.token_ids for completion in generate(crowded, asked, sampling)]
+    assert alone == together
+
+
+def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission() -> None:
+    model, sampling = tiny("llama"), Sampling(max_tokens=10)
+    asked = prompts(5) * 3
+
+    def drawn(seed: int) -> list[list[int]]:
+        with engine(model, seed=seed) as local:
+            return [completion.token_ids for completion in generate(local, asked, sampling)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert drawn(1)[0] != drawn(1)[1]
+
+
+def test_the_stop_token_is_part_of_the_response_with_its_logprob() -> None:
+    model, (prompt,) = tiny("llama"), prompts(5)
+    with engine(model) as local:
+        (whole,) = generate(local, [prompt], GREEDY)
+        stop = whole.token_ids[4]
+        stopped = generate(local, [prompt], Sampling(max_tokens=12, temperature=0.0, stop_ids=(stop, 96)))[0]
+    end = whole.token_ids.index(stop) + 1
+    assert (stopped.token_ids, stopped.stop) == (whole.token_ids[:end], "stop")
+    assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
+
+
+def test_half_precision_models_run_in_their_own_precision() -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    asked = prompts(7, 3)
+    with engine(model) as local:
+        for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt])).logits[0, -1].double()
+            # bfloat16 has 8 bits of precision; logits here are of the order of 10.
+            chosen = torch.log_softmax(logits, dim=-1)[completion.token_ids[0]].item()
+            assert completion.logprobs[0] == pytest.approx(chosen, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma2_soft_capped", {}, "asks for softcap"),
+        ("bloom_alibi", {}, r"layers \[0, 1\] of BloomForCausalLM do not use transformers' AttentionInterface"),
+        ("llama4_chunked", {}, r"also has \['chunked_attention'\]"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
+    ],
+)
+def test_models_it_cannot_run_exactly_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes)):
+        pass
+
+
+def test_a_model_whose_logits_would_differ_is_refused() -> None:
+    model = tiny("llama")
+    # An attention layer that mixes in its neighbour in the row: right for one sequence, wrong for several in a row.
+    attention = model.model.layers[1].self_attn.o_proj
+    attention.register_forward_hook(lambda _module, _inputs, output: output + output.roll(1, dims=1))
+    with pytest.raises(ConfigError, match="gives other logits with paged attention than with its own"), engine(model):
+        pass

@@ -1,0 +1,265 @@
+"""How the local engine behaves over time: event loops, cancellation, weights, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.errors import AgentR1Error, ConfigError, DataError, RolloutError
+from agent_r1.rollout.engine import Engine
+from agent_r1.rollout.engines.local import LocalEngine
+from tests.rollout.tiny_models import VOCAB, prompts, tiny
+
+GREEDY = Sampling(max_tokens=6, temperature=0.0)
+ENDLESS = Sampling(max_tokens=100, temperature=0.0)
+
+
+def make(model: Any = None, **settings: Any) -> LocalEngine:
+    defaults = {"seed": 0, "max_running": 8, "max_batch_tokens": 64, "max_cached_tokens": 512, "block_size": 4}
+    return LocalEngine(copy.deepcopy(model or tiny("llama")), threads=1, **(defaults | settings))
+
+
+def ask(local: Engine, prompt: list[int], sampling: Sampling = GREEDY, session: str = "s") -> Completion:
+    return asyncio.run(local.generate(prompt, sampling, session=session))
+
+
+def test_the_same_engine_serves_one_event_loop_after_another() -> None:
+    local, (prompt,) = make(), prompts(5)
+    first = ask(local, prompt)
+    again = ask(local, prompt)
+    assert first.token_ids == again.token_ids
+    assert local.stats.reused_tokens == 4  # the cache outlives the loop
+
+
+def test_an_event_loop_that_ends_with_requests_running_leaves_a_usable_engine() -> None:
+    local, (prompt,) = make(), prompts(5)
+
+    async def leave_early() -> None:
+        task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
+        await asyncio.sleep(0.01)
+        assert not task.done()
+
+    expected = ask(make(), prompt)
+    asyncio.run(leave_early())
+    assert ask(local, prompt).token_ids == expected.token_ids
+
+
+def test_episodes_join_and_leave_between_steps_and_the_batches_repeat_exactly() -> None:
+    asked = prompts(3, 8, 5, 11)
+
+    async def episode(local: LocalEngine, index: int) -> list[int]:
+        seen = asked[index]
+        for turn in range(3):
+            sampling = Sampling(max_tokens=2 + (3 * index + turn) % 5)
+            completion = await local.generate(seen, sampling, session=str(index))
+            await asyncio.wait_for(asyncio.sleep(0), timeout=60)  # a tool that does not wait
+            seen = [*seen, *completion.token_ids, 7]
+        local.release(str(index))
+        return seen
+
+    async def batch(local: LocalEngine) -> list[list[int]]:
+        return await asyncio.gather(*(episode(local, index) for index in range(4)))
+
+    runs = []
+    for _ in range(3):
+        local = make(max_running=3)
+        runs.append((asyncio.run(batch(local)), local.stats))
+    assert runs[0] == runs[1] == runs[2]
+    # Responses of 2..6 tokens: 4 episodes one after another would take as many steps as tokens.
+    stats = runs[0][1]
+    assert stats.steps < stats.decoded_tokens
+
+
+def test_the_event_loop_stays_live_while_the_model_computes() -> None:
+    local, (prompt,) = make(), prompts(5)
+
+    async def main() -> int:
+        turns = 0
+        task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(main()) > local.stats.steps
+
+
+def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice() -> None:
+    local, (gone, stays) = make(), prompts(9, 5)
+    expected = ask(make(), stays)
+
+    async def main() -> Completion:
+        doomed = asyncio.create_task(local.generate(gone, ENDLESS, session="gone"))
+        other = asyncio.create_task(local.generate(stays, GREEDY, session="stays"))
+        await asyncio.sleep(0.005)
+        doomed.cancel()
+        completion = await other
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        return completion
+
+    assert asyncio.run(main()).token_ids == expected.token_ids
+    local.release("stays")
+    assert local._scheduler.free_blocks == 512 // 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ([], GREEDY, "the prompt is empty"),
+        ([1, VOCAB], GREEDY, f"token id {VOCAB}, the model's vocabulary has {VOCAB} ids"),
+        ([-1], GREEDY, "token id -1"),
+        ([1] * 60, GREEDY, r"60 tokens and a response of up to 6 do not fit into max_cached_tokens \(64\)"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_fails_alone(prompt: list[int], sampling: Sampling, reason: str) -> None:
+    local = make(max_cached_tokens=64)
+
+    async def main() -> tuple[Completion | BaseException, Completion | BaseException]:
+        return await asyncio.gather(
+            local.generate([1, 2], GREEDY, session="good"),
+            local.generate(prompt, sampling, session="bad"),
+            return_exceptions=True,
+        )
+
+    good, bad = asyncio.run(main())
+    assert isinstance(good, Completion)
+    assert isinstance(bad, DataError)
+    with pytest.raises(DataError, match=reason):
+        raise bad
+
+
+def test_a_request_longer_than_the_models_context_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the model's context \(128\)"):
+        ask(make(), [1] * 125)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [({"max_running": 0}, "max_running >= 1, got 0"), ({"max_cached_tokens": 3}, "less than one block of 4 tokens")],
+)
+def test_settings_that_could_never_work_are_refused(setting: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make(**setting)
+
+
+def other_weights(model: Any, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: scale * 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_loaded_weights_are_sampled_from_and_old_cache_is_dropped(family: str) -> None:
+    model, (prompt,) = tiny(family), prompts(6)
+    local = make(model)
+    before = ask(local, prompt)
+    weights = other_weights(model)
+    local.load_weights(weights, version=3)
+    after = ask(local, prompt)
+    assert (before.policy_version, after.policy_version) == (0, 3)
+    assert local.stats.reused_tokens == 0
+
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    assert after.token_ids == ask(make(model), prompt).token_ids != before.token_ids
+
+
+def test_a_state_dict_with_tied_names_loads_as_well() -> None:
+    model = tiny("llama_tied")
+    local = make(model)
+    state = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
+    assert "lm_head.weight" in state
+    local.load_weights(state, version=1)
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(DataError, match="are tied in the model, but were given different values"):
+        local.load_weights(state, version=2)
+
+
+def test_wrong_weights_change_nothing() -> None:
+    model, (prompt,) = tiny("llama"), prompts(6)
+    local = make(model)
+    before, name = ask(local, prompt), "model.norm.weight"
+    weights = other_weights(model)
+    missing = {key: value for key, value in weights.items() if key != name}
+    for wrong, reason in [
+        (missing, f"1 of the model's weights were not given, '{name}' first"),
+        (weights | {"model.nrom.weight": weights[name]}, f"no weight 'model.nrom.weight'. Did you mean '{name}'"),
+        (weights | {name: torch.zeros(3)}, rf"'{name}' has shape \(3,\), the model needs \(32,\)"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            local.load_weights(wrong, version=9)
+    local.release("s")
+    after = ask(local, prompt)
+    assert (after.token_ids, after.policy_version) == (before.token_ids, 0)
+
+
+def test_weights_do_not_change_under_running_requests() -> None:
+    model, (prompt,) = tiny("llama"), prompts(6)
+    local = make(model)
+
+    async def main() -> None:
+        task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match=r"load_weights\(version=1\) while 1 requests are running"):
+            local.load_weights(other_weights(model), version=1)
+        await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        local.load_weights(other_weights(model), version=2)  # even if the last step is still being computed
+        assert (await local.generate(prompt, GREEDY, session="s")).policy_version == 2
+
+    asyncio.run(main())
+
+
+def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behind() -> None:
+    model, (prompt,) = tiny("llama"), prompts(6)
+    local, expected = make(model), ask(make(model), prompt)
+    good = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    local.load_weights({name: tensor * torch.nan for name, tensor in good.items()}, version=1)
+    with pytest.raises(RolloutError, match=r"the model \(version 1\) gave logits that are not finite"):
+        ask(local, prompt)
+    local.load_weights(good, version=2)
+    assert ask(local, prompt).token_ids == expected.token_ids
+
+
+def test_a_step_that_raises_fails_the_requests_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    model, (prompt,) = tiny("llama"), prompts(6)
+    local = make(model)
+    hook = local._runner.model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(RolloutError, match="step failed: ZeroDivisionError"):
+        ask(local, prompt)
+    assert "a step of the local engine failed" in caplog.text
+    hook.remove()
+    assert ask(local, prompt).token_ids == ask(make(model), prompt).token_ids
+
+
+def test_a_closed_engine_fails_what_runs_and_refuses_what_comes() -> None:
+    local, (prompt,) = make(), prompts(5)
+
+    async def main() -> None:
+        task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
+        await asyncio.sleep(0.005)
+        await local.close()
+        await local.close()
+        with pytest.raises(RolloutError, match="closed"):
+            await task
+
+    asyncio.run(main())
+    with pytest.raises(RolloutError, match="has been closed; make a new one"):
+        ask(local, prompt)
+
+
+def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
+    model = tiny("llama")
+    learner = type(model)(model.config)
+    LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512)
+    with pytest.raises(AgentR1Error, match="belongs to a LocalEngine and was called outside it"):
+        learner(torch.tensor([[1, 2]]))
