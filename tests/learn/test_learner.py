@@ -21,7 +21,8 @@ GRPO = get_algorithm("grpo")
 
 def make_learner(**overrides: Any) -> Learner:
     policy = overrides.pop("policy", None) or PolicyModel(tiny_model("llama-tied"))
-    return Learner(policy, **({"loss": GRPO.loss, "lr": 1e-2, "temperature": 1.0} | overrides))
+    settings: dict[str, Any] = {"loss": GRPO.loss, "lr": 1e-2, "temperature": 1.0}
+    return Learner(policy, **(settings | overrides))
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
@@ -277,5 +278,5 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
 
 def test_a_reference_without_a_penalty_is_refused() -> None:
     policy = PolicyModel(tiny_model())
-    with pytest.raises(ConfigError, match="kl_coef is 0.0 but the reference model is given"):
+    with pytest.raises(ConfigError, match=r"kl_coef is 0\.0 but the reference model is given"):
         make_learner(policy=policy, reference=policy.frozen_copy())

@@ -29,12 +29,12 @@ FIRST_NAMES = (
     "Abel Ada Bek Beth Cleo Cora Dina Dov Elin Emil Faro Fern Gale Gita Hana Hugo Ines Iris Joel Jon Karl Kira Lena "
     "Lev Milo Mira Nico Nora Oona Otto Pavo Pia Quin Rolf Rosa Sami Suri Tara Tess Ugo Ulla Vera Vito Wim Wren Xena "
     "Yara Zeno"
-).split()
+).split()  # noqa: SIM905 (quotes around each name would hide the names)
 LAST_NAMES = (
     "Abbot Ash Birch Brook Cliff Crane Dale Dean Eddy Elm Finch Fox Glen Grove Heath Hill Irwin Isley Jarvis Jay Kerr "
     "Knoll Lake Lark Marsh Moss Nash North Oakes Oldham Park Pike Quill Reed Rush Snow Stone Tate Thorn Underwood "
     "Usher Vale Vance Wells West Yates York Zorn"
-).split()
+).split()  # noqa: SIM905
 SPLITS = ("train", "test")
 TEST_SHARE = 0.25  # of the people
 PEOPLE_PER_ROW = 4  # in the table: one or two are asked about
@@ -144,7 +144,7 @@ def reward(row: TaskRow, trajectory: Trajectory) -> float:
 def rows(split: str, count: int = 2000, seed: int = 0) -> list[TaskRow]:
     """`count` rows of a split: the same ones each time, and the first of them whatever the count."""
     rng = random.Random(f"rows:{split}:{seed}")
-    return [_row(_puzzle(split, rng), f"{split}-{seed}-{index}") for index in range(count)]
+    return [as_row(draw_puzzle(split, rng), f"{split}-{seed}-{index}") for index in range(count)]
 
 
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
@@ -152,9 +152,9 @@ def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
     rng = random.Random(f"demos:{seed}")
     shown = []
     for index in range(count):
-        puzzle = _puzzle("train", rng)
+        puzzle = draw_puzzle("train", rng)
         texts = demonstrate(puzzle, _draw_shortcut(puzzle.kind, rng), rng)
-        shown.append((_row(puzzle, f"demo-{seed}-{index}"), texts))
+        shown.append((as_row(puzzle, f"demo-{seed}-{index}"), texts))
     return shown
 
 
@@ -182,7 +182,7 @@ def _call(tool_name: str, **arguments: str) -> str:
     return FORMATS["hermes"].write_call(tool_name, arguments)
 
 
-def _puzzle(split: str, rng: random.Random) -> Puzzle:
+def draw_puzzle(split: str, rng: random.Random) -> Puzzle:
     [kind] = rng.choices(list(KIND_WEIGHTS), weights=list(KIND_WEIGHTS.values()))
     names = rng.sample(people(split), PEOPLE_PER_ROW)
     asked = tuple(names[:1] if kind is Kind.MULTIPLE else names[:2])
@@ -190,14 +190,12 @@ def _puzzle(split: str, rng: random.Random) -> Puzzle:
         coins = rng.sample(range(10, 100), PEOPLE_PER_ROW)
         if kind is Kind.DIFFERENCE:
             coins[:2] = sorted(coins[:2], reverse=True)  # "how many more" has a positive answer
-        puzzle = Puzzle(
-            kind=kind, table=dict(zip(names, coins, strict=True)), people=asked, factor=rng.randint(2, 5)
-        )
+        puzzle = Puzzle(kind=kind, table=dict(zip(names, coins, strict=True)), people=asked, factor=rng.randint(2, 5))
         if puzzle.answer not in coins:  # otherwise one lookup could show it
             return puzzle
 
 
-def _row(puzzle: Puzzle, row_id: str) -> TaskRow:
+def as_row(puzzle: Puzzle, row_id: str) -> TaskRow:
     return TaskRow(
         prompt=[{"role": "user", "content": puzzle.question}],
         row_id=row_id,
