@@ -144,7 +144,7 @@ def main() -> None:
 
     try:
         app(standalone_mode=True)
-    except AgentR1Error as error:
+    except (AgentR1Error, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except Interrupted as stop:

@@ -19,8 +19,8 @@ def group_centered(rewards_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6)
     are almost all right or almost all wrong. A group of one has nothing to compare with and gets advantage 0, not its
     raw reward.
 
-    The standard deviation is the unbiased one (divide by G - 1), as the paper's released code and the published system
-    use; the biased one would scale every advantage of a group of G by sqrt(G / (G - 1)) and change nothing else.
+    The standard deviation is the unbiased one (divide by G - 1), torch's default; the biased one would scale every
+    advantage of a group of G by sqrt(G / (G - 1)) and change nothing else.
     """
     # Tested rather than computed: the mean of equal floats may differ from them by rounding, and dividing that residue
     # by a standard deviation of the same size would turn it into a training signal.

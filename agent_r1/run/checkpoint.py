@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from agent_r1.errors import AgentR1Error, DataError
 
@@ -44,7 +45,7 @@ def save_checkpoint(
         torch.save(state, part / STATE_FILE)
         _flush(part)
         os.replace(part, final)
-    except (OSError, RuntimeError) as error:  # torch and safetensors report a full disk as RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as Python, torch and safetensors say it
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(
             f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact: free some "

@@ -70,9 +70,10 @@ def test_merged_and_packed_training_equals_one_forward_per_step(
     credited = random_credited(random.Random(seed), kind=kind, count=3)
     expected_loss, expected = by_definition(MODELS[family], credited)
     loss, gradients = by_learner(MODELS[family], credited, max_tokens=max_tokens)
-    # fp32; values are of order 1, so the absolute bound is the one that counts
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
-    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    # Typically 1e-6. The bound leaves room for rare ill-conditioned draws, where the definition itself, in fp32, is
+    # 1.4e-5 away from its value in double precision; a single token trained wrongly shows as 1e-2 or more.
+    assert distance(gradients, expected) < 5e-5
 
 
 @given(seed=seeds, kind=kinds, max_tokens=st.integers(1, 60), max_logits=st.sampled_from([32, 96, 2**20]))
@@ -85,7 +86,7 @@ def test_pack_size_order_and_chunking_do_not_change_the_gradient(
     shuffled = rng.sample(credited, len(credited))
     _, one_pack = by_learner(MODELS["llama-tied"], credited, max_tokens=10_000)
     _, many_packs = by_learner(MODELS["llama-tied"], shuffled, max_tokens=max_tokens, max_logits=max_logits)
-    assert distance(many_packs, one_pack) < 1e-6
+    assert distance(many_packs, one_pack) < 2e-6  # rounding of fp32; the largest of 500 draws was 8e-7
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -133,7 +133,7 @@ def test_rows_are_the_same_each_time_and_a_longer_list_only_adds() -> None:
 def test_nobody_is_in_both_splits() -> None:
     train, test = set(task.people("train")), set(task.people("test"))
     assert not train & test
-    assert len(train | test) == len(task.FIRST_NAMES) * len(task.LAST_NAMES)
+    assert len(train | test) == len(task.FIRST_NAMES.split()) * len(task.LAST_NAMES.split())
     assert 0.2 < len(test) / len(train | test) < 0.3
     for row in task.rows("test", 200):
         assert asked_people(row) <= test

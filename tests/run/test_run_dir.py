@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError, DataError
@@ -23,6 +25,7 @@ from agent_r1.run.checkpoint import (
 from agent_r1.run.records import read_trajectories, trajectory_from_json, trajectory_to_json
 from agent_r1.run.run_dir import RunDir
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
+from tests.chatml import tokenizer
 
 CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
 STEP = Step(
@@ -128,6 +131,26 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, error: E
     ):
         save(tmp_path, 2, error=error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]  # nothing half-written is left
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])  # bytes per file: fails in the config, or in the weights
+def test_a_write_that_the_system_refuses_in_the_middle_of_real_weights_loses_nothing(
+    tmp_path: Path, limit: int
+) -> None:
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    save_checkpoint(tmp_path, 1, model=model, tokenizer=tokenizer(), state={"step": 1}, keep=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointError, match="Earlier checkpoints are intact"):
+            save_checkpoint(tmp_path, 2, model=model, tokenizer=tokenizer(), state={"step": 2}, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]
+    assert load_state(latest_checkpoint(tmp_path)[1]) == {"step": 1}
 
 
 def test_a_half_written_checkpoint_of_a_killed_run_is_not_seen(tmp_path: Path) -> None:

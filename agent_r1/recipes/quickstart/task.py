@@ -29,12 +29,12 @@ FIRST_NAMES = (
     "Abel Ada Bek Beth Cleo Cora Dina Dov Elin Emil Faro Fern Gale Gita Hana Hugo Ines Iris Joel Jon Karl Kira Lena "
     "Lev Milo Mira Nico Nora Oona Otto Pavo Pia Quin Rolf Rosa Sami Suri Tara Tess Ugo Ulla Vera Vito Wim Wren Xena "
     "Yara Zeno"
-).split()  # noqa: SIM905 (quotes around each name would hide the names)
+)
 LAST_NAMES = (
     "Abbot Ash Birch Brook Cliff Crane Dale Dean Eddy Elm Finch Fox Glen Grove Heath Hill Irwin Isley Jarvis Jay Kerr "
     "Knoll Lake Lark Marsh Moss Nash North Oakes Oldham Park Pike Quill Reed Rush Snow Stone Tate Thorn Underwood "
     "Usher Vale Vance Wells West Yates York Zorn"
-).split()  # noqa: SIM905
+)
 SPLITS = ("train", "test")
 TEST_SHARE = 0.25  # of the people
 PEOPLE_PER_ROW = 4  # in the table: one or two are asked about
@@ -211,7 +211,7 @@ def people(split: str) -> tuple[str, ...]:
     """The full names of a split. A hash of the name decides, so the splits cannot overlap."""
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
-    names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
     return tuple(name for name in names if _is_for_test(name) == (split == "test"))
 
 
