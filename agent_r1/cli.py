@@ -41,6 +41,7 @@ def train_command(
     dry_run: DryRun = False,
 ) -> None:
     """Train an agent: warm start where the recipe has one, then reinforcement learning."""
+    from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_training
     from agent_r1.run.run_dir import RunDir, new_run_path
 
@@ -48,17 +49,18 @@ def train_command(
         if run is not None or overrides or recipe is not None:
             raise ConfigError("--resume continues a run as it was described; give no recipe, settings or --run with it")
         directory = RunDir.open(resume)
-        run_training(directory.config, directory, console, resume=True)
+        run_training(directory.config, build_plan(directory.config), directory, console, resume=True)
         return
     if recipe is None:
         raise ConfigError(f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file")
     config = load_config(recipe, overrides or ())
+    plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
         _print_plan(config)
         return
     directory = RunDir.create(run or new_run_path(config), config)
     console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
-    run_training(config, directory, console, resume=False)
+    run_training(config, plan, directory, console, resume=False)
 
 
 @app.command("sft")

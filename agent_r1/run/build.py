@@ -55,6 +55,25 @@ class Model:
     renderer: Renderer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All of a training run that can be built without a model, and so can be found wrong before one is loaded."""
+
+    task: Task
+    algorithm: Algorithm
+    train_rows: list[TaskRow]
+    test_rows: list[TaskRow]
+
+
+def build_plan(config: RunConfig) -> Plan:
+    task, algorithm = build_task(config), build_algorithm(config)
+    train_rows, test_rows = task.train_rows(), task.test_rows()
+    _check_disjoint(train_rows, test_rows)
+    for row in (train_rows[0], test_rows[0]):
+        task.make_flow(row)  # an unknown agent_name is an error now, not in the first batch
+    return Plan(task=task, algorithm=algorithm, train_rows=train_rows, test_rows=test_rows)
+
+
 def build_task(config: RunConfig) -> Task:
     task = config.task
     source: Any = task.rows if _is_data_source(task.rows) else resolve(task.rows, recipe=config.recipe)
@@ -252,7 +271,7 @@ def _recipe_path(config: RunConfig, name: str) -> Path:
     return path
 
 
-def check_disjoint(train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:
+def _check_disjoint(train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:
     """A test row that is also trained on makes every number a lie."""
     seen = {repr((row.prompt, row.env_kwargs, row.extra_info)): row.row_id for row in train}
     for row in test:

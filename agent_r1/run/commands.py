@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
-from agent_r1.run.build import Model, build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.run.build import Model, Plan, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, is_success
@@ -50,21 +50,21 @@ class Outcome:
     after: Metrics
 
 
-def run_training(config: RunConfig, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
     _log_to(run.log_file)
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
-    return _interruptible(_train(config, run, console, resume=resume))
+    return _interruptible(_train(config, plan, run, console, resume=resume))
 
 
-async def _train(config: RunConfig, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
     checkpoint = _resume_point(run) if resume else None
     source = checkpoint or await starting_model(config, console)
     model = load_model(config, source)
     done = load_state(checkpoint)["step"] if checkpoint is not None else 0
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         reference = reference_model(config, model, run.path / "reference")
-        trainer = Trainer.build(config, run=run, model=model, reference=reference, display=display)
+        trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")

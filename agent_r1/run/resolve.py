@@ -24,7 +24,7 @@ def resolve(name: str, *, recipe: str) -> Any:
         raise ConfigError(f"{name!r} is not of the form module.name, for example task.reward")
     module = _recipe_module(module_name, recipe_file(recipe).parent) or _importable(module_name, name)
     if not hasattr(module, attribute):
-        public = [key for key in vars(module) if not key.startswith("_")]
+        public = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigError(f"{name!r}: {module.__name__} has no {attribute!r}.{did_you_mean(attribute, public)}")
     return getattr(module, attribute)
 

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
-from agent_r1.learn.algorithms import Algorithm, assign_credit
+from agent_r1.learn.algorithms import assign_credit
 from agent_r1.learn.learner import Learner
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
-from agent_r1.run.build import (
-    Model,
-    Task,
-    build_algorithm,
-    build_engine,
-    build_learner,
-    build_task,
-    check_disjoint,
-    eval_collector,
-    train_collector,
-)
+from agent_r1.run.build import Model, Plan, build_engine, build_learner, eval_collector, train_collector
 from agent_r1.run.checkpoint import save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
@@ -43,54 +33,47 @@ class Trainer:
 
     config: RunConfig
     run: RunDir
+    plan: Plan
     model: Model
-    task: Task
     engine: Engine
-    algorithm: Algorithm
     learner: Learner
-    train_rows: list[TaskRow]
-    test_rows: list[TaskRow]
     collector: Collector
     eval_collector: Collector
     display: Display
-    last_evaluation: Evaluation | None = field(default=None)
+    last_evaluation: Evaluation | None = None
 
     @classmethod
     def build(
-        cls, config: RunConfig, *, run: RunDir, model: Model, reference: Model | None, display: Display
+        cls, config: RunConfig, *, run: RunDir, plan: Plan, model: Model, reference: Model | None, display: Display
     ) -> Trainer:
         """`reference` is the policy as it was before the first step, for the KL penalty."""
-        task, algorithm = build_task(config), build_algorithm(config)
-        train_rows, test_rows = task.train_rows(), task.test_rows()
-        check_disjoint(train_rows, test_rows)
         engine = build_engine(config, model)
         return cls(
             config=config,
             run=run,
+            plan=plan,
             model=model,
-            task=task,
             engine=engine,
-            algorithm=algorithm,
-            learner=build_learner(config, model, algorithm, reference),
-            train_rows=train_rows,
-            test_rows=test_rows,
-            collector=train_collector(config, task, model.renderer, engine),
-            eval_collector=eval_collector(config, task, model.renderer, engine),
+            learner=build_learner(config, model, plan.algorithm, reference),
+            collector=train_collector(config, plan.task, model.renderer, engine),
+            eval_collector=eval_collector(config, plan.task, model.renderer, engine),
             display=display,
         )
 
     def next_rows(self, step: int) -> list[TaskRow]:
-        return rows_for_step(self.train_rows, step=step, count=self.config.rollout.rows_per_step, seed=self.config.seed)
+        return rows_for_step(
+            self.plan.train_rows, step=step, count=self.config.rollout.rows_per_step, seed=self.config.seed
+        )
 
     async def collect(self, rows: list[TaskRow], step: int) -> list[Group]:
         counter = self._counter(len(rows) * self.collector.group_size)
         return await self.collector(rows, seed=stable_seed(self.config.seed, "train", step), on_episode=counter)
 
     async def score(self, groups: list[Group]) -> list[Group]:
-        return await self.task.scorer(groups)
+        return await self.plan.task.scorer(groups)
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
-        return assign_credit(groups, self.algorithm)
+        return assign_credit(groups, self.plan.algorithm)
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)
@@ -100,12 +83,12 @@ class Trainer:
 
     async def evaluate(self, step: int) -> None:
         seed = stable_seed(self.config.seed, EVAL_SEED)
-        counter = self._counter(len(self.test_rows) * self.eval_collector.group_size)
+        counter = self._counter(len(self.plan.test_rows) * self.eval_collector.group_size)
         self.last_evaluation = await evaluate(
-            self.test_rows,
+            self.plan.test_rows,
             collector=self.eval_collector,
-            scorer=self.task.scorer,
-            success_reward=self.task.success_reward,
+            scorer=self.plan.task.scorer,
+            success_reward=self.plan.task.success_reward,
             seed=seed,
             on_episode=counter,
         )
@@ -124,7 +107,7 @@ class Trainer:
         )
 
     def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
-        metrics |= rollout_metrics(groups, success_reward=self.task.success_reward)
+        metrics |= rollout_metrics(groups, success_reward=self.plan.task.success_reward)
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         self.run.append_metrics("train", step, metrics)
         if step % self.config.trainer.dump_every == 0:

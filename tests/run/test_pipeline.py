@@ -19,6 +19,7 @@ from rich.console import Console
 
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.build import build_plan
 from agent_r1.run.chat import answer, open_chat
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
 from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
@@ -54,7 +55,12 @@ def mini(*overrides: str) -> RunConfig:
 
 def trained(path: Path, *overrides: str) -> Outcome:
     config = mini(*overrides)
-    return run_training(config, RunDir.create(path, config), console(), resume=False)
+    plan = build_plan(config)
+    return run_training(config, plan, RunDir.create(path, config), console(), resume=False)
+
+
+def resumed(run: RunDir) -> Outcome:
+    return run_training(run.config, build_plan(run.config), run, console(), resume=True)
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -126,7 +132,7 @@ def test_a_run_killed_without_warning_resumes_exactly(tmp_path: Path) -> None:
     run = RunDir.open(tmp_path / "killed")
     saved, _ = latest_checkpoint(run.checkpoints)
     assert saved < 8
-    run_training(run.config, run, console(), resume=True)
+    resumed(run)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
 
 
@@ -142,13 +148,13 @@ def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactl
     run = RunDir.open(tmp_path / "stopped")
     done, _ = latest_checkpoint(run.checkpoints)
     assert 2 <= done < 8
-    run_training(run.config, run, console(), resume=True)
+    resumed(run)
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
 
 def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "early", mini())
-    run_training(run.config, run, console(), resume=True)
+    resumed(run)
     assert numbers(run.path) == numbers(finished)
 
 
@@ -160,7 +166,7 @@ def test_the_kl_penalty_compares_with_the_initial_policy_also_after_resuming(tmp
     config["trainer"]["steps"] = 4
     (tmp_path / "half" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     run = RunDir.open(tmp_path / "half")
-    run_training(run.config, run, console(), resume=True)
+    resumed(run)
     kl = [record["kl_to_reference"] for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
     assert kl[0] == pytest.approx(0, abs=1e-9)  # before the first update policy and reference are the same
     assert kl[-1] > 0

@@ -28,6 +28,7 @@ PIECES = Regex("[0-9]|[A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
 MAX_VOCABULARY = 1000  # an upper bound; training ends when nothing is left to merge
 TEXT_ROWS = 2000  # demonstrations the tokenizer learns from: every name occurs often
 
+MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size); at the usual 0.02 so small a model takes far longer to copy
 
 
@@ -45,7 +46,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausa
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
@@ -84,6 +85,7 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=TURN_END,
+        model_max_length=MAX_POSITIONS,
         additional_special_tokens=[TURN_START],
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),

@@ -1,0 +1,277 @@
+"""Response tokens per second of `collect`, against turn-synchronous loops over `model.generate`, as tools get slower.
+
+    python -m benchmarks.collect               # writes results/collect.json and docs/collect.png
+
+Three sides play the same rows of the quickstart with the same warm-started model, settings and tools:
+
+    collect    our Collector on our LocalEngine: every episode advances when its own tool has answered
+    carried    all episodes in lock step, keys and values kept from turn to turn
+    afresh     all episodes in lock step, whole prompts computed anew each turn
+
+The tools wait before they answer: heavy-tailed, the k-th call of a run the same time on every side. Sides take turns
+within a repeat, so that another load of the machine hits all of them; the ratio reported is the median of the ratios
+within repeats. Only tokens sampled for active episodes count, not what `generate` pads finished ones with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from rich.console import Console
+
+from agent_r1.agent.env import AgentEnv, merge_env_kwargs
+from agent_r1.agent.flow import AgentEnvLoop
+from agent_r1.agent.tool import FunctionTool, tool
+from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.config import RunConfig, load_config
+from agent_r1.recipes.quickstart.task import calculate, lookup
+from agent_r1.rollout.collect import Collector
+from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.run.build import Model, build_engine, build_task, load_model, train_collector
+from agent_r1.run.start import starting_model
+from agent_r1.types import TaskRow, Trajectory
+from benchmarks.baseline import CarriedCache, FreshPrefill, Played, TurnLoop
+from benchmarks.machine import RESULTS, machine
+
+DOCS = Path(__file__).parents[1] / "docs"
+SIDES = ("collect", "carried", "afresh")
+TAIL = 1.0  # sigma of the log-normal delays: one call in a hundred takes over six times the mean
+
+MakeEnv = Callable[[TaskRow], AgentEnv]
+Side = Callable[[MakeEnv, int], Awaitable[list[Played]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One timed batch of one side."""
+
+    side: str
+    latency_ms: float
+    repeat: int
+    seconds: float
+    tokens: int  # sampled responses
+    steps: int  # model calls
+    episodes: int
+    engine: dict[str, int] | None  # counts of our engine
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Contest:
+    """The rows and the three sides that play them."""
+
+    def __init__(self, config: RunConfig, model: Model, episodes: int) -> None:
+        group_size = config.rollout.group_size
+        if episodes % group_size:
+            raise SystemExit(f"--episodes must be a multiple of the recipe's group size, {group_size}; got {episodes}")
+        task = build_task(config)
+        self.rows = task.train_rows()[: episodes // group_size]
+        engine = build_engine(config, model)
+        assert isinstance(engine, LocalEngine)
+        self.engine = engine
+        self.collector = train_collector(config, task, model.renderer, engine)
+        self._network = model.network.eval()
+        self.sides: dict[str, Side] = {
+            "collect": self._collect,
+            "carried": lambda make_env, seed: self._in_lock_step(CarriedCache, make_env, seed),
+            "afresh": lambda make_env, seed: self._in_lock_step(FreshPrefill, make_env, seed),
+        }
+
+    async def _collect(self, make_env: MakeEnv, seed: int) -> list[Played]:
+        collect: Collector = replace(self.collector, make_flow=lambda row: AgentEnvLoop(make_env))
+        groups = await collect(self.rows, seed=seed)
+        return [_as_played(trajectory) for group in groups for trajectory in group.trajectories]
+
+    async def _in_lock_step(
+        self, responder: type[CarriedCache] | type[FreshPrefill], make_env: MakeEnv, seed: int
+    ) -> list[Played]:
+        collector = self.collector
+        loop = TurnLoop(
+            make_responder=lambda: responder(self._network, collector.sampling),
+            make_env=make_env,
+            renderer=collector.renderer,
+            sampling=collector.sampling,
+            limits=collector.limits,
+        )
+        torch.manual_seed(seed)
+        return await loop([row for row in self.rows for _ in range(collector.group_size)])
+
+
+def _as_played(trajectory: Trajectory) -> Played:
+    return Played(
+        prompts=[step.prompt_ids for step in trajectory.steps],
+        responses=[step.response_ids for step in trajectory.steps],
+        stop=trajectory.stop,
+    )
+
+
+def env_maker(latency_ms: float, seed: int) -> MakeEnv:
+    """Envs with the quickstart's tools, made slow."""
+    tools: list[FunctionTool] = [lookup, calculate]
+    if latency_ms:
+        waits = delays(latency_ms / 1000, seed)
+        tools = [slowed(each, waits) for each in tools]
+    return lambda row: ToolEnv(**merge_env_kwargs({"tools": tools}, row))
+
+
+def delays(mean: float, seed: int) -> Iterator[float]:
+    """Log-normal waiting times in seconds, of that mean."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield float(rng.lognormal(math.log(mean) - TAIL**2 / 2, TAIL))
+
+
+def slowed(fast: FunctionTool, waits: Iterator[float]) -> FunctionTool:
+    """The same tool to the model, answering after the next of `waits`."""
+
+    @functools.wraps(fast.function)
+    async def slow(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(next(waits))
+        return await fast.function(*args, **kwargs)
+
+    return tool(slow)
+
+
+async def play(contest: Contest, side: str, latency_ms: float, repeat: int) -> Run:
+    """The delays depend on the repeat alone: all sides of one repeat get the same ones."""
+    before = asdict(contest.engine.stats)
+    began = time.perf_counter()
+    played = await contest.sides[side](env_maker(latency_ms, seed=repeat), repeat)
+    seconds = time.perf_counter() - began
+    after = asdict(contest.engine.stats)
+    return Run(
+        side=side,
+        latency_ms=latency_ms,
+        repeat=repeat,
+        seconds=seconds,
+        tokens=sum(episode.tokens for episode in played),
+        steps=sum(len(episode.responses) for episode in played),
+        episodes=len(played),
+        engine={name: after[name] - before[name] for name in after} if side == "collect" else None,
+    )
+
+
+async def play_all(contest: Contest, latencies: Sequence[float], repeats: int) -> list[Run]:
+    for side in SIDES:  # the first run of a side pays for what is made once
+        await play(contest, side, 0, repeat=repeats)
+    runs = []
+    for latency_ms in latencies:
+        for repeat in range(repeats):
+            for side in SIDES:
+                runs.append(await play(contest, side, latency_ms, repeat))
+    return runs
+
+
+def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
+    """Medians over the repeats of one latency."""
+    of_side = {side: [run for run in runs if (run.side, run.latency_ms) == (side, latency_ms)] for side in SIDES}
+    speeds = {side: [run.tokens_per_second for run in of_side[side]] for side in SIDES}
+    ours = of_side["collect"]
+    engine = [run.engine for run in ours if run.engine is not None]
+    return {
+        "latency_ms": latency_ms,
+        "repeats": len(ours),
+        "tokens_per_second": {side: round(median(speeds[side])) for side in SIDES},
+        "collect_over": {
+            side: round(median(a / b for a, b in zip(speeds["collect"], speeds[side], strict=True)), 2)
+            for side in SIDES[1:]
+        },
+        "steps_per_episode": {
+            side: round(sum(run.steps for run in of_side[side]) / sum(run.episodes for run in of_side[side]), 2)
+            for side in SIDES
+        },
+        "engine": {name: round(median(counts[name] for counts in engine)) for name in engine[0]},
+    }
+
+
+def show(summary: Sequence[dict[str, Any]]) -> None:
+    print(f"{'tool latency':>12} {'collect':>9} {'carried':>9} {'afresh':>9}   tokens/s      collect over carried, afresh")
+    for row in summary:
+        speed, over = row["tokens_per_second"], row["collect_over"]
+        cells = " ".join(f"{speed[side]:>9}" for side in SIDES)
+        print(f"{row['latency_ms']:>9g} ms {cells} {over['carried']:>26.2f}x {over['afresh']:>7.2f}x")
+    engine, steps = summary[0]["engine"], summary[0]["steps_per_episode"]["collect"]
+    print(
+        f"collect: {steps} steps per episode; of the prompt tokens {engine['prefilled_tokens']} computed, "
+        f"{engine['reused_tokens']} reused; {engine['decoded_tokens']} tokens sampled in {engine['steps']} engine steps"
+    )
+
+
+def draw(summary: Sequence[dict[str, Any]], picture: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = {
+        "collect": "collect (this project)",
+        "carried": "turn by turn, KV cache carried",
+        "afresh": "turn by turn, prompts computed anew",
+    }
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    for place, side in enumerate(SIDES):
+        heights = [row["tokens_per_second"][side] for row in summary]
+        bars = axes.bar([x + 0.27 * (place - 1) for x in range(len(summary))], heights, width=0.25, label=labels[side])
+        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
+    axes.set_xticks(range(len(summary)), [f"{row['latency_ms']:g} ms" for row in summary])
+    axes.set(xlabel="mean latency of a tool call (log-normal)", ylabel="response tokens per second")
+    axes.legend(frameon=False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collect")
+    parser.add_argument("--episodes", type=int, default=128, help="played at the same time")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--latencies", default="0,50,500", help="mean milliseconds of a tool call, separated by commas")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads, of every side")
+    parser.add_argument("--out", type=Path, help="folder for both files instead of benchmarks/results and docs")
+    return parser.parse_args(words)
+
+
+async def main(words: Sequence[str]) -> None:
+    options = arguments(words)
+    torch.set_num_threads(options.threads)
+    config = load_config("quickstart", [f"engine.threads={options.threads}"])
+    model = load_model(config, await starting_model(config, Console()))
+    contest = Contest(config, model, options.episodes)
+    latencies = [float(word) for word in options.latencies.split(",")]
+    runs = await play_all(contest, latencies, options.repeats)
+    await contest.engine.close()
+
+    summary = [summarise(runs, latency_ms) for latency_ms in latencies]
+    results, docs = (options.out, options.out) if options.out else (RESULTS, DOCS)
+    results.mkdir(parents=True, exist_ok=True)
+    result = {
+        "command": " ".join(["python -m benchmarks.collect", *words]),
+        **machine(),
+        "threads": options.threads,
+        "episodes": options.episodes,
+        "summary": summary,
+        "runs": [asdict(run) | {"tokens_per_second": run.tokens_per_second} for run in runs],
+    }
+    (results / "collect.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    draw(summary, docs / "collect.png")
+    show(summary)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))
