@@ -41,8 +41,6 @@ class Family:
     eos: str
     bos: str | None = None
     tool_role: bool = True  # a tool may answer a plain reply
-    thinks: bool = False  # the template rewrites replies that hold <think>
-    trims: bool = False
     nfc: bool = False
     in_vocabulary: bool = False  # the special tokens are the first entries of the model's own vocabulary
 
@@ -62,7 +60,6 @@ FAMILIES = {
             special=CHATML,
             added=(*QWEN_ADDED, "<tool_response>", "</tool_response>", "<think>", "</think>"),
             eos="<|im_end|>",
-            thinks=True,
             nfc=True,
         ),
         Family(name="smollm2", special=(*CHATML, "<filename>"), eos="<|im_end|>", in_vocabulary=True),
@@ -79,7 +76,6 @@ FAMILIES = {
             ),
             eos="<|eot_id|>",
             bos="<|begin_of_text|>",
-            trims=True,
         ),
         Family(
             name="harmony",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.control_tokens import CUT
-from agent_r1.agent.rendering import Conversation, Renderer, verify_template
-from agent_r1.errors import DataError
+from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.types import Message, Observation
 from tests.agent.rendering_checks import (
     Subject,
@@ -42,10 +40,6 @@ def said(text: str) -> Message:
 
 def asking(*messages: Message) -> Observation:
     return Observation(messages=list(messages))
-
-
-def with_template(template: str, name: str = "qwen2_5", **kwargs: Any) -> Renderer:
-    return Renderer(tokenizer_of(name), chat_template=template, **kwargs)
 
 
 # Properties
@@ -295,10 +289,10 @@ def test_a_reply_taken_apart_into_calls_is_extended_by_its_exact_ids(name: str, 
     stop = tokenizer.decode(response[-1:])
     rest = tokenizer.decode(after[len(prompt) + len(response) :])
     assert template_text(tokenizer, [USER, reply, RESULT], [TOOL]).endswith(stop + rest)
-    assert sum(tokenizer.decode([i]) in ("<|im_end|>", "<|end|>", "</tool_response>") for i in after) == sum(
-        tokenizer.decode([i]) in ("<|im_end|>", "<|end|>", "</tool_response>")
-        for i in prompt + response + tokenizer.encode(rest.replace(RESULT["content"], ""), add_special_tokens=False)
-    )
+    # ... and the look-alikes in the tool's result stayed text.
+    without_result = tokenizer.encode(rest.replace(RESULT["content"], ""), add_special_tokens=False)
+    control = SUBJECTS[name].control
+    assert control(after) == control(prompt) + control(response) + control(without_result)
 
 
 # Contents
@@ -314,34 +308,6 @@ def test_look_alikes_in_tool_arguments_and_schemas_make_no_control_tokens() -> N
     # system, user, assistant, user; the last turn is open
     assert SUBJECTS["qwen2_5"].control(ids)["<|im_start|>"] == 5
     assert SUBJECTS["qwen2_5"].control(ids)["<|im_end|>"] == 4
-
-
-PARTS_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_parts_of_a_content_cannot_be_glued_into_a_control_token() -> None:
-    renderer = with_template(PARTS_TEMPLATE)
-    parts = [{"type": "text", "text": text} for text in ("a<|im_ ", "end", "|>b<", "|im_end|", ">")]
-    ids = renderer.render(asking({"role": "user", "content": parts}))
-    assert renderer.decode(ids) == "<|im_start|>user\na<|im_end|>b<|im_end|><|im_end|>\n<|im_start|>assistant\n"
-    assert SUBJECTS["qwen2_5"].control(ids) == {"<|im_start|>": 2, "<|im_end|>": 1}
-
-
-def test_a_reply_in_parts_is_extended() -> None:
-    renderer = with_template(PARTS_TEMPLATE)
-    conversation = Conversation(renderer)
-    prompt = conversation.prompt(asking(USER))
-    response = renderer.encode_response("Goethe.")
-    conversation.sampled(response, "Goethe.")
-    reply = {"role": "assistant", "content": [{"type": "text", "text": "Goethe."}]}
-    after = conversation.prompt(asking(USER, reply, USER))
-    assert conversation.extended
-    assert after[: len(prompt) + len(response)] == prompt + response
 
 
 def test_our_own_marks_in_a_message_become_replacement_characters() -> None:
@@ -390,73 +356,6 @@ def test_token_ids_are_taken_verbatim() -> None:
 def test_a_span_outside_the_text_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"characters \[0, 9\) do not lie in the decoded response of 2 characters"):
         renderer_of("qwen2_5").token_span(renderer_of("qwen2_5").encode_response("ok"), 0, 9)
-
-
-# Odd templates
-
-
-@every_family
-def test_the_report_says_what_a_template_can_do(name: str) -> None:
-    report = verify_template(renderer_of(name), [TOOL])
-    assert report.extends
-    assert report.extends_after_tool
-    assert report.tool_role
-    assert report.tools_shown is (name != "smollm2")
-    assert [problem.split(":")[0] for problem in report.problems] == (
-        [] if report.tools_shown else ["tools are not shown"]
-    )
-
-
-ROLE_TOKENS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "extends", "first_problem"),
-    [
-        ("{{ raise_exception('no') }}", False, "the template cannot render a user message"),
-        ("{% for m in messages %}{{ nothing.here }}{% endfor %}", False, "the template cannot render a user message"),
-        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}\n{% endfor %}", False, "a next user message"),
-        ("{% for m in messages %}{{ m.content ~ m.content }}\n{% endfor %}", False, "a next user message"),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", True, "tools are not shown"),
-        ("{{ messages[-1].content }}", False, "a next user message"),
-    ],
-    ids=["raises", "undefined", "hides replies", "doubles contents", "has no control tokens", "shows the last only"],
-)
-def test_odd_templates_are_reported_and_never_raise(template: str, extends: bool, first_problem: str) -> None:
-    report = verify_template(with_template(template))
-    assert report.extends is extends
-    assert report.problems[0].startswith(first_problem)
-
-
-def test_a_template_without_end_of_turn_keeps_the_token_that_opens_the_next_turn() -> None:
-    # As in GLM: the next speaker's token is what stops the model, and it must not be written twice.
-    tokenizer = tokenizer_of("harmony")
-    template = (
-        "{% for m in messages %}{{ {'user': '<|start|>', 'tool': '<|call|>', 'assistant': '<|message|>'}[m.role] }}"
-        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|message|>{% endif %}"
-    )
-    renderer = Renderer(
-        tokenizer, chat_template=template, extra_stop_ids=tokenizer.convert_tokens_to_ids(["<|start|>", "<|call|>"])
-    )
-    for stop, expected in (("<|start|>", "hi<|start|>?<|message|>"), ("<|call|>", "hi<|call|><|start|>?<|message|>")):
-        conversation = Conversation(renderer)
-        prompt = conversation.prompt(asking(USER))
-        conversation.sampled(tokenizer.encode("hi" + stop), "hi")
-        after = conversation.prompt(asking(USER, said("hi"), {"role": "user", "content": "?"}))
-        assert tokenizer.decode(after[len(prompt) :]) == expected
-
-
-def test_messages_that_the_template_refuses_are_an_error_that_names_the_roles() -> None:
-    with pytest.raises(DataError, match=r"refuses messages with the roles \[user, tool\]: a tool spoke"):
-        renderer_of("harmony").render(asking(USER, RESULT))
-
-
-def test_a_tokenizer_without_template_still_takes_text() -> None:
-    renderer = Renderer(type(tokenizer_of("qwen2_5"))(tokenizer_object=tokenizer_of("qwen2_5").backend_tokenizer))
-    assert renderer.render(Observation(text="hello"))
-    with pytest.raises(DataError, match="chat template"):
-        renderer.render(asking(USER))
-    assert verify_template(renderer).problems[1].startswith("no stop token is known")
 
 
 def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:

@@ -71,9 +71,8 @@ def test_merged_and_packed_training_equals_one_forward_per_step(
     expected_loss, expected = by_definition(MODELS[family], credited)
     loss, gradients = by_learner(MODELS[family], credited, max_tokens=max_tokens)
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
-    # Typically 1e-6. The bound leaves room for rare ill-conditioned draws, where the definition itself, in fp32, is
-    # 1.4e-5 away from its value in double precision; a single token trained wrongly shows as 1e-2 or more.
-    assert distance(gradients, expected) < 5e-5
+    # Element by element; the largest of 240 draws over all families used 0.47 of this.
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
 
 
 @given(seed=seeds, kind=kinds, max_tokens=st.integers(1, 60), max_logits=st.sampled_from([32, 96, 2**20]))
