@@ -307,6 +307,7 @@ class TemplateReport:
     """What a chat template can do for an agent."""
 
     stop_tokens: tuple[str, ...]
+    renders: bool  # there is a template, and it takes a user message
     extends: bool  # a next user message is appended, not rendered afresh
     extends_after_tool: bool  # so is a tool's result
     tool_role: bool  # messages of role "tool" are shown to the model
@@ -353,6 +354,7 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     }
     return TemplateReport(
         stop_tokens=tuple(renderer._decode([stop_id]) for stop_id in renderer.stop_ids),
+        renders=bool(attempt(user)),
         extends=extends_user,
         extends_after_tool=extends_tool,
         tool_role=tool_role,

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.agent.flow import AgentFlowBase, Limits, flow_class
-from agent_r1.agent.rendering import Renderer
+from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.config import EvalConfig, LearnerConfig, RolloutConfig, RunConfig, recipe_file
@@ -53,6 +53,7 @@ class Model:
     network: Any  # a transformers causal LM in float32
     tokenizer: Any
     renderer: Renderer
+    template: TemplateReport  # what the chat template can do for an agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +101,25 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
         tokenizer,
         chat_template=_recipe_path(config, template).read_text(encoding="utf-8") if template else None,
         template_kwargs=config.model.template_kwargs,
+        extra_stop_ids=_generation_stop_ids(network),
     )
-    return Model(network=network, tokenizer=tokenizer, renderer=renderer)
+    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
+
+
+def _generation_stop_ids(network: Any) -> list[int]:
+    """What the model's authors let it stop on besides the end of a turn (Qwen's <|endoftext|>, Llama's <|eom_id|>)."""
+    ids = network.generation_config.eos_token_id if network.generation_config is not None else None
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
+    report = verify_template(renderer)
+    if not report.stop_tokens or not report.renders:
+        raise ConfigError(
+            f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
+            "Give a chat template with model.chat_template=FILE"
+        )
+    return report
 
 
 def save_model(model: Model, directory: Path) -> None:

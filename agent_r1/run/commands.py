@@ -65,6 +65,9 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         reference = reference_model(config, model, run.path / "reference")
         trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
+        if config.task.tools:
+            for problem in model.template.problems:
+                display.note(f"warning: chat template: {problem}")
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")
