@@ -34,6 +34,8 @@ from agent_r1.run.resolve import resolve
 from agent_r1.tasks.rows import load_rows
 from agent_r1.types import TaskRow
 
+transformers_logging.disable_progress_bar()  # it would draw over our own display
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -90,7 +92,6 @@ def build_task(config: RunConfig) -> Task:
 
 
 def load_model(config: RunConfig, directory: str | Path) -> Model:
-    transformers_logging.disable_progress_bar()  # it would draw over our own display
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
         network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)

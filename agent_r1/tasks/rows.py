@@ -126,7 +126,10 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
     except ImportError as error:
         raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
     name, _, config = name.partition(":")
-    loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
+    try:
+        loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
+    except (OSError, ValueError) as error:  # datasets raises many kinds, all of them one of these two
+        raise DataError(f"cannot load split {split!r} of dataset {name!r}: {error}") from error
     return loaded
 
 

@@ -49,6 +49,18 @@ def test_jsonl_gives_the_same_row_as_parquet(tmp_path: Path) -> None:
     assert load_rows(str(tmp_path / "a.jsonl"), split="train") == parquet
 
 
+def test_a_hugging_face_dataset_gives_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist([PUBLISHED]), tmp_path / "data" / "train.parquet")
+    from_hub = load_rows(f"hf:{tmp_path / 'data'}", split="train")
+    assert from_hub == load_rows(str(tmp_path / "data"), split="train")
+    with pytest.raises(DataError, match="cannot load split 'nope' of dataset"):
+        load_rows(f"hf:{tmp_path / 'data'}", split="nope")
+
+
 def test_the_split_can_be_part_of_the_file_name(tmp_path: Path) -> None:
     for split, text in (("train", "a"), ("test", "b")):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": text}), encoding="utf-8")

@@ -1,0 +1,69 @@
+"""On a toy task the reward goes up: the whole loop, from sampling to the optimizer, pulls in the right direction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from rich.console import Console
+
+from agent_r1.config import load_config
+from agent_r1.run.build import build_plan
+from agent_r1.run.commands import run_training
+from agent_r1.run.run_dir import RunDir
+
+MINI = str(Path(__file__).parents[1] / "run" / "mini")
+
+
+def rewards(path: Path, *overrides: str) -> list[float]:
+    """The mean reward of each step: the share of letters in eight tokens of text, about 0.23 for random bytes."""
+    torch.set_num_threads(1)
+    config = load_config(
+        MINI,
+        [
+            "sft.demos=null",
+            "task.flow=single_step",
+            "task.tools=[]",
+            "rollout.rows_per_step=8",
+            "rollout.group_size=8",
+            "rollout.max_response_tokens=8",
+            "learner.lr=3e-3",
+            "trainer.steps=25",
+            "trainer.eval_every=100",
+            "trainer.save_every=100",
+            *overrides,
+        ],
+    )
+    run = RunDir.create(path, config)
+    with open("/dev/null", "w", encoding="utf-8") as nowhere:
+        run_training(config, build_plan(config), run, Console(file=nowhere), resume=False)
+    return [record["reward/mean"] for record in run.read_metrics("train")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["learner.num_minibatches=2", "learner.num_epochs=2", "learner.lr=1e-3"],
+        ["algorithm.kl_coef=0.01"],
+        ["rollout.temperature=0.8", "algorithm.settings.clip_high=0.28"],
+    ],
+    ids=["plain", "minibatches and epochs", "kl penalty", "temperature"],
+)
+def test_grpo_learns_to_write_letters(tmp_path: Path, overrides: list[str]) -> None:
+    curve = rewards(tmp_path / "run", *overrides)
+    assert fmean(curve[:3]) < 0.30
+    assert fmean(curve[-3:]) > 0.40
+
+
+def test_without_a_gradient_nothing_is_learned(tmp_path: Path) -> None:
+    """The control: the same run with a vanishing learning rate stays where it was."""
+    curve = rewards(tmp_path / "run", "learner.lr=1e-9")
+    assert fmean(curve[-3:]) < 0.30
