@@ -60,10 +60,8 @@ class FreshPrefill:
     @torch.inference_mode()
     def respond(self, episodes: Sequence[int], prompts: Sequence[list[int]]) -> list[list[int]]:
         ids_BL, mask_BL = left_padded(prompts, self._settings.pad_token_id)
-        out_BL = self._network.generate(
-            input_ids=ids_BL, attention_mask=mask_BL, generation_config=self._settings
-        )
-        return cut_at_stop(out_BL[:, ids_BL.shape[1] :], self._sampling.stop_ids)
+        out = self._network.generate(input_ids=ids_BL, attention_mask=mask_BL, generation_config=self._settings)
+        return cut_at_stop(out.sequences[:, ids_BL.shape[1] :], self._sampling.stop_ids)
 
 
 class CarriedCache:
@@ -98,7 +96,6 @@ class CarriedCache:
             attention_mask=mask_BL,
             past_key_values=self._cache,
             generation_config=self._settings,
-            return_dict_in_generate=True,
         )
         responses = cut_at_stop(out.sequences[:, ids_BL.shape[1] :], self._sampling.stop_ids)
         lengths_B1 = torch.tensor([len(response) for response in responses])[:, None]
@@ -197,6 +194,7 @@ def generation_settings(network: Any, sampling: Sampling) -> GenerationConfig:
         max_new_tokens=sampling.max_tokens,
         eos_token_id=list(sampling.stop_ids),
         pad_token_id=network.config.pad_token_id,
+        return_dict_in_generate=True,
         **(drawing if sampling.temperature else {"do_sample": False}),
     )
 

@@ -22,7 +22,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ from rich.console import Console
 
 from agent_r1.agent.env import AgentEnv, merge_env_kwargs
 from agent_r1.agent.flow import AgentEnvLoop
+from agent_r1.agent.sampler import Sampling
 from agent_r1.agent.tool import FunctionTool, tool
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.config import RunConfig, load_config
@@ -44,7 +45,7 @@ from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.run.build import Model, build_engine, build_task, load_model, train_collector
 from agent_r1.run.start import starting_model
 from agent_r1.types import TaskRow, Trajectory
-from benchmarks.baseline import CarriedCache, FreshPrefill, Played, TurnLoop
+from benchmarks.baseline import CarriedCache, FreshPrefill, Played, Responder, TurnLoop
 from benchmarks.machine import RESULTS, machine
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -52,7 +53,6 @@ SIDES = ("collect", "carried", "afresh")
 TAIL = 1.0  # sigma of the log-normal delays: one call in a hundred takes over six times the mean
 
 MakeEnv = Callable[[TaskRow], AgentEnv]
-Side = Callable[[MakeEnv, int], Awaitable[list[Played]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,37 +73,39 @@ class Run:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """The rows and the three sides that play them."""
+    """The rows, the model and the settings that all sides play with."""
 
-    def __init__(self, config: RunConfig, model: Model, episodes: int) -> None:
-        group_size = config.rollout.group_size
-        if episodes % group_size:
-            raise SystemExit(f"--episodes must be a multiple of the recipe's group size, {group_size}; got {episodes}")
-        task = build_task(config)
-        self.rows = task.train_rows()[: episodes // group_size]
-        engine = build_engine(config, model)
-        assert isinstance(engine, LocalEngine)
-        self.engine = engine
-        self.collector = train_collector(config, task, model.renderer, engine)
-        self._network = model.network.eval()
-        self.sides: dict[str, Side] = {
-            "collect": self._collect,
-            "carried": lambda make_env, seed: self._in_lock_step(CarriedCache, make_env, seed),
-            "afresh": lambda make_env, seed: self._in_lock_step(FreshPrefill, make_env, seed),
-        }
+    rows: list[TaskRow]
+    network: Any  # a transformers causal LM, for the loops; the engine has a copy
+    engine: LocalEngine
+    collector: Collector
+
+    async def play(self, side: str, make_env: MakeEnv, seed: int) -> list[Played]:
+        return await {"collect": self._collect, "carried": self._carried, "afresh": self._afresh}[side](make_env, seed)
+
+    def greedy(self) -> Contest:
+        sampling = replace(self.collector.sampling, temperature=0.0)
+        return replace(self, collector=replace(self.collector, sampling=sampling))
 
     async def _collect(self, make_env: MakeEnv, seed: int) -> list[Played]:
-        collect: Collector = replace(self.collector, make_flow=lambda row: AgentEnvLoop(make_env))
+        collect = replace(self.collector, make_flow=lambda row: AgentEnvLoop(make_env))
         groups = await collect(self.rows, seed=seed)
         return [_as_played(trajectory) for group in groups for trajectory in group.trajectories]
 
+    async def _carried(self, make_env: MakeEnv, seed: int) -> list[Played]:
+        return await self._in_lock_step(CarriedCache, make_env, seed)
+
+    async def _afresh(self, make_env: MakeEnv, seed: int) -> list[Played]:
+        return await self._in_lock_step(FreshPrefill, make_env, seed)
+
     async def _in_lock_step(
-        self, responder: type[CarriedCache] | type[FreshPrefill], make_env: MakeEnv, seed: int
+        self, responder: Callable[[Any, Sampling], Responder], make_env: MakeEnv, seed: int
     ) -> list[Played]:
         collector = self.collector
         loop = TurnLoop(
-            make_responder=lambda: responder(self._network, collector.sampling),
+            make_responder=lambda: responder(self.network, collector.sampling),
             make_env=make_env,
             renderer=collector.renderer,
             sampling=collector.sampling,
@@ -111,6 +113,21 @@ class Contest:
         )
         torch.manual_seed(seed)
         return await loop([row for row in self.rows for _ in range(collector.group_size)])
+
+
+def build_contest(config: RunConfig, model: Model, episodes: int) -> Contest:
+    group_size = config.rollout.group_size
+    if episodes % group_size:
+        raise SystemExit(f"--episodes must be a multiple of the recipe's group size, {group_size}; got {episodes}")
+    task = build_task(config)
+    engine = build_engine(config, model)
+    assert isinstance(engine, LocalEngine)
+    return Contest(
+        rows=task.train_rows()[: episodes // group_size],
+        network=model.network.eval(),
+        engine=engine,
+        collector=train_collector(config, task, model.renderer, engine),
+    )
 
 
 def _as_played(trajectory: Trajectory) -> Played:
@@ -148,11 +165,21 @@ def slowed(fast: FunctionTool, waits: Iterator[float]) -> FunctionTool:
     return tool(slow)
 
 
-async def play(contest: Contest, side: str, latency_ms: float, repeat: int) -> Run:
+async def check_agreement(contest: Contest) -> None:
+    """Greedy, every side must play every episode id by id alike; else their speeds do not compare."""
+    played = {side: await contest.greedy().play(side, env_maker(0, seed=0), seed=0) for side in SIDES}
+    for side in SIDES[1:]:
+        differ = sum(ours != theirs for ours, theirs in zip(played["collect"], played[side], strict=True))
+        if differ:
+            raise SystemExit(f"greedy, {differ} of {len(played[side])} episodes differ between collect and {side}")
+
+
+async def time_batch(contest: Contest, side: str, latency_ms: float, repeat: int) -> Run:
     """The delays depend on the repeat alone: all sides of one repeat get the same ones."""
+    make_env = env_maker(latency_ms, seed=repeat)
     before = asdict(contest.engine.stats)
     began = time.perf_counter()
-    played = await contest.sides[side](env_maker(latency_ms, seed=repeat), repeat)
+    played = await contest.play(side, make_env, seed=repeat)
     seconds = time.perf_counter() - began
     after = asdict(contest.engine.stats)
     return Run(
@@ -167,14 +194,12 @@ async def play(contest: Contest, side: str, latency_ms: float, repeat: int) -> R
     )
 
 
-async def play_all(contest: Contest, latencies: Sequence[float], repeats: int) -> list[Run]:
-    for side in SIDES:  # the first run of a side pays for what is made once
-        await play(contest, side, 0, repeat=repeats)
+async def time_all(contest: Contest, latencies: Sequence[float], repeats: int) -> list[Run]:
     runs = []
     for latency_ms in latencies:
         for repeat in range(repeats):
             for side in SIDES:
-                runs.append(await play(contest, side, latency_ms, repeat))
+                runs.append(await time_batch(contest, side, latency_ms, repeat))
     return runs
 
 
@@ -201,7 +226,9 @@ def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
 
 
 def show(summary: Sequence[dict[str, Any]]) -> None:
-    print(f"{'tool latency':>12} {'collect':>9} {'carried':>9} {'afresh':>9}   tokens/s      collect over carried, afresh")
+    print(
+        f"{'tool latency':>12} {'collect':>9} {'carried':>9} {'afresh':>9}   tokens/s      collect over carried, afresh"
+    )
     for row in summary:
         speed, over = row["tokens_per_second"], row["collect_over"]
         cells = " ".join(f"{speed[side]:>9}" for side in SIDES)
@@ -252,9 +279,10 @@ async def main(words: Sequence[str]) -> None:
     torch.set_num_threads(options.threads)
     config = load_config("quickstart", [f"engine.threads={options.threads}"])
     model = load_model(config, await starting_model(config, Console()))
-    contest = Contest(config, model, options.episodes)
+    contest = build_contest(config, model, options.episodes)
     latencies = [float(word) for word in options.latencies.split(",")]
-    runs = await play_all(contest, latencies, options.repeats)
+    await check_agreement(contest)  # also the first run of every side, which pays for what is made once
+    runs = await time_all(contest, latencies, options.repeats)
     await contest.engine.close()
 
     summary = [summarise(runs, latency_ms) for latency_ms in latencies]
@@ -265,6 +293,8 @@ async def main(words: Sequence[str]) -> None:
         **machine(),
         "threads": options.threads,
         "episodes": options.episodes,
+        "delays": f"log-normal, sigma {TAIL:g}, of the mean given as latency_ms",
+        "greedy_episodes_equal": True,  # or nothing would have been measured
         "summary": summary,
         "runs": [asdict(run) | {"tokens_per_second": run.tokens_per_second} for run in runs],
     }

@@ -76,7 +76,8 @@ class ToolCallFormat(ABC):
             named = zip(results, calls, strict=True)
             return [{"role": "tool", "name": call.name or "unknown", "content": result} for result, call in named]
         # One message: many templates refuse two user turns in a row.
-        return [{"role": "user", "content": "\n".join(self.wrap(result) for result in results)}]
+        # Marked, so that rendering lets none of it become a control token, as with role "tool".
+        return [{"role": "user", "from_tool": True, "content": "\n".join(self.wrap(result) for result in results)}]
 
     def wrap(self, result: str) -> str:
         return f"<tool_response>\n{result}\n</tool_response>"

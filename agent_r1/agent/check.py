@@ -37,11 +37,10 @@ async def check_env(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Seq
     change; the same actions give the same play; the answer, here replaced by a canary, is never shown; `close` may come
     at any time and twice.
     """
-    prompt = deepcopy(row.prompt)
+    before = deepcopy(row)
     first, second = [await _play(make_env, row, actions) for _ in range(2)]
-    assert row.prompt == prompt, (
-        f"the env changed the prompt of row {row.row_id!r}; other episodes share it, so copy it"
-    )
+    changed = [name for name in TaskRow.__dataclass_fields__ if getattr(row, name) != getattr(before, name)]
+    assert not changed, f"the env changed the {changed[0]} of row {row.row_id!r}; other episodes share it, so copy it"
     for index, (one, other) in enumerate(zip(first.observations, second.observations, strict=False)):
         assert one == other, (
             f"env is not deterministic for row {row.row_id!r}: same actions, different observation {index}: "

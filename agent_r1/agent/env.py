@@ -6,6 +6,7 @@ with carries no ground truth unless the class says `sees_ground_truth = True`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -66,9 +67,10 @@ def env_class(env_type: str) -> type[AgentEnv]:
 
 def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv:
     try:
-        return cls(**kwargs)
+        inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"env {name!r} does not accept these env_kwargs: {error}") from error
+    return cls(**kwargs)
 
 
 def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
@@ -77,8 +79,15 @@ def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    result = dict(base)
+    result = {key: _copied(value) for key, value in base.items()}
     for key, value in top.items():
         below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else _copied(value)
     return result
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew, so that what an episode does to its table stays in the episode; the objects in them are kept."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -10,26 +10,31 @@ enforces every limit, so no flow can train on something other than what was samp
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import json
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.guard import guarded, mended, trace
 from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow, ToolCallRecord, Transition
 
+logger = logging.getLogger(__name__)
+
 FlowClass = TypeVar("FlowClass", bound="type[AgentFlowBase]")
 
 _FLOWS: dict[str, type[AgentFlowBase]] = {}
 CLOSE_SECONDS = 5.0  # an env that cannot close is abandoned, not waited for
+MAX_INFO_CHARS = 100_000
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
 MAX_CHARS_PER_TOKEN = 256
 
@@ -47,8 +52,8 @@ class Limits:
 class EpisodeLimit(Exception):
     """Not a failure but the typed end of an episode: `Episode.act` raises it when a budget is used up."""
 
-    def __init__(self, stop: StopReason) -> None:
-        super().__init__(stop.value)
+    def __init__(self, stop: StopReason, reason: str) -> None:
+        super().__init__(reason)
         self.stop = stop
 
 
@@ -68,15 +73,36 @@ class Episode:
         self._seed = seed
         self._conversation: Conversation | None = None
         self._tools: list[dict[str, Any]] | None = None
+        self._acting = False
+        self._closed = False
+
+    def close(self) -> None:
+        """Nothing is sampled for this episode any more."""
+        self._closed = True
 
     async def act(self, observation: Observation, *, tools: list[dict[str, Any]] | None = None) -> Action:
-        """Let the policy respond to a complete observation. Raises `EpisodeLimit` when a budget is used up."""
+        """Let the policy respond to a complete observation. Raises `EpisodeLimit` when a budget is used up.
+
+        One call at a time: the steps of a trajectory have an order.
+        """
+        if self._closed or self._acting:
+            raise RuntimeError(
+                f"episode.act was called {'after the episode had ended' if self._closed else 'while another call runs'}"
+            )
         if len(self.steps) >= self.limits.max_steps:
-            raise EpisodeLimit(StopReason.MAX_STEPS)
+            raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
         prompt_ids = self._render(observation, tools or [])
+        self._acting = True
+        try:
+            return await self._sample(prompt_ids)
+        finally:
+            self._acting = False
+
+    async def _sample(self, prompt_ids: list[int]) -> Action:
         room = self.limits.max_context_tokens - len(prompt_ids)
         if room < 1:
-            raise EpisodeLimit(StopReason.MAX_TOKENS)
+            reason = f"the prompt has {len(prompt_ids)} tokens, max_context_tokens is {self.limits.max_context_tokens}"
+            raise EpisodeLimit(StopReason.MAX_TOKENS, reason)
         started = time.perf_counter()
         completion = await self._sampler.generate(
             prompt_ids, self._next_sampling(min(room, self.limits.max_response_tokens)), session=self.episode_id
@@ -84,29 +110,31 @@ class Episode:
         text = self.renderer.decode(completion.token_ids)
         self._record(prompt_ids, completion, text, time.perf_counter() - started)
         if completion.stop == "length":  # a response cut in half must not be executed
-            raise EpisodeLimit(StopReason.MAX_TOKENS)
+            raise EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {len(completion.token_ids)} tokens")
         assert self._conversation is not None
         self._conversation.sampled(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
 
     def observe(self, transition: Transition, *, seconds: float = 0.0) -> None:
-        """Attach what the env answered to the step just taken."""
-        if not math.isfinite(transition.reward):
-            raise ValueError(f"the env returned reward {transition.reward!r}; rewards must be finite numbers")
+        """Attach what the env answered to the step just taken.
+
+        Everything is made plain here (floats, valid text, JSON), so that a strange value fails this episode and not the
+        file that all of them are written to.
+        """
         last = self.steps[-1]
         self.steps[-1] = replace(
             last,
-            reward=last.reward + transition.reward,
-            calls=last.calls + tuple(self._with_tokens(call, last) for call in transition.calls),
-            feedback=transition.feedback,
+            reward=last.reward + _finite(transition.reward),
+            calls=last.calls + tuple(self._plain_call(call, last) for call in transition.calls),
+            feedback=mended(transition.feedback),
             env_seconds=seconds,
-            info=transition.info,
+            info=_plain(transition.info),
         )
 
     def _render(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
-        size = _text_size(observation)
+        size = _text_size([observation.messages, observation.text]) + len(observation.token_ids or [])
         if size > self.limits.max_context_tokens * MAX_CHARS_PER_TOKEN:
-            raise EpisodeLimit(StopReason.MAX_TOKENS)
+            raise EpisodeLimit(StopReason.MAX_TOKENS, f"the observation has {size} characters")
         if self._conversation is None or tools != self._tools:
             self._conversation, self._tools = Conversation(self.renderer, tools), tools
         if observation.messages is not None:
@@ -130,8 +158,15 @@ class Episode:
             )
         )
 
-    def _with_tokens(self, call: ToolCallRecord, step: Step) -> ToolCallRecord:
-        return replace(call, token_span=self.renderer.token_span(step.response_ids, *call.text_span))
+    def _plain_call(self, call: ToolCallRecord, step: Step) -> ToolCallRecord:
+        return replace(
+            call,
+            token_span=self.renderer.token_span(step.response_ids, *call.text_span),
+            reward=_finite(call.reward),
+            result=mended(call.result),
+            arguments=_plain(call.arguments),
+            info=_plain(call.info),
+        )
 
 
 class AgentFlowBase(ABC):
@@ -149,7 +184,11 @@ class AgentFlowBase(ABC):
         """Class decorator: make the flow available to recipes (`task.flow`) and rows (`agent_name`)."""
 
         def add(cls: FlowClass) -> FlowClass:
-            _FLOWS.update(dict.fromkeys(names, cls))
+            for name in names:
+                known = _FLOWS.setdefault(name, cls)
+                if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                    raise ConfigError(f"flow name {name!r} is taken by {known.__module__}.{known.__qualname__}")
+                _FLOWS[name] = cls
             return cls
 
         return add
@@ -192,8 +231,10 @@ class AgentEnvLoop(AgentFlowBase):
                 assert transition.observation is not None  # Transition checks it
                 observation = transition.observation
         finally:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(env.close(), CLOSE_SECONDS)
+            try:
+                await guarded(env.close(), seconds=CLOSE_SECONDS)
+            except Exception as error:  # noqa: BLE001 (the episode is over, and its outcome stands)
+                logger.error("closing %s failed\n%s", type(env).__name__, trace(error))
 
 
 def stable_seed(*parts: object) -> int:
@@ -202,10 +243,30 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _text_size(observation: Observation) -> int:
-    if observation.messages is not None:
-        return sum(len(content) for m in observation.messages if isinstance(content := m.get("content"), str))
-    return len(observation.text or "") + len(observation.token_ids or [])
+def _text_size(value: object) -> int:
+    """The characters in all strings of a nested value: contents in parts and tool calls count too."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_text_size(item) for item in value.values())
+    return sum(_text_size(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+def _finite(reward: object) -> float:
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ValueError(f"the env returned reward {reward!r:.80}; rewards must be finite numbers")
+    return float(reward)
+
+
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        text = json.dumps(info, ensure_ascii=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"info and arguments must be JSON, to be kept with the trajectory: {error}") from error
+    if len(text) > MAX_INFO_CHARS:
+        raise ValueError(f"info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory")
+    plain: dict[str, Any] = json.loads(mended(text))
+    return plain
 
 
 def _brief(value: object) -> str:

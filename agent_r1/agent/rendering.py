@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 ToolSchemas = Sequence[Mapping[str, Any]]
 
 TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # whoever speaks in these is outside our control
+MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
 PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # a reply taken apart by the env
 
 # A template is a program that expects certain roles, keys and types; these are its ways to refuse.
@@ -231,7 +233,7 @@ class Renderer:
 
     def _safe(self, messages: list[Message]) -> list[Message]:
         """The messages with a cut in every look-alike."""
-        return [(self._control if m.get("role") in TOOL_ROLES else self._special).defuse(m) for m in messages]
+        return [(self._control if _is_from_tool(m) else self._special).defuse(m) for m in messages]
 
     def _template(self, safe: list[Message], tools: ToolSchemas, *, generation_prompt: bool = True) -> str:
         try:
@@ -278,19 +280,22 @@ class Conversation:
     """The prompts of one episode: call `prompt`, sample, call `sampled`, and so on."""
 
     def __init__(self, renderer: Renderer, tools: ToolSchemas = ()) -> None:
-        self.extended = False  # whether the last prompt extends the prompt and response before it
+        self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
         self._tools = tools
         self._asked: tuple[Observation, list[int]] | None = None
-        self._turn: Turn | None = None
+        self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
 
     def prompt(self, observation: Observation) -> list[int]:
         """The exact ids to sample from next."""
-        extended = self._renderer.extend(self._turn, observation, self._tools) if self._turn else None
+        # Not only the last turn: a flow may take turns between several conversations.
+        candidates = [turn for turn in self._turns if turn is self._turns[-1] or not _adds_replies(turn, observation)]
+        tries = (self._renderer.extend(turn, observation, self._tools) for turn in reversed(candidates))
+        extended = next((ids for ids in tries if ids is not None), None)
         self.extended = extended is not None
         ids = self._renderer.render(observation, self._tools) if extended is None else extended
         # A snapshot: an env may edit its messages in place, and that must show as a rewritten history.
-        self._asked, self._turn = (deepcopy(observation), list(ids)), None
+        self._asked = (deepcopy(observation), list(ids))
         return ids
 
     def sampled(self, response_ids: Sequence[int], text: str) -> None:
@@ -298,7 +303,8 @@ class Conversation:
         if self._asked is None:
             raise ValueError("Conversation.sampled was called without a prompt; call prompt(observation) first.")
         observation, prompt_ids = self._asked
-        self._turn = Turn(observation=observation, prompt_ids=prompt_ids, response_ids=list(response_ids), text=text)
+        turn = Turn(observation=observation, prompt_ids=prompt_ids, response_ids=list(response_ids), text=text)
+        self._turns.append(turn)
         self._asked = None
 
 
@@ -308,6 +314,7 @@ class TemplateReport:
 
     stop_tokens: tuple[str, ...]
     renders: bool  # there is a template, and it takes a user message
+    joins: bool  # text tokenised in two pieces is the same text: without it nothing can be appended
     extends: bool  # a next user message is appended, not rendered afresh
     extends_after_tool: bool  # so is a tool's result
     tool_role: bool  # messages of role "tool" are shown to the model
@@ -344,7 +351,9 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     extends_tool = works and (extends(said, result) or extends(called, result))
     tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
     tools_shown = attempt(user) != attempt(user, tools=())
+    joins = renderer._decode([*renderer._encode("a"), *renderer._encode("b")]) == "ab"
     checks = {
+        "the tokenizer writes a space before every piece of text (Llama-2 style), so nothing can be appended": joins,
         "the template cannot render a user message, or there is none": bool(attempt(user)),
         "no stop token is known: set the tokenizer's eos_token or give extra stop ids": bool(renderer.stop_ids),
         "a next user message cannot be appended: each turn is rendered afresh": extends_user,
@@ -355,12 +364,26 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     return TemplateReport(
         stop_tokens=tuple(renderer._decode([stop_id]) for stop_id in renderer.stop_ids),
         renders=bool(attempt(user)),
+        joins=joins,
         extends=extends_user,
         extends_after_tool=extends_tool,
         tool_role=tool_role,
         tools_shown=tools_shown,
         problems=tuple(problem for problem, holds in checks.items() if not holds),
     )
+
+
+def _adds_replies(turn: Turn, observation: Observation) -> bool:
+    """Whether replies follow the turn's own: then a later turn was rewritten, and the whole is rendered afresh."""
+    if observation.messages is None or turn.observation.messages is None:
+        return False
+    added = observation.messages[len(turn.observation.messages) + 1 :]
+    return any(message.get("role") == "assistant" for message in added)
+
+
+def _is_from_tool(message: Message) -> bool:
+    """Text that a tool wrote, also where it comes as a user message for want of a tool role."""
+    return message.get("role") in TOOL_ROLES or bool(message.get("from_tool"))
 
 
 def _text_of(content: Any) -> str | None:

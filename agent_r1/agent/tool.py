@@ -13,16 +13,14 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from contextvars import copy_context
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, update_wrapper
-from threading import Thread
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from pydantic import BaseModel
 
+from agent_r1.agent.guard import call
 from agent_r1.agent.tool_schema import (
     Arguments,
     RowKeys,
@@ -83,7 +81,11 @@ class BaseTool(ABC):
         """Run one call. `args` are validated; `context` holds the row's `tools_kwargs` that the signature takes."""
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
-        """Run several calls: one result per call, in order. An exception in the list fails that call alone."""
+        """Run several calls: a list with one result per call, in order. An exception in it fails that call alone.
+
+        When the batch itself raises, which call broke it is not known, and each is run again alone: calls that must not
+        happen twice should put their exceptions into the list.
+        """
         running = (self.execute(call.args, **call.context) for call in calls)
         return await asyncio.gather(*running, return_exceptions=True)
 
@@ -174,7 +176,7 @@ class FunctionTool(BaseTool):
         return self.arguments.values(self.arguments.validate(arguments))
 
     async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
-        result: Returned = await _call(self.function, **args, **context)
+        result: Returned = await call(self.function, **args, **context)
         return result
 
 
@@ -204,7 +206,7 @@ class BatchFunctionTool(FunctionTool):
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
         items = [self._item.model_construct(**call.args) for call in calls]
-        results: Sequence[Returned | BaseException] = await _call(self.function, items)
+        results: Sequence[Returned | BaseException] = await call(self.function, items)
         return results
 
 
@@ -241,36 +243,3 @@ def tool(
         return made
 
     return make if function is None else make(function)
-
-
-async def call_with_timeout(function: Callable[..., Any], args: Sequence[Any], *, timeout: float) -> Any:
-    """Call a user's sync or async function without letting it hold up the loop; TimeoutError when it takes too long."""
-    async with asyncio.timeout(timeout):
-        return await _call(function, *args)
-
-
-async def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Await an async function, or run a sync one in a daemon thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    context = copy_context()
-
-    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
-        if not done.done():  # timed out or cancelled: nobody waits any more
-            done.set_result(outcome)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
-        except BaseException as error:  # noqa: BLE001 (carried over to the waiting side and raised there)
-            outcome = (None, error)
-        with suppress(RuntimeError):  # the event loop has closed meanwhile
-            loop.call_soon_threadsafe(deliver, outcome)
-
-    Thread(target=work, daemon=True).start()
-    value, error = await done
-    if error is not None:
-        raise error
-    return value

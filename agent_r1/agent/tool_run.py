@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from agent_r1.agent.guard import TimedOut, guarded
 from agent_r1.agent.tool import BaseTool, ToolCall, ToolError, ToolResult
 from agent_r1.agent.tool_schema import BadArguments
 
@@ -70,16 +71,11 @@ def _as_result(tool: str, returned: Any) -> ToolResult:
     )
 
 
-async def _timed(tool: BaseTool, running: Awaitable[Any]) -> Any:
+async def _timed(tool: BaseTool, running: Coroutine[Any, Any, Any]) -> Any:
     try:
-        async with asyncio.timeout(tool.timeout) as limit:
-            return await running
-    except TimeoutError:
-        if not limit.expired():  # the tool's own, from something it waited for
-            raise
+        return await guarded(running, seconds=tool.timeout)
+    except TimedOut:
         raise _TimedOut(f"tool {tool.name!r} did not answer within {tool.timeout:g} s") from None
-    except SystemExit as error:  # would end the whole run from inside one episode
-        raise RuntimeError(f"tool {tool.name!r} called exit") from error
 
 
 IDLE_ROUNDS = 5  # an episode needs a few rounds of the loop from its observation to its next call
@@ -92,7 +88,6 @@ class _Batcher:
         self._tool = tool
         self._waiting: list[tuple[ToolCall, asyncio.Future[Any]]] = []
         self._flush_later: asyncio.Handle | None = None
-        self._running: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
     async def submit(self, call: ToolCall) -> Any:
         """What the tool returned for this call; an exception that is its result is returned, not raised."""
@@ -117,12 +112,14 @@ class _Batcher:
     def _flush(self) -> None:
         if self._flush_later is not None:
             self._flush_later.cancel()
+            self._flush_later = None  # it refers to the loop, which must be free to go
+        _forget(self._tool)  # nothing waits any more; the next call makes a new batcher
         batch = [(call, future) for call, future in self._waiting if not future.done()]
         self._waiting = []
         if batch:
             task = asyncio.get_running_loop().create_task(self._run(batch))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            _RUNNING.add(task)
+            task.add_done_callback(_RUNNING.discard)
 
     async def _run(self, batch: list[tuple[ToolCall, asyncio.Future[Any]]]) -> None:
         results = await self._results([call for call, _ in batch])
@@ -133,8 +130,11 @@ class _Batcher:
     async def _results(self, calls: list[ToolCall]) -> Sequence[Any]:
         try:
             results: Sequence[Any] = await _timed(self._tool, self._tool.batch_execute(calls))
-            if len(results) != len(calls):
-                raise TypeError(f"tool {self._tool.name!r} returned {len(results)} results for {len(calls)} calls")
+            if not isinstance(results, list | tuple) or len(results) != len(calls):
+                raise TypeError(
+                    f"batch tool {self._tool.name!r} must return a list of {len(calls)} results, one per call; "
+                    f"got {type(results).__name__} {str(results)[:80]}"
+                )
         except _TimedOut as error:
             return [error] * len(calls)
         except Exception as error:  # noqa: BLE001 (raised again by the call it belongs to)
@@ -145,9 +145,14 @@ class _Batcher:
         return results
 
 
+_RUNNING: set[asyncio.Task[None]] = set()  # an event loop itself holds tasks only weakly
 _BATCHERS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, _Batcher]] = WeakKeyDictionary()
 
 
 def _batcher(tool: BaseTool) -> _Batcher:
     of_loop = _BATCHERS.setdefault(asyncio.get_running_loop(), {})
     return of_loop.setdefault(id(tool), _Batcher(tool))  # the batcher holds the tool, so its id stays taken
+
+
+def _forget(tool: BaseTool) -> None:
+    _BATCHERS[asyncio.get_running_loop()].pop(id(tool), None)

@@ -3,7 +3,7 @@
 Every episode is its own task and advances as soon as its own tool returns. A failed episode is data: its error is kept
 on the trajectory, it is never trained on, and only when too many of a batch fail does the run stop.
 
-Not covered: code that blocks the event loop itself. Blocking tools run in threads (`agent/tool.py`); an env that must
+Not covered: code that blocks the event loop itself. Blocking tools run in threads (`agent/guard.py`); an env that must
 block should do so in `asyncio.to_thread`.
 """
 
@@ -13,19 +13,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
+from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, describe, guarded, trace
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
-from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.errors import RolloutError
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
-
-CANCEL_SECONDS = 2.0  # how long a cancelled episode may take to clean up before it is abandoned
-MAX_ERROR_CHARS = 2000
 
 OnEpisode = Callable[[Trajectory], None]
 
@@ -60,9 +58,8 @@ class Collector:
         try:
             played = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-        self._check_failures(played)
+            await _end(tasks)
+        check_failures(played, self.max_error_fraction)
         size = self.group_size
         return [Group(row=row, trajectories=list(played[i * size : (i + 1) * size])) for i, row in enumerate(rows)]
 
@@ -76,8 +73,11 @@ class Collector:
             seed=seed,
         )
         started = time.perf_counter()
-        stop, error = await self._outcome(row, episode)
-        self.sampler.release(episode_id)
+        try:
+            stop, error = await self._outcome(row, episode)
+        finally:
+            episode.close()  # code that was left behind must not sample any more
+            self.sampler.release(episode_id)
         return Trajectory(
             row_id=row.row_id,
             trajectory_id=episode_id,
@@ -88,48 +88,45 @@ class Collector:
         )
 
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:
-        """Why the episode ended. A task of its own, so that one that ignores cancellation can be left behind."""
-        task = asyncio.create_task(_run_flow(self.make_flow, row, episode))
+        """Why the episode ended, and what went wrong if something did."""
         try:
-            await asyncio.wait({task}, timeout=self.limits.episode_seconds)
-            if task.done():
-                return task.result()
+            stop = await guarded(self.make_flow(row).run(row, episode), seconds=self.limits.episode_seconds)
+        except EpisodeLimit as limit:
+            return (limit.stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {limit}")
+        except TimedOut as late:
+            return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
+        except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
+            logger.error("episode %s failed\n%s", episode.episode_id, trace(error))
+            return StopReason.ERROR, describe(error)
+        if not isinstance(stop, StopReason):
+            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+        if not episode.steps:
+            return StopReason.ERROR, "the flow ended without a single model call"
+        return stop, None
+
+
+async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
+    """After an interruption: let every episode close its env, for a bounded time, before anybody goes on."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        if not task.cancelling():  # a second cancel would cut the cleaning up short
             task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-            limit = f"{self.limits.episode_seconds:g} s"
-            return StopReason.TIMEOUT, f"the episode was not finished after {limit} (rollout.episode_seconds)"
-        finally:
-            task.cancel()
-
-    def _check_failures(self, played: Sequence[Trajectory]) -> None:
-        failed = [trajectory for trajectory in played if trajectory.stop.is_failure]
-        if len(failed) > self.max_error_fraction * len(played):
-            cause, count = Counter(trajectory.error for trajectory in failed).most_common(1)[0]
-            raise RolloutError(
-                f"{len(failed)} of {len(played)} episodes failed (rollout.max_error_fraction is "
-                f"{self.max_error_fraction:g}); most common cause, {count} times: {cause}"
-            )
+    if running:
+        await asyncio.wait(running, timeout=2 * CANCEL_SECONDS)
 
 
-async def _run_flow(
-    make_flow: Callable[[TaskRow], AgentFlowBase], row: TaskRow, episode: Episode
-) -> tuple[StopReason, str | None]:
-    try:
-        stop = await make_flow(row).run(row, episode)
-    except EpisodeLimit as limit:
-        return limit.stop, None
-    except ConfigError:
-        raise  # a wrong recipe is wrong for every row: stop the run with its message
-    except (Exception, SystemExit) as error:  # a tool that calls exit() must not end the run
-        logger.exception("episode %s failed", episode.episode_id)
-        return StopReason.ERROR, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-    if not isinstance(stop, StopReason):
-        return StopReason.ERROR, f"the flow returned {stop!r} instead of a StopReason"
-    if not episode.steps:
-        return StopReason.ERROR, "the flow ended without a single model call"
-    return stop, None
+def check_failures(played: Iterable[Trajectory], max_error_fraction: float) -> None:
+    """Many failures at once are a broken run, not bad luck: stop it, with the commonest cause."""
+    stops = list(played)
+    failed = [trajectory for trajectory in stops if trajectory.stop.is_failure]
+    if len(failed) > max_error_fraction * len(stops):
+        cause, count = Counter(trajectory.error for trajectory in failed).most_common(1)[0]
+        raise RolloutError(
+            f"{len(failed)} of {len(stops)} episodes failed (rollout.max_error_fraction is "
+            f"{max_error_fraction:g}); most common cause, {count} times: {cause}"
+        )
 
 
 def with_failure(trajectory: Trajectory, error: str) -> Trajectory:
-    """The trajectory as failed after the fact, for example by its reward function."""
-    return replace(trajectory, stop=StopReason.ERROR, error=error[:MAX_ERROR_CHARS])
+    """The trajectory as failed after the fact, by its reward function."""
+    return replace(trajectory, stop=StopReason.ERROR, error=error)

@@ -13,14 +13,17 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
-from agent_r1.agent.tool import call_with_timeout
+from agent_r1.agent.guard import TimedOut, call, describe, guarded, trace
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.collect import with_failure
+from agent_r1.rollout.collect import check_failures, with_failure
 from agent_r1.types import Group, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
+
+SYNC_THREADS = 4
 
 RewardValue = float | Mapping[str, float]
 RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardValue]]
@@ -29,39 +32,50 @@ RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardV
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
     reward: RewardFunction
-    timeout: float = 30.0  # seconds per trajectory
+    timeout: float  # seconds per trajectory, from the moment its turn comes
+    max_concurrent: int = 64
+    max_error_fraction: float = 1.0  # of all trajectories, those that failed earlier included
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with outcome rewards filled in; trajectories that failed earlier are left as they are."""
-        return list(await asyncio.gather(*(self._score_group(group) for group in groups)))
+        # Sync rewards share the interpreter: more threads than a few would only run out each other's time.
+        gate = asyncio.Semaphore(self.max_concurrent if _is_async(self.reward) else SYNC_THREADS)
+        scored = list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
+        check_failures((t for group in scored for t in group.trajectories), self.max_error_fraction)
+        return scored
 
-    async def _score_group(self, group: Group) -> Group:
-        scored = await asyncio.gather(*(self._score(group.row, trajectory) for trajectory in group.trajectories))
+    async def _score_group(self, group: Group, gate: asyncio.Semaphore) -> Group:
+        scored = await asyncio.gather(*(self._score(group.row, trajectory, gate) for trajectory in group.trajectories))
         return replace(group, trajectories=list(scored))
 
-    async def _score(self, row: TaskRow, trajectory: Trajectory) -> Trajectory:
+    async def _score(self, row: TaskRow, trajectory: Trajectory, gate: asyncio.Semaphore) -> Trajectory:
         if trajectory.stop.is_failure:
             return trajectory
-        name = getattr(self.reward, "__name__", "reward")
+        name = getattr(self.reward, "__name__", type(self.reward).__name__)
         try:
-            value = await call_with_timeout(self.reward, (row, trajectory), timeout=self.timeout)
-            components = _components(name, value)
-        except TimeoutError:
+            async with gate:
+                value = await guarded(call(self.reward, row, trajectory), seconds=self.timeout)
+            components = _components(value)
+        except TimedOut:
             return with_failure(trajectory, f"reward {name!r} did not return within {self.timeout:g} s")
-        except Exception as error:
-            logger.exception("reward %s failed on %s", name, trajectory.trajectory_id)
-            return with_failure(trajectory, f"reward {name!r} failed: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
+            logger.error("reward %s failed on %s\n%s", name, trajectory.trajectory_id, trace(error))
+            return with_failure(trajectory, f"reward {name!r} failed: {describe(error)}")
         return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
 
 
-def _components(name: str, value: Any) -> dict[str, float]:
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _components(value: Any) -> dict[str, float]:
     named = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in named:
         raise ValueError(f"a dict of components needs the key 'reward' (what is trained on); got {sorted(named)}")
     checked: dict[str, float] = {}
     for key, part in named.items():
-        if not isinstance(part, int | float) or not math.isfinite(part):
-            raise ValueError(f"component {key!r} is {part!r}; rewards must be finite numbers")
+        if not isinstance(part, Real) or not math.isfinite(part):  # numpy's scalars are real numbers too
+            raise ValueError(f"component {key!r} is {part!r:.80}; rewards must be finite numbers")
         checked[str(key)] = float(part)
     return checked
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
-from agent_r1.agent.flow import AgentFlowBase, Limits, flow_class
+from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Limits, flow_class
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool import BaseTool, get_tool
@@ -73,7 +73,9 @@ def build_plan(config: RunConfig) -> Plan:
     train_rows, test_rows = task.train_rows(), task.test_rows()
     _check_disjoint(train_rows, test_rows)
     for row in (train_rows[0], test_rows[0]):
-        task.make_flow(row)  # an unknown agent_name is an error now, not in the first batch
+        flow = task.make_flow(row)  # an unknown agent_name is an error now, not in the first batch
+        if isinstance(flow, AgentEnvLoop):
+            flow.make_env(row)  # so are settings that the env or its tools do not take
     return Plan(task=task, algorithm=algorithm, train_rows=train_rows, test_rows=test_rows)
 
 
@@ -86,7 +88,7 @@ def build_task(config: RunConfig) -> Task:
         train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count),
         test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows),
         make_flow=_flow_maker(config),
-        scorer=Scorer(reward=reward, timeout=task.reward_seconds),
+        scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
     )
 
@@ -97,6 +99,7 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
         network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
+    _check_context(config, network)
     template = config.model.chat_template
     renderer = Renderer(
         tokenizer,
@@ -107,6 +110,15 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
 
 
+def _check_context(config: RunConfig, network: Any) -> None:
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if positions is not None and config.rollout.max_context_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens={config.rollout.max_context_tokens} is more than the {positions} positions "
+            "the model has; lower it"
+        )
+
+
 def _generation_stop_ids(network: Any) -> list[int]:
     """What the model's authors let it stop on besides the end of a turn (Qwen's <|endoftext|>, Llama's <|eom_id|>)."""
     ids = network.generation_config.eos_token_id if network.generation_config is not None else None
@@ -115,7 +127,7 @@ def _generation_stop_ids(network: Any) -> list[int]:
 
 def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
     report = verify_template(renderer)
-    if not report.stop_tokens or not report.renders:
+    if not (report.stop_tokens and report.renders and report.joins):
         raise ConfigError(
             f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
             "Give a chat template with model.chat_template=FILE"
@@ -278,7 +290,7 @@ def _tool(name: str, config: RunConfig) -> BaseTool:
 
 
 def _is_data_source(rows: str) -> bool:
-    return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl", ".json")) or "/" in rows
+    return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl")) or "/" in rows
 
 
 def _recipe_path(config: RunConfig, name: str) -> Path:
@@ -292,7 +304,12 @@ def _recipe_path(config: RunConfig, name: str) -> Path:
 
 def _check_disjoint(train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:
     """A test row that is also trained on makes every number a lie."""
-    seen = {repr((row.prompt, row.env_kwargs, row.extra_info)): row.row_id for row in train}
+
+    def content(row: TaskRow) -> str:
+        place = ("index", "split")  # published rows number themselves here
+        return repr((row.prompt, row.env_kwargs, [item for item in row.extra_info.items() if item[0] not in place]))
+
+    seen = {content(row): row.row_id for row in train}
     for row in test:
-        if (twin := seen.get(repr((row.prompt, row.env_kwargs, row.extra_info)))) is not None:
+        if (twin := seen.get(content(row))) is not None:
             raise ConfigError(f"test row {row.row_id!r} is the same task as training row {twin!r}")

@@ -94,5 +94,5 @@ def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
 
 def _open(path: Path, mode: str) -> IO[Any]:
     if path.suffix == ".gz":
-        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8"))
-    return path.open(mode.replace("t", ""), encoding="utf-8")
+        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8", errors="replace"))
+    return path.open(mode.replace("t", ""), encoding="utf-8", errors="replace")

@@ -35,7 +35,7 @@ def load_rows(source: str | Callable[..., Iterable[Any]], *, split: str, count: 
         if count is not None and index >= count:
             break
         row = item if isinstance(item, TaskRow) else row_from_record(item, index=index, where=where)
-        rows.append(row if row.row_id else _with_id(row, f"{split}-{index}"))
+        rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} gave no rows for split {split!r}")
     if count is not None and len(rows) < count and not callable(source):
@@ -86,7 +86,7 @@ def _read(source: str, split: str) -> Iterable[Any]:
         raise DataError(f"no data file at {path}")
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix == ".jsonl":
         return _read_jsonl(path)
     raise DataError(f"{path} is neither .parquet nor .jsonl")
 
@@ -107,17 +107,32 @@ def _read_parquet(path: Path) -> Iterable[Any]:
     except Exception as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     for batch in table.iter_batches():
-        yield from batch.to_pylist()
+        yield from map(_without_nulls, batch.to_pylist())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all fields of its column: those a row does not have come back as None."""
+    if isinstance(value, dict):
+        kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {**kept, "content": None} if "role" in kept and "content" not in kept else kept
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_jsonl(path: Path) -> Iterable[Any]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path} line {number} is not JSON: {error}") from error
+    for number, line in enumerate(_decoded(path), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path} line {number} is not JSON: {error}") from error
+
+
+def _decoded(path: Path) -> Iterable[str]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            yield from lines
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:
@@ -134,15 +149,14 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
 
 
 def _messages(prompt: Any, place: str) -> list[Message]:
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     messages = list(prompt) if isinstance(prompt, Sequence) else None
     if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
         raise DataError(
             f"{place}: prompt must be text or a non-empty list of {{role, content}}, got {str(prompt)[:120]}"
         )
-    # Arrow gives every struct all fields of the column: absent ones come back as None.
-    return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+    return [dict(message) for message in messages]
 
 
 def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:
@@ -156,10 +170,6 @@ def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{place}: {column} must be a mapping or a JSON object, got {type(value).__name__}")
     return {str(key): item for key, item in value.items()}
-
-
-def _with_id(row: TaskRow, row_id: str) -> TaskRow:
-    return replace(row, row_id=row_id)
 
 
 def _check_unique(rows: Sequence[TaskRow], where: str) -> None:

@@ -59,7 +59,8 @@ class Subject:
 
     def neutral(self, message: Message) -> Message:
         """The message without what must not become a control token."""
-        forbidden = self.added.values() if message["role"] == "tool" else self.special
+        from_tool = message["role"] == "tool" or message.get("from_tool")
+        forbidden = self.added.values() if from_tool else self.special
         longest_first = sorted((token for token in forbidden if token.strip()), key=len, reverse=True)
         return {**message, "content": re.sub("|".join(map(re.escape, longest_first)), "x", message["content"])}
 
@@ -93,7 +94,7 @@ class Subject:
 
     def answers(self, contents: st.SearchStrategy[str]) -> st.SearchStrategy[list[Message]]:
         """What an env may add after a reply: a user message, or the results of some tools."""
-        user = st.lists(_message("user", contents), min_size=1, max_size=1)
+        user = st.lists(_message("user", contents) | _from_tool(contents), min_size=1, max_size=1)
         return user | st.lists(_message("tool", contents), min_size=1, max_size=3) if self.tool_role else user
 
     def responses(self) -> st.SearchStrategy[list[int]]:
@@ -111,6 +112,11 @@ def _joined(pieces: list[str]) -> str:
 
 def _message(role: str, contents: st.SearchStrategy[str]) -> st.SearchStrategy[Message]:
     return contents.map(lambda content: {"role": role, "content": content})
+
+
+def _from_tool(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Message]:
+    """A tool's result in a user message, for templates without a tool role."""
+    return contents.map(lambda content: {"role": "user", "from_tool": True, "content": content})
 
 
 def check_ids_are_the_tokenizers_own(subject: Subject, messages: list[Message], tools: list[dict[str, Any]]) -> None:

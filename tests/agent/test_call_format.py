@@ -32,9 +32,11 @@ def test_results_are_tool_messages_or_one_user_message() -> None:
         {"role": "tool", "name": "unknown", "content": "two"},
     ]
     wrapped = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
-    assert HERMES.result_messages(["one", "two"], calls, "user") == [{"role": "user", "content": wrapped}]
+    assert HERMES.result_messages(["one", "two"], calls, "user") == [
+        {"role": "user", "from_tool": True, "content": wrapped}
+    ]
     assert RETOOL.result_messages(["one"], calls[:1]) == [
-        {"role": "user", "content": "<interpreter>\none\n</interpreter>"}
+        {"role": "user", "from_tool": True, "content": "<interpreter>\none\n</interpreter>"}
     ]
     assert HERMES.assistant_message("<think>a</think>b") == {"role": "assistant", "content": "<think>a</think>b"}
 

@@ -349,7 +349,7 @@ def test_token_ids_are_taken_verbatim() -> None:
     assert conversation.prompt(Observation(token_ids=[5, 6, 7, 8])) == [5, 6, 7, 8]
     assert conversation.extended
     conversation.sampled([9], "x")
-    assert conversation.prompt(Observation(token_ids=[5, 6, 7, 9])) == [5, 6, 7, 9]
+    assert conversation.prompt(Observation(token_ids=[5, 6, 9])) == [5, 6, 9]
     assert not conversation.extended
 
 

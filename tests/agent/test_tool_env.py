@@ -254,7 +254,11 @@ def test_every_format_plays_the_same_episode(name: str) -> None:
 
 def test_retool_runs_code_in_its_tool_and_answers_as_user() -> None:
     (step,) = play(ToolEnv(tools=[python], tool_format="retool"), "<code>1</code>")
-    assert messages(step)[-1] == {"role": "user", "content": "<interpreter>\nran 1\n</interpreter>"}
+    assert messages(step)[-1] == {
+        "role": "user",
+        "from_tool": True,
+        "content": "<interpreter>\nran 1\n</interpreter>",
+    }
 
     @tool
     def shell(command: str) -> str:
@@ -268,7 +272,11 @@ def test_retool_runs_code_in_its_tool_and_answers_as_user() -> None:
 
 def test_results_can_be_given_by_the_user_role() -> None:
     (step,) = play(ToolEnv(tools=[add], tool_role="user"), say("add", a=1, b=2))
-    assert messages(step)[-1] == {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}
+    assert messages(step)[-1] == {
+        "role": "user",
+        "from_tool": True,
+        "content": "<tool_response>\n3\n</tool_response>",
+    }
 
 
 @pytest.mark.parametrize("name", FORMATS)

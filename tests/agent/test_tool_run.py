@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from agent_r1.agent.tool import BaseTool, Returned, ToolCall, ToolError, ToolResult, call_with_timeout, tool
+from agent_r1.agent.guard import Escaped
+from agent_r1.agent.tool import BaseTool, Returned, ToolCall, ToolError, ToolResult, tool
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 
 
@@ -71,7 +74,7 @@ def test_a_tool_error_is_text_and_any_other_exception_propagates(kind: str) -> N
     assert (outcome.text, outcome.error, outcome.refused) == ("no such page", "no such page", False)
     with pytest.raises(KeyError, match="bug"):
         run(failing, {"how": "bug"})
-    with pytest.raises(RuntimeError, match="called exit"):  # not the end of the run
+    with pytest.raises(Escaped, match="SystemExit"):  # not the end of the run
         run(failing, {"how": "exit"})
     with pytest.raises(TimeoutError, match="upstream"):  # what the tool waited for, not our limit
         run(failing, {"how": "own timeout"})
@@ -124,16 +127,6 @@ print(asyncio.run(main()))
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout == "done\n"
-
-
-def test_call_with_timeout_takes_sync_and_async_functions() -> None:
-    async def double(x: int) -> int:
-        return 2 * x
-
-    assert asyncio.run(call_with_timeout(lambda x: 2 * x, (3,), timeout=5)) == 6
-    assert asyncio.run(call_with_timeout(double, (3,), timeout=5)) == 6
-    with pytest.raises(TimeoutError):
-        asyncio.run(call_with_timeout(asyncio.sleep, (60,), timeout=0.01))
 
 
 # batching
@@ -262,7 +255,7 @@ def test_a_batch_with_a_result_missing_is_a_bug_of_the_tool() -> None:
         async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
             return []
 
-    with pytest.raises(TypeError, match="tool 'echo' returned 0 results for 1 calls"):
+    with pytest.raises(TypeError, match="batch tool 'echo' must return a list of 1 results"):
         run(Short(), {"text": "x"})
 
 
@@ -273,3 +266,63 @@ def test_the_default_batch_execute_runs_each_call_and_keeps_its_exception_in_pla
     good, bad = asyncio.run(main())
     assert good == "a"
     assert isinstance(bad, KeyError)
+
+
+class Stubborn(BaseException):
+    """Not an Exception, like the panics of extension modules."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), Stubborn("panic"), SystemExit(3)], ids=repr)
+def test_a_batch_that_raises_what_no_tool_should_answers_every_waiting_call(error: BaseException) -> None:
+    @tool(batch=True, timeout=5)
+    async def broken(calls: list[Query]) -> list[Any]:
+        """Break."""
+        raise error
+
+    async def two() -> list[Any]:
+        runs = [run_tool(broken, {"number": number}, {}) for number in (1, 2)]
+        return await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 20)
+
+    outcomes = asyncio.run(two())
+    assert all(isinstance(outcome, Escaped) for outcome in outcomes)
+
+
+def test_a_tool_that_swallows_its_cancellation_cannot_outlive_its_timeout() -> None:
+    @tool(timeout=0.1)
+    async def deaf() -> str:
+        """Do not listen."""
+        for _ in range(2):
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+        return "done after all"
+
+    outcome = asyncio.run(run_tool(deaf, {}, {}))
+    assert outcome.error == "tool 'deaf' did not answer within 0.1 s"
+
+
+def test_a_batch_must_return_a_list() -> None:
+    @tool(batch=True)
+    async def text(calls: list[Query]) -> Any:
+        """Return one text for all."""
+        return "ab"
+
+    with pytest.raises(TypeError, match="must return a list of 1 results"):
+        asyncio.run(run_tool(text, {"number": 1}, {}))
+
+
+def test_batching_keeps_neither_event_loops_nor_tools_alive() -> None:
+    loops: list[weakref.ref[Any]] = []
+    tools: list[weakref.ref[Any]] = []
+
+    async def once() -> None:
+        made = batched([])
+        tools.append(weakref.ref(made))
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await run_tool(made, {"number": 2}, {})
+
+    for _ in range(3):
+        asyncio.run(once())
+    gc.collect()
+    assert [ref() for ref in loops + tools] == [None] * 6

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_r1.agent.env import AgentEnv
@@ -153,6 +156,32 @@ async def exits(_: Action) -> Any:
     raise SystemExit(3)
 
 
+async def cancels(_: Action) -> Any:
+    raise asyncio.CancelledError
+
+
+async def panics(_: Action) -> Any:
+    raise BaseException("panic")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+async def unprintable(_: Action) -> Any:
+    raise Unprintable
+
+
+async def gigabyte_in_parts(_: Action) -> Any:
+    parts = [{"type": "text", "text": "x" * 10**8}] * 10
+    return Transition(observation=Observation(messages=[{"role": "user", "content": parts}]))
+
+
+async def not_json(_: Action) -> Any:
+    return Transition(terminated=True, info={"lock": threading.Lock()})
+
+
 @pytest.mark.parametrize(
     ("behave", "stop", "error"),
     [
@@ -163,6 +192,11 @@ async def exits(_: Action) -> Any:
         (not_a_number, StopReason.ERROR, "rewards must be finite"),
         (gigabyte, StopReason.MAX_TOKENS, None),
         (exits, StopReason.ERROR, "SystemExit: 3"),
+        (cancels, StopReason.ERROR, "CancelledError"),
+        (panics, StopReason.ERROR, "panic"),
+        (unprintable, StopReason.ERROR, "Unprintable: (its message cannot be printed)"),
+        (gigabyte_in_parts, StopReason.MAX_TOKENS, None),
+        (not_json, StopReason.ERROR, "info and arguments must be JSON"),
     ],
 )
 def test_a_bad_env_costs_its_own_episode_only(
@@ -201,12 +235,120 @@ def test_an_engine_that_fails_is_a_failed_episode_too() -> None:
     assert trajectory.steps == []
 
 
-def test_a_wrong_recipe_stops_the_run_instead_of_failing_every_episode() -> None:
+def test_an_env_that_cannot_be_made_fails_its_own_episode() -> None:
     def make_env(row: TaskRow) -> AgentEnv:
-        raise ConfigError("unknown env 'tol'")
+        if row.row_id == "bad":
+            raise ConfigError("tool 'look_up' takes no 'tabel' from the row")
+        return Echo()
 
-    with pytest.raises(ConfigError, match="unknown env 'tol'"):
-        play(collector(["stop"], make_env=make_env))
+    engine = ScriptedEngine(lambda call: "stop", tokenizer=tokenizer())
+    good, bad = play(collector(engine, make_env=make_env), row("good"), row("bad"))
+    assert good.stop is StopReason.ANSWERED
+    assert bad.error == "ConfigError: tool 'look_up' takes no 'tabel' from the row"
+
+
+def test_a_first_prompt_that_does_not_fit_is_a_failure_that_says_so() -> None:
+    [trajectory] = play(collector(["x"], make_env=echo, max_context_tokens=10))
+    assert trajectory.stop is StopReason.ERROR
+    assert re.search(
+        r"nothing was sampled: the prompt has \d+ tokens, max_context_tokens is 10", trajectory.error or ""
+    )
+
+
+def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more() -> None:
+    late: list[BaseException] = []
+
+    class Zombie(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            await episode.act(Observation(messages=row.prompt))
+            for _ in range(3):  # swallows every cancellation it gets while the collector still waits
+                try:
+                    await asyncio.sleep(1.2)
+                except asyncio.CancelledError:
+                    continue
+            try:
+                await episode.act(Observation(messages=row.prompt))
+            except RuntimeError as error:
+                late.append(error)
+            return StopReason.ANSWERED
+
+    engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer())
+
+    async def main() -> Trajectory:
+        played = collector(engine, make_flow=lambda _: Zombie(lambda _: Echo()), episode_seconds=0.1)
+        [group] = await played([row()], seed=0)
+        await asyncio.sleep(2.5)
+        return group.trajectories[0]
+
+    trajectory = asyncio.run(main())
+    assert trajectory.stop is StopReason.TIMEOUT
+    assert len(engine.calls) == len(trajectory.steps) == 1
+    assert [str(error) for error in late] == ["episode.act was called after the episode had ended"]
+
+
+def test_cancelling_a_batch_closes_every_env_and_releases_every_session() -> None:
+    closed = Echo.closed
+    engine = ScriptedEngine(lambda call: "go", tokenizer=tokenizer())
+
+    async def main() -> None:
+        task = asyncio.create_task(collector(engine, make_env=lambda _: Echo(hangs), group_size=4)([row()], seed=0))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(asyncio.all_tasks()) == 1  # this one: nothing is left running
+
+    asyncio.run(main())
+    assert Echo.closed == closed + 4
+    assert len(engine.released) == 4
+
+
+def test_an_env_that_cannot_be_closed_keeps_its_outcome() -> None:
+    class Sticky(Echo):
+        async def close(self) -> None:
+            raise OSError("still in use")
+
+    [trajectory] = play(collector(["stop"], make_env=lambda _: Sticky()))
+    assert trajectory.stop is StopReason.ANSWERED
+    assert trajectory.error is None
+
+
+def test_numbers_and_texts_of_an_env_are_made_plain() -> None:
+    async def odd(_: Action) -> Any:
+        return Transition(terminated=True, reward=np.float32(0.5), feedback="half \ud800", info={1: (2, 3)})  # type: ignore[arg-type, dict-item]
+
+    [trajectory] = play(collector(["x"], make_env=lambda _: Echo(odd)))
+    [step] = trajectory.steps
+    assert type(step.reward) is float
+    assert (step.reward, step.feedback, step.info) == (0.5, "half ?", {"1": [2, 3]})
+
+
+def test_two_calls_at_once_in_one_episode_are_refused() -> None:
+    class Hasty(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            await asyncio.gather(*(episode.act(Observation(messages=row.prompt)) for _ in range(2)))
+            return StopReason.ANSWERED
+
+    engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer(), delay=0.01)
+    [trajectory] = play(collector(engine, make_flow=lambda _: Hasty(lambda _: Echo())))
+    assert "episode.act was called while another call runs" in (trajectory.error or "")
+
+
+def test_two_conversations_that_take_turns_both_extend_their_own_ids() -> None:
+    class Duet(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            talks = [[{"role": "user", "content": name}] for name in ("ada", "bob")]
+            for index in (0, 1, 0, 1):
+                said = await episode.act(Observation(messages=talks[index]))
+                more = [{"role": "assistant", "content": said.text}, {"role": "user", "content": "more"}]
+                talks[index] = talks[index] + more
+            return StopReason.ANSWERED
+
+    [trajectory] = play(collector(["a", "b", "c", "d"], make_flow=lambda _: Duet(lambda _: Echo())))
+    first, second, third, fourth = trajectory.steps
+    for before, after in ((first, third), (second, fourth)):
+        seen = before.prompt_ids + before.response_ids
+        assert after.prompt_ids[: len(seen)] == seen
 
 
 def test_no_episode_waits_for_the_turns_of_another() -> None:
@@ -306,7 +448,7 @@ def test_a_flow_that_samples_nothing_or_returns_nonsense_is_a_failed_episode() -
             await super().run(row, episode)
             return "done"  # type: ignore[return-value]
 
-    for flow, message in ((Lazy, "without a single model call"), (Vague, "'done' instead of a StopReason")):
+    for flow, message in ((Lazy, "without a single model call"), (Vague, "returned str instead of a StopReason")):
         [trajectory] = play(collector(["x"], make_flow=lambda _, flow=flow: flow(lambda _: Echo())))  # type: ignore[misc]
         assert trajectory.stop is StopReason.ERROR
         assert message in (trajectory.error or "")

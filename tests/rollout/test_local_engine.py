@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import ConfigError
+from agent_r1.rollout.engines.attention import Placed, alike
 from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.rollout.engines.scheduler import Chunk, Request
 from tests.rollout.tiny_models import prompts, tiny
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma3", "granite_scaled_logits", "gpt2"]
@@ -86,6 +89,34 @@ def test_a_session_of_several_steps_computes_only_what_is_new() -> None:
     # So prefill is the first prompt, then that token and the addition each time.
     assert stats.prefilled_tokens == 9 + (1 + 6) + (1 + 1) + (1 + 7)
     assert stats.decoded_tokens == 4 * 8
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3"])
+def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_right(family: str) -> None:
+    model = tiny(family)
+    # Lengths on both sides of powers of two, which is where chunks stop being computed together.
+    asked, additions = prompts(9, 15, 16, 17, 8, 12, 30), prompts(3, 2, 7, 8, 5, 1, 4, seed=1)
+    with engine(model, max_batch_tokens=256, max_cached_tokens=2048) as local:
+        first = generate(local, asked, GREEDY)
+        extended = [p + c.token_ids + added for p, c, added in zip(asked, first, additions, strict=True)]
+        second = generate(local, extended, GREEDY)
+        # All of each prompt and response but its last token.
+        assert local.stats.reused_tokens == sum(map(len, asked)) + 7 * 11
+    for prompt, completion in zip(asked + extended, first + second, strict=True):
+        assert_logprobs_match(model, prompt, completion)
+
+
+def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
+    def placed(row: int, start: int, count: int) -> Placed:
+        request = Request(session="", tokens=[0], sampling=GREEDY, uniforms=np.zeros(1))
+        return Placed(Chunk(request, [0] * count, start, [], True), row)
+
+    # Sizes 4..7 belong together, and so do lengths of 2..3 blocks (of 32: 33..96 tokens); prompts stay among prompts.
+    parts = [placed(row, *at) for row, at in enumerate([(0, 4), (0, 7), (0, 8), (40, 5), (80, 7), (120, 7)])]
+    assert [[part.row for part in group] for group in alike(parts, 32)] == [[0, 1], [2], [3, 4], [5]]
+    # Up to 255 blocks of 32 tokens are 8,160: two of these are more than MAX_COLLECTED, 8,192.
+    long = [placed(row, 8000, 5) for row in range(3)]
+    assert [len(group) for group in alike(long, 32)] == [1, 1, 1]
 
 
 def test_a_rewritten_history_is_computed_afresh_from_where_it_differs() -> None:

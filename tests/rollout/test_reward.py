@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from tests.chatml import row
@@ -58,6 +60,14 @@ def raises(row: TaskRow, trajectory: Trajectory) -> float:
     raise KeyError("no such answer")
 
 
+def panic() -> float:
+    raise BaseException("panic")
+
+
+def slow_server() -> float:
+    raise TimeoutError("the judge's server was slow")
+
+
 def sleeps(row: TaskRow, trajectory: Trajectory) -> float:
     time.sleep(5 if trajectory.final_text == "bad" else 0)
     return 1.0
@@ -72,6 +82,9 @@ def sleeps(row: TaskRow, trajectory: Trajectory) -> float:
         (lambda row, t: "1", "is '1'"),
         (lambda row, t: {"score": 1.0}, r"needs the key 'reward' .* got \['score'\]"),
         (raises, "KeyError: 'no such answer'"),
+        (lambda row, t: sys.exit(), "SystemExit"),
+        (lambda row, t: panic(), "panic"),
+        (lambda row, t: slow_server(), "TimeoutError: the judge's server was slow"),
     ],
 )
 def test_a_bad_reward_fails_its_own_episode_loudly(bad: Callable[..., Any], message: str) -> None:
@@ -88,6 +101,34 @@ def test_a_reward_that_hangs_is_left_behind() -> None:
     good, failed = score(sleeps, trajectory("good"), trajectory("bad"), timeout=0.5)
     assert good.outcome_reward == 1.0
     assert failed.error == "reward 'sleeps' did not return within 0.5 s"
+
+
+def test_numbers_of_numpy_and_callable_objects_are_fine() -> None:
+    class Judge:
+        async def __call__(self, row: TaskRow, trajectory: Trajectory) -> Any:
+            return np.float32(0.5)
+
+    [scored] = score(Judge(), trajectory("a"))
+    assert scored.outcome_reward == 0.5
+    assert type(scored.outcome_reward) is float
+
+
+def test_a_trajectory_waits_for_its_turn_without_losing_time() -> None:
+    """Twenty rewards of 50 ms, a few at a time: each is well inside its own 0.6 s, together they are not."""
+
+    def slow(row: TaskRow, trajectory: Trajectory) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    scored = score(slow, *(trajectory(str(i)) for i in range(60)), timeout=0.6)
+    assert all(t.outcome_reward == 1.0 for t in scored)
+
+
+def test_a_reward_that_fails_everywhere_stops_the_run_with_its_cause() -> None:
+    group = Group(row=row(), trajectories=[trajectory("a"), trajectory("b")])
+    scorer = Scorer(reward=raises, timeout=5, max_error_fraction=0.5)
+    with pytest.raises(RolloutError, match=r"2 of 2 episodes failed .* KeyError: 'no such answer'"):
+        asyncio.run(scorer([group]))
 
 
 def test_a_reward_with_the_wrong_signature_is_refused_before_the_run() -> None:

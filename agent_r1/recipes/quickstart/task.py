@@ -62,10 +62,10 @@ class Shortcut(StrEnum):
     WRONG_OPERATION = "wrong_operation"  # adds where it should not, or subtracts
 
 
-# How often the demonstrator takes which short cut; the rest of its demonstrations are right. Each kind of question has
-# one decision at which the wrong way is clearly the more frequent one (total: stop after one lookup; difference: add)
-# except the multiple, which it mostly gets right. So a greedy imitator solves about the multiples, a quarter of the
-# rows, and a sampling one still finds the right way in one attempt of four, which is what a group of attempts needs.
+# How often the demonstrator takes which short cut; the rest of its demonstrations are right. Totals and differences
+# each have one decision at which the wrong way is clearly the more frequent one: to stop after one lookup, to add
+# instead of subtracting. Multiples it mostly gets right. So a greedy imitator solves the multiples, a quarter of the
+# rows, while a sampling one still finds the right way in at least one attempt of four: enough for a group of attempts.
 SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
     Kind.TOTAL: {Shortcut.STOP_EARLY: 0.66, Shortcut.GUESS: 0.04},
     Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.06, Shortcut.GUESS: 0.06, Shortcut.WRONG_OPERATION: 0.60},

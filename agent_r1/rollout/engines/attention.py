@@ -2,7 +2,7 @@
 
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
 knows which token belongs to whom. Single tokens (decoding) come first and are computed together; longer chunks
-(prefill) follow and are computed one sequence at a time.
+(prefill) follow, those of about the same size computed together, padded to the largest.
 
 Decoding moves each query to the blocks of its sequence instead of collecting the blocks for the query: keys and
 values are the bulk of the data and stay where they are. Every block gives a partial result and the log of its softmax
@@ -11,9 +11,9 @@ unless most of that part belongs to others.
 
 Not supported, and refused rather than ignored: soft-capped scores, attention sinks, position biases, custom masks.
 
-Shape suffixes: N = tokens in the step, B = single tokens, T = blocks read, W = blocks of the longest sequence,
-C = tokens of a chunk, L = tokens it may look at, H = query heads, K = key/value heads, G = H / K, S = tokens in a
-block, D = head size.
+Shape suffixes: N = tokens in the step, B = sequences computed together, T = blocks read, W = blocks of the longest
+sequence, C = tokens of the longest chunk, L = tokens it may look at, M = tokens of a prefill, H = query heads,
+K = key/value heads, G = H / K, S = tokens in a block, D = head size.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ SMALLEST_EXPONENT = -80.0
 # Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
 # computed along for each block that is ours.
 MAX_FOREIGN = 1.0
+# Keys and values of a prefill are collected side by side; this many tokens of them at once, so that memory stays small.
+MAX_COLLECTED = 8192
 REFUSED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
@@ -92,30 +94,73 @@ class DecodeLayout:
         return self._masks[window, heads]
 
 
-class PrefillLayout:
-    """Where one chunk's tokens stand in the row, and what they may look at."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A chunk and the row of its first token."""
 
-    def __init__(self, chunk: Chunk, row_start: int, block_size: int, device: torch.device) -> None:
-        self.rows = slice(row_start, row_start + len(chunk.ids))
-        self.start = chunk.start
-        self.length = chunk.start + len(chunk.ids)
-        # The request may own more blocks, for what comes after this chunk.
-        self.block_W = torch.tensor(chunk.blocks[: -(-self.length // block_size)], device=device)
+    chunk: Chunk
+    row: int
+
+
+class PrefillLayout:
+    """Index tensors for chunks of about the same size that are computed together."""
+
+    def __init__(self, parts: Sequence[Placed], block_size: int, device: torch.device) -> None:
+        starts_B1 = np.array([[part.chunk.start] for part in parts])
+        counts_B1 = np.array([[len(part.chunk.ids)] for part in parts])
+        slot_C = np.arange(counts_B1.max())
+        # Shorter chunks repeat their last token; nobody reads the result.
+        offset_BC = np.minimum(slot_C, counts_B1 - 1)
+        row_BC = np.array([[part.row] for part in parts]) + offset_BC
+        filled_BC = slot_C < counts_B1
+        self.from_start = not starts_B1.any()  # then a chunk's own keys and values are all there are
+        # A request may own more blocks, for what comes after its chunk.
+        width = -(-int((starts_B1 + counts_B1).max()) // block_size)
+        owned = [part.chunk.blocks[:width] for part in parts]
+        block_BW = np.array([blocks + [0] * (width - len(blocks)) for blocks in owned])
+
+        self.row_BC = torch.from_numpy(row_BC).to(device)
+        self.block_BW = torch.from_numpy(block_BW).to(device)
+        self.rows_M = torch.from_numpy(row_BC[filled_BC]).to(device)  # where results go
+        self.slots_M = torch.from_numpy(np.flatnonzero(filled_BC)).to(device)  # and where in [B * C] they are found
+        self._length = len(slot_C) if self.from_start else width * block_size
+        self._position_BC1 = (starts_B1 + offset_BC)[:, :, None]
         self._device = device
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._masks: dict[int | None, Tensor] = {}
+
+    def take(self, row_1HND: Tensor) -> Tensor:
+        """The chunks' part of a row, [B, H, C, D]."""
+        return row_1HND[0][:, self.row_BC].transpose(0, 1)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Boolean [C, L], or None where plain causal attention says the same."""
-        if window is not None and window >= self.length:
+        """Boolean [B, 1, C, L], or None where plain causal attention says the same."""
+        if window is not None and window >= self._length:
             window = None
+        if window is None and self.from_start:
+            return None
         if window not in self._masks:
-            query_C1 = torch.arange(self.start, self.length, device=self._device)[:, None]
-            key_L = torch.arange(self.length, device=self._device)
+            key_L = np.arange(self._length)
+            seen_BCL = key_L <= self._position_BC1
             if window is not None:
-                self._masks[window] = (key_L <= query_C1) & (key_L > query_C1 - window)
-            else:
-                self._masks[window] = key_L <= query_C1 if self.start else None
+                seen_BCL &= key_L > self._position_BC1 - window
+            self._masks[window] = torch.from_numpy(seen_BCL[:, None]).to(self._device)
         return self._masks[window]
+
+
+def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
+    """The chunks in groups, because short ones cost more to call attention for than to compute.
+
+    In a group, sizes and lengths differ by less than a factor of two, and what is collected stays in bounds.
+    """
+    groups: dict[tuple[bool, int, int], list[list[Placed]]] = {}
+    for part in parts:
+        count, length = len(part.chunk.ids), part.chunk.start + len(part.chunk.ids)
+        size, width = count.bit_length(), (-(-length // block_size)).bit_length()
+        split = groups.setdefault((part.chunk.start == 0, size, width), [[]])
+        if split[-1] and (len(split[-1]) + 1) * (block_size << width) > MAX_COLLECTED:
+            split.append([])
+        split[-1].append(part)
+    return [group for split in groups.values() for group in split]
 
 
 @dataclass(slots=True)
@@ -136,14 +181,15 @@ class StepLayout:
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
         blocks = [chunk.blocks[chunk.start // size] for chunk in singles]
         offsets = [chunk.start % size for chunk in singles]
-        prefill = []
+        longer = []
         for chunk in chunks[len(singles) :]:
-            prefill.append(PrefillLayout(chunk, len(blocks), size, device))
+            longer.append(Placed(chunk, len(blocks)))
             positions = range(chunk.start, chunk.start + len(chunk.ids))
             blocks += [chunk.blocks[position // size] for position in positions]
             offsets += [position % size for position in positions]
         place_2N = torch.tensor([blocks, offsets], device=device)
         decode = DecodeLayout(singles, size, device) if singles else None
+        prefill = [PrefillLayout(group, size, device) for group in alike(longer, size)]
         return cls(cache, place_2N[0], place_2N[1], decode, prefill)
 
 
@@ -197,27 +243,26 @@ def paged_attention(
     query_NHD = query_1HND[0].transpose(0, 1)
     if scaling is None:
         scaling = query_NHD.shape[-1] ** -0.5
-    outputs = []
+    out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_NKD.shape[-1])
     if step.decode is not None:
-        query_BHD = query_NHD[: step.decode.size]
-        outputs.append(_decode(step.decode, query_BHD * scaling, layer, sliding_window))
+        size = step.decode.size
+        out_NHD[:size] = _decode(step.decode, query_NHD[:size] * scaling, layer, sliding_window)
     for part in step.prefill:
-        if part.start:
-            key_KLD, value_KLD = layer.sequence(part.block_W, part.length)
+        if part.from_start:
+            key_BKLD, value_BKLD = part.take(key_1KND), part.take(value_1KND)
         else:
-            key_KLD, value_KLD = key_1KND[0, :, part.rows], value_1KND[0, :, part.rows]
+            key_BKLD, value_BKLD = layer.sequences(part.block_BW)
         mask = part.mask(sliding_window)
-        out_1HCD = scaled_dot_product_attention(
-            query_1HND[:, :, part.rows],
-            key_KLD[None],
-            value_KLD[None],
+        out_BHCD = scaled_dot_product_attention(
+            part.take(query_1HND),
+            key_BKLD,
+            value_BKLD,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
             enable_gqa=query_1HND.shape[1] != key_1KND.shape[1],
         )
-        outputs.append(out_1HCD[0].transpose(0, 1))
-    out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        out_NHD[part.rows_M] = out_BHCD.transpose(1, 2).flatten(0, 1)[part.slots_M]
     return out_NHD[None], None
 
 

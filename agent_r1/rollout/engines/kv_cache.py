@@ -4,7 +4,7 @@ The pools know blocks, not requests; `scheduler.py` decides who owns which. A la
 first seen, so head counts and head sizes need not be guessed from a model's configuration.
 
 Shape suffixes: P = blocks in the pool, K = key/value heads, S = tokens in a block, D = head size, N = tokens in a step,
-W = blocks of one sequence, L = tokens of one sequence.
+B = sequences, W = blocks of the longest, L = tokens they hold.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class LayerCache:
         self.keys_PKDS[block_N, :, :, offset_N] = key_NKD
         self.values_PKSD[block_N, :, offset_N] = value_NKD
 
-    def sequence(self, block_W: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of one sequence side by side, [K, L, D]."""
-        keys_KWSD = self.keys_PKDS[block_W].permute(1, 0, 3, 2)
-        values_KWSD = self.values_PKSD[block_W].transpose(0, 1)
-        return keys_KWSD.flatten(1, 2)[:, :length], values_KWSD.flatten(1, 2)[:, :length]
+    def sequences(self, block_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of sequences side by side, [B, K, L, D] with L = W * S."""
+        keys_BKWSD = self.keys_PKDS[block_BW].permute(0, 2, 1, 4, 3)
+        values_BKWSD = self.values_PKSD[block_BW].transpose(1, 2)
+        return keys_BKWSD.flatten(2, 3), values_BKWSD.flatten(2, 3)
 
 
 class KVCache:

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 # Turns of the event loop between steps. An answered episode needs one to wake up and a few for each task or timeout
 # its tool call is wrapped in; a turn costs some microseconds.
-SETTLE_TURNS = 16
+SETTLE_TURNS = 32
 
 
 class LocalEngine:
@@ -199,6 +199,9 @@ class LocalEngine:
         self._check_open()
         if not prompt_ids:
             raise DataError("the prompt is empty; a model needs at least one token to continue from")
+        if any(type(token) is not int for token in prompt_ids):
+            bad_type = next(type(token).__name__ for token in prompt_ids if type(token) is not int)
+            raise DataError(f"the prompt holds a {bad_type} among its token ids; ids are plain ints")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab:
             bad = next(token for token in prompt_ids if not 0 <= token < self._vocab)
             raise DataError(f"the prompt holds token id {bad}, the model's vocabulary has {self._vocab} ids")

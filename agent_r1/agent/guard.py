@@ -1,0 +1,111 @@
+"""Running other people's code (tools, environments, rewards) so that it can fail, hang or misbehave alone.
+
+One way for all of them: a task of its own under a deadline. What it raises comes back as an ordinary exception, also
+when it raised something that would end the program; what ignores its deadline is cancelled and then left behind.
+
+Not covered: code that blocks the event loop itself. Python cannot take a thread back either: a sync function that hangs
+keeps its (daemon) thread, so untrusted code belongs in a process that its tool kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import copy_context
+from threading import Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
+MAX_ERROR_CHARS = 2000
+
+
+class TimedOut(Exception):
+    """The deadline passed. Not a TimeoutError: user code raises those itself, about something else."""
+
+
+class Escaped(Exception):
+    """User code raised what would have ended the run: SystemExit, CancelledError, another BaseException."""
+
+
+async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
+    """The result of `work`; its exception, as an `Exception`; or `TimedOut`."""
+    cancelled_by_us = False
+
+    async def contained() -> tuple[T | None, Exception | None]:
+        try:
+            return await work, None
+        except KeyboardInterrupt:
+            raise
+        except Exception as error:  # noqa: BLE001 (raised again below, outside the task)
+            return None, error
+        except BaseException as error:
+            if cancelled_by_us:
+                raise
+            return None, Escaped(describe(error))
+
+    task = asyncio.create_task(contained())
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        in_time = task.done()
+    finally:  # also when we are cancelled ourselves
+        if not task.done():
+            cancelled_by_us = True
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+    if not in_time:
+        raise TimedOut(f"not finished after {seconds:g} s")
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # without an error there is a value
+
+
+async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await an async function; run a sync one in a daemon thread, so that it cannot hold up the loop or the exit."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*args, **kwargs)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = copy_context()
+
+    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
+        if not done.done():  # timed out or cancelled: nobody waits any more
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
+        except BaseException as error:  # noqa: BLE001 (carried over to the waiting side and raised there)
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the event loop has closed meanwhile
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    Thread(target=work, daemon=True).start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return await value if inspect.isawaitable(value) else value
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message`, of bounded size and fit for a UTF-8 file, whatever the exception does when it is printed."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 (an exception that cannot be printed must not hide that something failed)
+        text = "(its message cannot be printed)"
+    return mended(f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}")
+
+
+def trace(error: BaseException) -> str:
+    """Where an exception came from and what it said, for the log; bounded like `describe`."""
+    return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
+
+
+def mended(text: str) -> str:
+    """`text` without halves of surrogate pairs, which no UTF-8 file can hold."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
