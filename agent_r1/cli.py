@@ -1,23 +1,45 @@
 """The command line: agent-r1 train | sft | eval | chat.
 
-Parses arguments, loads the config, calls `run/`, and turns the errors we raise on purpose into one clear line.
+Parses arguments, loads the config, calls `run/`, and turns the errors we raise on purpose into one clear line. What is
+slow to import is imported by the command that needs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.syntax import Syntax
+from rich.text import Text
+from typer.core import TyperGroup
 
-from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
+from agent_r1.config import RunConfig, _overrides, bundled_recipes, load_config, parse_config
 from agent_r1.errors import AgentR1Error, ConfigError
 
+
+class Stopped(Exception):
+    """Ctrl-C where nothing had begun that could be kept."""
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # which typer would swallow, without a word to the user
+            raise Stopped from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Train language-model agents end to end with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
@@ -37,46 +59,76 @@ def train_command(
     recipe: Annotated[str | None, typer.Argument(help="A bundled recipe, or a YAML file.")] = None,
     overrides: Overrides = None,
     run: RunOption = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue the run in this directory; trainer.steps=N extends it.")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train an agent: warm start where the recipe has one, then reinforcement learning."""
+    if resume is not None:
+        if run is not None:
+            raise ConfigError(f"--resume {resume} says where the run is; give no --run with it")
+        # Without a recipe, the first setting stands in its place.
+        _resume(resume, [word for word in (recipe, *(overrides or ())) if word is not None], dry_run=dry_run)
+        return
+    if recipe is None:
+        raise ConfigError(f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file")
     from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_training
     from agent_r1.run.run_dir import RunDir, new_run_path
 
-    if resume is not None:
-        if run is not None or overrides or recipe is not None:
-            raise ConfigError("--resume continues a run as it was described; give no recipe, settings or --run with it")
-        directory = RunDir.open(resume)
-        run_training(directory.config, build_plan(directory.config), directory, console, resume=True)
-        return
-    if recipe is None:
-        raise ConfigError(f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file")
     config = load_config(recipe, overrides or ())
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
-        _print_plan(config)
+        _print_plan(config, _training_plan(config))
         return
     directory = RunDir.create(run or new_run_path(config), config)
-    console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
-    run_training(config, plan, directory, console, resume=False)
+    console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
+    with _signals_told():
+        run_training(config, plan, directory, console, resume=False)
+
+
+def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
+    from agent_r1.run.build import build_plan
+    from agent_r1.run.checkpoint import list_checkpoints
+    from agent_r1.run.commands import run_training
+    from agent_r1.run.run_dir import RunDir
+
+    directory = RunDir.open(path)
+    config = _with_overrides(directory.config, changes, only="trainer.steps=", form="trainer.steps=N")
+    saved = list_checkpoints(directory.checkpoints)
+    done = saved[-1][0] if saved else None
+    if changes and done is not None and config.trainer.steps < done:
+        raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has done {done} steps already; give more")
+    plan = build_plan(config, resume=done is not None)
+    if dry_run:
+        _print_plan(config, _training_plan(config, done))
+        return
+    if changes:
+        with directory.locked():
+            directory.update_config(config)
+    with _signals_told():
+        run_training(config, plan, directory, console, resume=True)
 
 
 @app.command("sft")
 def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption = None, dry_run: DryRun = False) -> None:
     """Supervised warm start on the recipe's demonstrations or on a run's own trajectories."""
+    from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_sft
     from agent_r1.run.run_dir import RunDir, new_run_path
 
     config = load_config(recipe, overrides or ())
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
+    build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
-        _print_plan(config)
+        _print_plan(config, f"{_warm_start_plan(config)}, evaluated on {_held_out(config)}")
         return
-    directory = RunDir.create(run or new_run_path(config).with_name(f"{new_run_path(config).name}-sft"), config)
-    run_sft(config, directory, console)
+    path = new_run_path(config)
+    directory = RunDir.create(run or path.with_name(f"{path.name}-sft"), config)
+    with _signals_told():
+        run_sft(config, directory, console)
 
 
 @app.command("eval")
@@ -91,8 +143,9 @@ def eval_command(
     from agent_r1.run.commands import run_eval
     from agent_r1.run.run_dir import RunDir
 
-    config = _with_overrides(RunDir.open(run).config, overrides or [], allowed="eval")
-    run_eval(config, model or str(run), console, config.eval)
+    config = _with_overrides(RunDir.open(run).config, overrides or [], only="eval.", form="eval.key=value")
+    with _signals_told():
+        run_eval(config, model or str(run), console, config.eval)
 
 
 @app.command("chat")
@@ -102,58 +155,91 @@ def chat_command(
     ask: Annotated[str | None, typer.Option(help="Ask one question and end; '' asks the row's own.")] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
-    from agent_r1.run.chat import answer, chat_loop, open_chat
+    from agent_r1.run.chat import ask_once, chat_loop, open_chat
     from agent_r1.run.run_dir import RunDir
 
     chat = open_chat(RunDir.open(run).config, str(run))
     chat.enter(row)
     if ask is not None:
-        asyncio.run(answer(chat, ask or chat.question, console))
+        asyncio.run(ask_once(chat, ask or chat.question, console))
     else:
-        asyncio.run(chat_loop(chat, console))
+        chat_loop(chat, console)
 
 
-def _with_overrides(config: RunConfig, overrides: list[str], *, allowed: str) -> RunConfig:
-    """A finished run's settings are history; only those of the section at hand may be changed."""
-    from omegaconf import OmegaConf
-
+def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: str, form: str) -> RunConfig:
+    """An existing run is what its config.json says; only settings that begin with `only` may be changed."""
     for item in overrides:
-        if not item.startswith(f"{allowed}.") or "=" not in item:
-            raise ConfigError(f"{item!r}: only {allowed}.key=value can be changed here")
-    changes = OmegaConf.to_container(OmegaConf.from_dotlist(overrides))
+        if not item.startswith(only):
+            raise ConfigError(f"{item!r}: of an existing run only {form} can be changed here")
+    try:
+        changes: Any = OmegaConf.to_container(_overrides(overrides))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {' '.join(overrides)!r}: {error}") from error
     tree = config.model_dump()
-    tree[allowed] |= changes.get(allowed, {}) if isinstance(changes, dict) else {}
+    for section, values in changes.items():
+        tree[section] |= values
     return parse_config(tree)
 
 
-def _print_plan(config: RunConfig) -> None:
-    from omegaconf import OmegaConf
-
-    console.print(Syntax(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())), "yaml", background_color="default"))
-    rollout, trainer, sft = config.rollout, config.trainer, config.sft
-    warm = f"warm start on {sft.count} demonstrations x {sft.epochs} epochs, then " if sft.demos else ""
-    episodes = f"{rollout.rows_per_step} rows x {rollout.group_size} attempts"
-    console.print(
-        f"plan: {warm}{trainer.steps} steps of {config.algorithm.name}, {episodes} each, evaluated every "
-        f"{trainer.eval_every} on {config.eval.rows or 'all'} held-out rows",
-        highlight=False,
-        soft_wrap=True,
+def _training_plan(config: RunConfig, done: int | None = None) -> str:
+    """`done` is the step of the checkpoint to go on from, where there is one."""
+    rollout, trainer = config.rollout, config.trainer
+    imitates = config.sft.demos is not None or config.sft.trajectories is not None
+    if done is not None:
+        start = f"after step {done}, {trainer.steps - done} more"
+    else:
+        start = f"{_warm_start_plan(config)}, then {trainer.steps}" if imitates else f"{trainer.steps}"
+    return (
+        f"{start} steps of {config.algorithm.name}, {rollout.rows_per_step} rows x {rollout.group_size} attempts each, "
+        f"evaluated every {trainer.eval_every} on {_held_out(config)}"
     )
 
 
-def main() -> None:
+def _warm_start_plan(config: RunConfig) -> str:
+    sft = config.sft
+    if sft.demos is not None:
+        what = f"{sft.count} demonstrations"
+    else:
+        what = f"the trajectories of {sft.trajectories} with a reward of at least {sft.min_reward:g}"
+    return f"warm start of {sft.epochs} epochs on {what}"
+
+
+def _held_out(config: RunConfig) -> str:
+    return f"{config.eval.rows or 'all'} held-out rows"
+
+
+def _print_plan(config: RunConfig, plan: str) -> None:
+    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    console.print(Syntax(settings, "yaml", background_color="default"), soft_wrap=True)
+    console.print(Text(f"plan: {plan}"), soft_wrap=True)
+
+
+@contextmanager
+def _signals_told() -> Iterator[None]:
+    """What a signal stopped ends with one line about what was kept, and with the signal's exit code."""
     from agent_r1.run.commands import Interrupted
 
     try:
-        app(standalone_mode=True)
-    except (AgentR1Error, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        yield
     except Interrupted as stop:
-        Console(stderr=True).print(
-            f"stopped by {stop}; saved. Continue with: agent-r1 train --resume RUN", highlight=False
-        )
-        sys.exit(stop.exit_code)
+        _tell(Text(f"stopped by {stop}; {stop.kept}"))
+        raise typer.Exit(stop.exit_code) from None
+
+
+def _tell(line: Text) -> None:
+    """On stderr. A Text, because rich would read [brackets] in a str as markup."""
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def main() -> None:
+    try:
+        app()
+    except (AgentR1Error, OSError) as error:
+        _tell(Text.assemble(("error:", "bold red"), f" {error}"))
+        sys.exit(2)
+    except (KeyboardInterrupt, Stopped):
+        _tell(Text("stopped by SIGINT"))
+        sys.exit(130)
 
 
 if __name__ == "__main__":

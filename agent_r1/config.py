@@ -1,7 +1,7 @@
 """The description of a run: a YAML recipe plus `key=value` overrides, read into one typed, frozen tree.
 
 Every default of every knob stands here, once. Unknown keys and wrong types are errors that name the nearest key.
-Only `run/build.py` and the command line read this tree; everything below takes plain keyword arguments.
+Only `agent_r1.run` and the command line read this tree; everything below them takes plain keyword arguments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yaml import YAMLError
@@ -28,12 +28,10 @@ class Section(BaseModel):
 class TaskConfig(Section):
     """What is asked and how it is judged. Names such as `task.rows` are looked up in the recipe's folder first."""
 
-    rows: (
-        str  # a function rows(split=, count=), a .parquet or .jsonl file or folder ("{split}" is filled in), or hf:name
-    )
+    rows: str  # a function rows(split=, count=), a .parquet or .jsonl file ("{split}" is filled in), a folder, hf:name
     train_split: str = "train"
     test_split: str = "test"
-    train_count: int | None = Field(default=None, ge=1)  # None: all there are
+    train_count: int | None = Field(default=None, ge=1)  # at most so many rows are trained on; None: all there are
     reward: str  # a function reward(row, trajectory) -> float or dict of named parts
     reward_seconds: float = Field(default=30.0, gt=0)
     success_reward: float = 1.0  # an episode counts as a success when its outcome reward reaches this
@@ -85,7 +83,6 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    name: Literal["local"] = "local"
     max_running: int = Field(default=256, ge=1)  # sequences decoded together
     max_batch_tokens: int = Field(default=2048, ge=1)  # prompt tokens taken in per engine step
     max_cached_tokens: int = Field(default=131_072, ge=256)  # size of the KV cache
@@ -114,7 +111,7 @@ class TrainerConfig(Section):
 
 
 class EvalConfig(Section):
-    rows: int | None = Field(default=200, ge=1)  # of the test split; None: all
+    rows: int | None = Field(default=200, ge=1)  # at most so many of the test split; None: all
     samples: int = Field(default=1, ge=1)  # attempts per row
     temperature: float = Field(default=0.0, ge=0)  # 0: greedy
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -135,18 +132,30 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
 
 
+Tree = dict[str, Any]  # section -> key -> value, as people wrote it
+WARM_START = ("sft.demos", "sft.trajectories")
+NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
+    "sft.count": ["sft.demos"],
+    "sft.min_reward": ["sft.trajectories"],
+    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule")},
+    "algorithm.kl_estimator": ["algorithm.kl_coef"],
+}
+
+
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """`recipe` is a bundled name, a YAML file, or a folder with `base.yaml`; overrides are `section.key=value`."""
-    path = recipe_file(recipe)
+    path, changes = recipe_file(recipe), _overrides(overrides)
+    described = _read_yaml(path)
     try:
-        tree = OmegaConf.merge(OmegaConf.load(path), _overrides(overrides))
-        plain = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not {type(plain).__name__}")
+        tree = _plain(OmegaConf.merge(described, changes), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot make settings of {path}: {error}") from error
+    if "recipe" in tree:
+        raise ConfigError("recipe is no setting: the recipe is what the settings are read from")
     name = recipe if path.parent.parent == RECIPES else str(path.resolve())
-    return parse_config({str(key): value for key, value in plain.items()} | {"recipe": name})
+    config = parse_config(tree | {"recipe": name})
+    _check_idle(_plain(described, resolve=False), _plain(changes, resolve=False), tree)
+    return config
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:
@@ -180,12 +189,51 @@ def bundled_recipes() -> list[str]:
     return sorted(path.parent.name for path in RECIPES.glob("*/base.yaml"))
 
 
-def _overrides(overrides: Sequence[str]) -> Any:
+def _overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
+        try:
+            OmegaConf.from_dotlist([item])
+        except (OmegaConfBaseException, YAMLError, ValueError) as error:
+            raise ConfigError(f"override {item!r} cannot be read: {error}") from error
     return OmegaConf.from_dotlist(list(overrides))
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
+    return tree
+
+
+def _plain(tree: Any, *, resolve: bool) -> Tree:
+    made = OmegaConf.to_container(tree, resolve=resolve)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
+def _check_idle(described: Tree, changes: Tree, merged: Tree) -> None:
+    """Refuse settings that do nothing where they are given.
+
+    A recipe's own setting is not to blame when an override turned off what it belongs to (`sft.demos=null`). Only what
+    people wrote is looked at, never a run's config.json, which holds every field.
+    """
+    for setting, needed in NEEDS.items():
+        idle_in_recipe = _value(described, setting) is not None and not any(_value(described, name) for name in needed)
+        given = _value(changes, setting) is not None or idle_in_recipe
+        if given and not any(_value(merged, name) for name in needed):
+            raise ConfigError(f"{setting} does nothing without {' or '.join(needed)}; set that or leave {setting} out")
+
+
+def _value(tree: Tree, setting: str) -> Any:
+    section, key = setting.split(".")
+    values = tree.get(section)
+    return values.get(key) if isinstance(values, dict) else None
 
 
 def _check_together(config: RunConfig) -> None:

@@ -79,6 +79,8 @@ class _Tally:
             }
 
     def metrics(self) -> dict[str, float]:
+        if self.steps == 0:  # every optimizer step was skipped
+            return {"loss": math.nan, "grad_norm": math.nan}
         means = {name: total / self.tokens for name, total in self.sums.items()}
         step_means = {name: total / self.steps for name, total in self.step_sums.items()}
         return step_means | means | self.maxima | self.mismatch
@@ -92,18 +94,18 @@ class Learner:
     loss: Callable[[LossInputs], LossOutput]  # an algorithm's `loss`, or `supervised_loss`
     lr: float
     temperature: float  # of the sampler: the log-probs are those of the distribution it drew from
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0  # of matrices; vectors (norms, biases) are never decayed
+    betas: tuple[float, float]
+    weight_decay: float  # of matrices; vectors (norms, biases) are never decayed
+    max_grad_norm: float
+    max_tokens_per_pack: int
+    max_nonfinite_updates: int  # optimizer steps skipped in a row before giving up
     schedule: Callable[[int], float] = field(default=lambda optimizer_step: 1.0)  # multiplies lr; steps count from 1
-    max_grad_norm: float = 1.0
-    max_tokens_per_pack: int = 8192
     num_epochs: int = 1
     num_minibatches: int = 1
     kl_coef: float = 0.0  # weight of the KL to `reference`
     kl_estimator: str = "k3"
     reference: PolicyModel | None = None
     entropy_coef: float = 0.0
-    max_nonfinite_updates: int = 3  # optimizer steps skipped in a row before giving up
     optimizer_steps: int = field(default=0, init=False)
     nonfinite_updates: int = field(default=0, init=False)
     _nonfinite_in_a_row: int = field(default=0, init=False)

@@ -1,26 +1,27 @@
-"""The one reader of the config: a `RunConfig` in, working parts out.
+"""A `RunConfig` in, working parts out.
 
-Everything that can be wrong with a description is found here, before the first sample is drawn.
+Only `agent_r1.run` and the command line read the config; what they make of it is made here, from plain keyword
+arguments. Everything that can be wrong with a description is found by `build_plan`, before a model is loaded and before
+the first sample is drawn. Models themselves: `model.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Limits, flow_class
-from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
+from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool import BaseTool, get_tool
-from agent_r1.config import EvalConfig, LearnerConfig, RolloutConfig, RunConfig, recipe_file
+from agent_r1.config import EvalConfig, LearnerConfig, RolloutConfig, RunConfig, TaskConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
 from agent_r1.learn.learner import Learner, cosine, warmup
@@ -29,12 +30,13 @@ from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.reward import Scorer, check_reward_signature
-from agent_r1.run.checkpoint import latest_checkpoint
-from agent_r1.run.resolve import resolve
+from agent_r1.run.model import Model as Model
+from agent_r1.run.model import find_model as find_model
+from agent_r1.run.model import load_model as load_model
+from agent_r1.run.model import save_model as save_model
+from agent_r1.run.resolve import import_recipe, recipe_folder, recipe_path, resolve
 from agent_r1.tasks.rows import load_rows
 from agent_r1.types import TaskRow
-
-transformers_logging.disable_progress_bar()  # it would draw over our own display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,6 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Weights and tokenizer of one Hugging Face directory, with the renderer that speaks its template."""
-
-    network: Any  # a transformers causal LM in float32
-    tokenizer: Any
-    renderer: Renderer
-    template: TemplateReport  # what the chat template can do for an agent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """All of a training run that can be built without a model, and so can be found wrong before one is loaded."""
 
@@ -68,88 +60,32 @@ class Plan:
     test_rows: list[TaskRow]
 
 
-def build_plan(config: RunConfig) -> Plan:
+def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
+    """`resume`: a checkpoint is continued, so what a run begins with is not needed and may be gone."""
     task, algorithm = build_task(config), build_algorithm(config)
+    if config.model.chat_template is not None:
+        recipe_path(config.model.chat_template, recipe=config.recipe)
+    if not resume:
+        _check_beginning(config)
     train_rows, test_rows = task.train_rows(), task.test_rows()
-    _check_disjoint(train_rows, test_rows)
-    for row in (train_rows[0], test_rows[0]):
-        flow = task.make_flow(row)  # an unknown agent_name is an error now, not in the first batch
-        if isinstance(flow, AgentEnvLoop):
-            flow.make_env(row)  # so are settings that the env or its tools do not take
+    _check_disjoint(config, train_rows, test_rows)
+    _check_players(task, [*train_rows, *test_rows])
     return Plan(task=task, algorithm=algorithm, train_rows=train_rows, test_rows=test_rows)
 
 
 def build_task(config: RunConfig) -> Task:
-    task = config.task
-    source: Any = task.rows if _is_data_source(task.rows) else resolve(task.rows, recipe=config.recipe)
+    task, folder = config.task, recipe_folder(config.recipe)
+    import_recipe(config.recipe)
+    source = task.rows if _is_data_source(task.rows) else _rows_function(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
     return Task(
-        train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count),
-        test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows),
+        train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count, beside=folder),
+        test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows, beside=folder),
         make_flow=_flow_maker(config),
         scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
     )
-
-
-def load_model(config: RunConfig, directory: str | Path) -> Model:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
-    _check_context(config, network)
-    template = config.model.chat_template
-    renderer = Renderer(
-        tokenizer,
-        chat_template=_recipe_path(config, template).read_text(encoding="utf-8") if template else None,
-        template_kwargs=config.model.template_kwargs,
-        extra_stop_ids=_generation_stop_ids(network),
-    )
-    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
-
-
-def _check_context(config: RunConfig, network: Any) -> None:
-    positions = getattr(network.config, "max_position_embeddings", None)
-    if positions is not None and config.rollout.max_context_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_context_tokens={config.rollout.max_context_tokens} is more than the {positions} positions "
-            "the model has; lower it"
-        )
-
-
-def _generation_stop_ids(network: Any) -> list[int]:
-    """What the model's authors let it stop on besides the end of a turn (Qwen's <|endoftext|>, Llama's <|eom_id|>)."""
-    ids = network.generation_config.eos_token_id if network.generation_config is not None else None
-    return [ids] if isinstance(ids, int) else list(ids or [])
-
-
-def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
-    report = verify_template(renderer)
-    if not (report.stop_tokens and report.renders and report.joins):
-        raise ConfigError(
-            f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
-            "Give a chat template with model.chat_template=FILE"
-        )
-    return report
-
-
-def save_model(model: Model, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    model.network.save_pretrained(str(directory))
-    model.tokenizer.save_pretrained(str(directory))
-
-
-def find_model(path: str) -> str:
-    """A run directory means its newest checkpoint; another directory or a hub id is taken as it is."""
-    local = Path(path).expanduser()
-    if (local / "checkpoints").is_dir():
-        return str(latest_checkpoint(local / "checkpoints")[1])
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if not local.exists() and looks_local:
-        raise ConfigError(f"model.path={path!r}: there is no such directory, and it is not a hub id (owner/name)")
-    return str(local) if local.exists() else path
 
 
 def build_engine(config: RunConfig, model: Model) -> Engine:
@@ -225,14 +161,19 @@ def eval_collector(
     config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, settings: EvalConfig | None = None
 ) -> Collector:
     settings = settings or config.eval
-    sampling = Sampling(
-        max_tokens=config.rollout.max_response_tokens,
+    sampling = eval_sampling(settings, config.rollout, renderer)
+    return _collector(config.rollout, task, renderer, sampler, sampling, settings.samples)
+
+
+def eval_sampling(settings: EvalConfig, rollout: RolloutConfig, renderer: Renderer) -> Sampling:
+    """How a policy speaks when it is judged or talked to, rather than trained."""
+    return Sampling(
+        max_tokens=rollout.max_response_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         stop_ids=tuple(renderer.stop_ids),
     )
-    return _collector(config.rollout, task, renderer, sampler, sampling, settings.samples)
 
 
 def limits(rollout: RolloutConfig) -> Limits:
@@ -293,23 +234,77 @@ def _is_data_source(rows: str) -> bool:
     return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl")) or "/" in rows
 
 
-def _recipe_path(config: RunConfig, name: str) -> Path:
-    """A file named in a recipe: beside its YAML, or anywhere by path."""
-    beside = recipe_file(config.recipe).parent / name
-    path = beside if beside.is_file() else Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {name!r}, neither beside the recipe nor at {path}")
-    return path
+def _rows_function(config: RunConfig) -> Callable[..., Any]:
+    """`count` is given where the config has one; where it has none, the function's own default holds."""
+    for count in (config.task.train_count, config.eval.rows):
+        _check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
+    found: Callable[..., Any] = resolve(config.task.rows, recipe=config.recipe)
+    return found
 
 
-def _check_disjoint(train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:
+def _check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
+    """Say before the run that a function of the recipe cannot be called the way it will be."""
+    found = resolve(name, recipe=config.recipe)
+    call = f"{name.rpartition('.')[2]}({', '.join(f'{keyword}=...' for keyword in keywords)})"
+    if not callable(found):
+        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called as {call}")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting}={name!r} cannot be called as {call}: {error}") from error
+
+
+def _check_beginning(config: RunConfig) -> None:
+    """Model and warm start, as far as they can be told without loading anything."""
+    if config.model.path is not None:
+        find_model(config.model.path)
+    if config.model.make is not None:
+        _check_call(config, "model.make", config.model.make, ["directory", "seed"])
+    if config.sft.demos is not None:
+        _check_call(config, "sft.demos", config.sft.demos, ["count", "seed"])
+    if config.sft.trajectories is not None and not Path(config.sft.trajectories).expanduser().exists():
+        raise ConfigError(f"sft.trajectories={config.sft.trajectories!r}: there is no such run, folder or file")
+
+
+def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:
+    """Make, without playing it, one flow and env for each combination of names and settings that rows ask for."""
+    seen = set()
+    for row in rows:
+        env_type = row.env_kwargs.get("env_type")
+        kind = (repr(row.agent_name), repr(env_type), *sorted(row.env_kwargs))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        try:
+            flow = task.make_flow(row)
+            if isinstance(flow, AgentEnvLoop):  # other flows may do without
+                flow.make_env(row)
+            elif env_type is not None:
+                env_class(env_type)
+        except (TypeError, ValueError) as error:  # our own errors are ValueErrors too
+            raise ConfigError(f"row {row.row_id!r} cannot be played: {error}") from error
+
+
+def _check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:
     """A test row that is also trained on makes every number a lie."""
 
     def content(row: TaskRow) -> str:
         place = ("index", "split")  # published rows number themselves here
-        return repr((row.prompt, row.env_kwargs, [item for item in row.extra_info.items() if item[0] not in place]))
+        extra = sorted((key, value) for key, value in row.extra_info.items() if key not in place)
+        return repr((row.prompt, row.env_kwargs, extra))
 
     seen = {content(row): row.row_id for row in train}
     for row in test:
         if (twin := seen.get(content(row))) is not None:
-            raise ConfigError(f"test row {row.row_id!r} is the same task as training row {twin!r}")
+            raise ConfigError(
+                f"test row {row.row_id!r} is the same task as training row {twin!r}: same prompt, env_kwargs and "
+                f"extra_info. {_how_to_split(config.task)}"
+            )
+
+
+def _how_to_split(task: TaskConfig) -> str:
+    if _is_data_source(task.rows) and task.rows.endswith((".parquet", ".jsonl")) and "{split}" not in task.rows:
+        return f"Both splits are read from {task.rows!r}: use {{split}} in task.rows, as in data/{{split}}.jsonl"
+    if task.train_split == task.test_split:
+        return f"Both splits are {task.test_split!r}: set task.test_split to one that is not trained on"
+    return "Take it out of one of the splits"

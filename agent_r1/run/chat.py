@@ -1,39 +1,77 @@
-"""Talk to a trained agent in the terminal: the same flow, env and tools as in training, with its calls shown.
+"""Talk to a trained agent in the terminal: played as in evaluation (flow, env, tools, sampling), with its calls shown.
 
 The agent lives in the world of one row (its tables, files or game), so a row is chosen first; its own question is
-offered, any other can be typed.
+offered, any other can be typed. Every question gets that world anew; only what was said is remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from agent_r1.agent.flow import Episode, EpisodeLimit
-from agent_r1.agent.sampler import Sampling
+from agent_r1.agent.guard import TimedOut, describe, guarded
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
+from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
-from agent_r1.run.build import Model, Task, build_engine, build_task, find_model, limits, load_model
-from agent_r1.types import Message, Step, StopReason, TaskRow
+from agent_r1.run.build import build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
 HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."
 
 
-class Chat:
-    """A conversation about one row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the agent did about one question."""
 
-    def __init__(self, config: RunConfig, *, model: Model, task: Task, engine: Engine, rows: list[TaskRow]) -> None:
-        self._config = config
-        self._model = model
-        self._task = task
+    steps: list[Step]
+    stop: StopReason
+    error: str | None = None  # what went wrong, where something did
+    full: bool = False  # stopped because conversation and answer together outgrew the context
+
+
+class ChatEpisode(Episode):
+    """Remembers also what a limit kept from the policy: the tools have said it, so it belongs to the conversation."""
+
+    unanswered = False  # whether the last observation got no response
+
+    async def act(self, observation: Observation, *, tools: list[dict[str, Any]] | None = None) -> Action:
+        before = len(self.steps)
+        if observation.messages is not None:
+            self.messages = observation.messages
+        try:
+            return await super().act(observation, tools=tools)
+        finally:
+            self.unanswered = len(self.steps) == before
+
+    @property
+    def out_of_room(self) -> bool:
+        """Whether it was the context that ended the episode, and not the length of one response."""
+        if self.unanswered or not self.steps:
+            return True
+        last = self.steps[-1]
+        return len(last.prompt_ids) + len(last.response_ids) >= self.limits.max_context_tokens
+
+    def conversation(self, row: TaskRow) -> list[Message]:
+        """All that was said: the final response stands in no observation, unless a limit came right after it."""
+        said = list(self.messages or row.prompt)
+        return said if self.unanswered else [*said, {"role": "assistant", "content": self.steps[-1].action_text}]
+
+
+class Chat:
+    """A conversation about one row. `collector` says how it is played, `engine` is the sampler it plays with."""
+
+    def __init__(self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow]) -> None:
+        self._collector = collector
         self._engine = engine
         self._rows = rows
-        self._turn = 0
+        self._asked = 0
         self.enter(0)
 
     def enter(self, index: int) -> None:
@@ -43,80 +81,117 @@ class Chat:
         self.forget()
 
     def forget(self) -> None:
-        self._history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
+        self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
+        self.has_past = False
 
     @property
     def question(self) -> str:
         """The row's own question."""
         return "\n".join(str(m["content"]) for m in self.row.prompt if m["role"] == "user")
 
-    async def ask(self, text: str) -> tuple[list[Step], StopReason]:
-        """One user turn: the agent acts until it answers or a limit ends it."""
-        self._turn += 1
-        row = replace(self.row, prompt=[*self._history, {"role": "user", "content": text}])
-        episode = Episode(
-            episode_id=f"chat-{self._turn}",
+    async def ask(self, text: str) -> Turn:
+        """One user turn: the agent acts until it answers or a limit ends it. A turn that fails is not remembered."""
+        self._asked += 1
+        row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
+        episode = ChatEpisode(
+            episode_id=f"chat-{self._asked}",
             sampler=self._engine,
-            sampling=Sampling(
-                max_tokens=self._config.rollout.max_response_tokens,
-                temperature=self._config.eval.temperature,
-                stop_ids=tuple(self._model.renderer.stop_ids),
-            ),
-            renderer=self._model.renderer,
-            limits=limits(self._config.rollout),
-            seed=self._turn,
+            sampling=self._collector.sampling,
+            renderer=self._collector.renderer,
+            limits=self._collector.limits,
+            seed=self._asked,
         )
         try:
-            async with asyncio.timeout(self._config.rollout.episode_seconds):
-                stop = await self._task.make_flow(row).run(row, episode)
+            stop, error = await self._outcome(row, episode)
+        finally:
+            episode.close()
+            self._engine.release(episode.episode_id)
+        if episode.steps and not stop.is_failure:
+            self.history, self.has_past = episode.conversation(row), True
+        full = stop is StopReason.MAX_TOKENS and episode.out_of_room
+        return Turn(steps=list(episode.steps), stop=stop, error=error, full=full)
+
+    async def _outcome(self, row: TaskRow, episode: ChatEpisode) -> tuple[StopReason, str | None]:
+        """Why the turn ended, and what went wrong if something did."""
+        seconds = self._collector.limits.episode_seconds
+        try:
+            stop = await guarded(self._collector.make_flow(row).run(row, episode), seconds=seconds)
         except EpisodeLimit as limit:
-            stop = limit.stop
-        except TimeoutError:
-            stop = StopReason.TIMEOUT
-        self._engine.release(episode.episode_id)
-        if episode.steps:
-            final: Message = {"role": "assistant", "content": episode.steps[-1].action_text}
-            self._history = [*(episode.messages or row.prompt), final]
-        return episode.steps, stop
+            return limit.stop, None
+        except TimedOut as late:
+            return StopReason.TIMEOUT, f"the answer was {late} (rollout.episode_seconds)"
+        except Exception as error:  # noqa: BLE001 (tools and envs are other people's code: the chat goes on)
+            return StopReason.ERROR, describe(error)
+        if not isinstance(stop, StopReason):
+            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+        if not episode.steps:
+            return StopReason.ERROR, "the flow ended without a single model call"
+        return stop, None
+
+    async def close(self) -> None:
+        await self._engine.close()
 
 
 def open_chat(config: RunConfig, model_path: str) -> Chat:
     model = load_model(config, find_model(model_path))
-    task = build_task(config)
-    return Chat(config, model=model, task=task, engine=build_engine(config, model), rows=task.test_rows())
+    task, engine = build_task(config), build_engine(config, model)
+    return Chat(eval_collector(config, task, model.renderer, engine), engine=engine, rows=task.test_rows())
 
 
-async def chat_loop(chat: Chat, console: Console) -> None:
+def chat_loop(chat: Chat, console: Console) -> None:
+    """Until /quit, Ctrl-D or Ctrl-C, also during an answer.
+
+    Input is read in the main thread, between runs of the one event loop: in any other, Ctrl-C could not interrupt it.
+    """
     console.print(HELP, style="dim", highlight=False)
     _introduce(chat, console)
-    while True:
+    with asyncio.Runner() as runner:
         try:
-            text = (await asyncio.to_thread(console.input, "[bold blue]you[/]   ")).strip()
+            while (text := console.input("[bold blue]you[/]   ").strip()) not in ("/quit", "/exit"):
+                if text.startswith("/"):
+                    _command(chat, text, console)
+                else:
+                    runner.run(answer(chat, text or chat.question, console))
         except (EOFError, KeyboardInterrupt):
-            return
-        if text in ("/quit", "/exit"):
-            return
-        if text.startswith("/"):
-            _command(chat, text, console)
-            continue
-        await answer(chat, text or chat.question, console)
+            console.print()  # whatever comes next starts on a line of its own
+        finally:
+            runner.run(chat.close())
+
+
+async def ask_once(chat: Chat, text: str, console: Console) -> None:
+    """The chat of a single question."""
+    try:
+        await answer(chat, text, console)
+    finally:
+        await chat.close()
 
 
 async def answer(chat: Chat, text: str, console: Console) -> None:
-    """Ask and print call, result, call, result, answer."""
-    steps, stop = await chat.ask(text)
-    for step in steps:
+    """Ask and print call, result, call, result, answer. A conversation that has become too long starts over."""
+    turn = await chat.ask(text)
+    _show(turn, console)
+    if turn.full and chat.has_past:
+        console.print("(the conversation was full; started afresh)", style="dim", highlight=False)
+        chat.forget()
+        turn = await chat.ask(text)
+        _show(turn, console)
+    if turn.error is not None:
+        console.print(Text(f"(failed: {turn.error})", style="red"), soft_wrap=True)
+    elif turn.stop is not StopReason.ANSWERED:
+        console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
+
+
+def _show(turn: Turn, console: Console) -> None:
+    for step in turn.steps:
         _say(console, "agent", "bold green", step.action_text)
         if step.feedback:
             _say(console, "tool", "bold yellow", step.feedback)
-    if stop is not StopReason.ANSWERED:
-        console.print(f"(stopped: {stop.value})", style="red", highlight=False)
 
 
 def _command(chat: Chat, text: str, console: Console) -> None:
     name, _, argument = text.partition(" ")
     try:
-        if name == "/row" and argument.strip().isdigit():
+        if name == "/row" and argument.strip().isdecimal():
             chat.enter(int(argument))
             _introduce(chat, console)
         elif name == "/new":
@@ -124,12 +199,13 @@ def _command(chat: Chat, text: str, console: Console) -> None:
         else:
             console.print(HELP, style="dim", highlight=False)
     except ConfigError as error:
-        console.print(str(error), style="red", highlight=False)
+        console.print(Text(str(error), style="red"))
 
 
 def _introduce(chat: Chat, console: Console) -> None:
-    console.print(f"row {chat.row.row_id}: {chat.question}", highlight=False, markup=False)
+    # Text, here and below, for what others wrote: rich would read [brackets] and :words: in a str as markup.
+    console.print(Text(f"row {chat.row.row_id}: {chat.question}"))
 
 
-def _say(console: Console, speaker: str, style: str, text: Any) -> None:
-    console.print(Text.assemble((f"{speaker:6s}", style), str(text)), soft_wrap=True)
+def _say(console: Console, speaker: str, style: str, text: str) -> None:
+    console.print(Text.assemble((f"{speaker:6s}", style), text), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The four commands as functions: what `agent-r1 train | sft | eval` do, apart from reading the command line.
+"""The commands as functions: what `agent-r1 train | sft | eval` do, apart from reading the command line.
 
 Each ends with what to do next. Chat has a module of its own.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ import torch
 from rich.console import Console
 
 from agent_r1.agent.flow import stable_seed
+from agent_r1.agent.guard import CANCEL_SECONDS
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.run.build import Model, Plan, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, is_success
+from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
 from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
@@ -34,11 +37,12 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: everything worth keeping has been saved."""
+    """Ctrl-C or SIGTERM; `kept` says what was saved and how to go on."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, kept: str) -> None:
         super().__init__(signal.Signals(number).name)
         self.exit_code = 128 + number
+        self.kept = kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +55,19 @@ class Outcome:
 
 
 def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
-    _log_to(run.log_file)
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
-    return _interruptible(_train(config, plan, run, console, resume=resume))
+    def kept() -> str:
+        saved = list_checkpoints(run.checkpoints)
+        what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
+        return f"{what}; continue with: agent-r1 train --resume {run.path}"
+
+    with run.locked():
+        _log_to(run.log_file)
+        return _interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
 
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+    began = time.monotonic()
+    seed_all(config.seed)
     checkpoint = _resume_point(run) if resume else None
     source = checkpoint or await starting_model(config, console)
     model = load_model(config, source)
@@ -71,8 +81,6 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")
-        else:
-            torch.manual_seed(config.seed)
         run.forget_after(done)
         if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
             await trainer.evaluate(done)
@@ -83,8 +91,10 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
             eval_every=config.trainer.eval_every,
             save_every=config.trainer.save_every,
         )
+        if config.trainer.steps == 0:
+            trainer.save(0)  # nothing to learn, but something to talk to
         await trainer.engine.close()
-    return _conclude(run, trainer.last_evaluation, console, config)
+    return _conclude(run, trainer.last_evaluation, console, config, time.monotonic() - began)
 
 
 def _eval_due(config: RunConfig, step: int) -> bool:
@@ -96,19 +106,17 @@ def _resume_point(run: RunDir) -> Path | None:
     return latest_checkpoint(run.checkpoints)[1] if list_checkpoints(run.checkpoints) else None
 
 
-def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: RunConfig) -> Outcome:
+def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, seconds: float) -> Outcome:
     records = run.read_metrics()
     evaluations = [record for record in records if record["kind"] == "eval"]
     before, after = evaluations[0], evaluations[-1]
-    curve_picture(
-        records, run.path / "curve.png", f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
-    )
+    title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
+    curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
     if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
         console.print(shown)
-    spent = sum(record.get("time/collect", 0.0) + record.get("time/update", 0.0) for record in records)
     console.print(
         f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {config.trainer.steps} "
-        f"steps ({clock(spent)} min)\n"
+        f"steps; this took {clock(seconds)} min\n"
         f"  picture     {run.path}/curve.png\n"
         f"  talk to it  agent-r1 chat {run.path}\n"
         f"  evaluate    agent-r1 eval {run.path}\n"
@@ -129,8 +137,14 @@ def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
 
 def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     """The warm start as a command of its own: a run directory whose checkpoint `model.path=` can name."""
-    _log_to(run.log_file)
-    return _interruptible(_sft(config, run, console))
+
+    def kept() -> str:
+        done = bool(list_checkpoints(run.checkpoints))
+        return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
+
+    with run.locked():
+        _log_to(run.log_file)
+        return _interruptible(_sft(config, run, console), config, kept)
 
 
 async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
@@ -153,7 +167,8 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     run.write_trajectories("eval", updates, result.groups)
     console.print(
         f"\n[bold]held-out success after the warm start: {eval_summary(result.metrics)}[/]\n"
-        f"  train from it  agent-r1 train {config.recipe} model.path={run.path} model.make=null sft.demos=null\n"
+        f"  train from it  agent-r1 train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
+        f"sft.trajectories=null\n"
         f"  talk to it     agent-r1 chat {run.path}",
         highlight=False,
         soft_wrap=True,
@@ -162,7 +177,7 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
 
 
 def run_eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
-    return _interruptible(_eval(config, model_path, console, settings))
+    return _interruptible(_eval(config, model_path, console, settings), config, lambda: "an evaluation keeps nothing")
 
 
 async def _eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
@@ -210,27 +225,38 @@ def _log_to(path: Path) -> None:
     package.propagate = False
 
 
-def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+def _interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callable[[], str]) -> T:
     """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
     received: list[int] = []
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
 
-    async def main() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+    def stop(number: int) -> None:
+        received.append(number)
+        loop.remove_signal_handler(number)
+        task.cancel()
 
-        def stop(number: int) -> None:
-            received.append(number)
-            loop.remove_signal_handler(number)
-            task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(NotImplementedError, RuntimeError):  # Windows, or not the main thread
-                loop.add_signal_handler(number, stop, number)
-        return await work
-
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
+            loop.add_signal_handler(number, stop, number)
     try:
-        return asyncio.run(main())
+        return loop.run_until_complete(task)
     except asyncio.CancelledError:
         if not received:
             raise
-        raise Interrupted(received[0]) from None
+        raise Interrupted(received[0], kept()) from None
+    finally:
+        _close(loop)
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """Like `asyncio.run` at its end, but it does not wait for ever for user code that ignores being cancelled."""
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()

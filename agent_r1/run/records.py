@@ -47,12 +47,14 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | None = None) -> None:
     """One line per trajectory; the row's prompt and ground truth ride along, so a file stands on its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open(path, "wt") as file:
+    part = path.with_name(f".part-{path.name}")
+    with _open(part, "wt") as file:
         for group in groups:
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
             for trajectory in group.trajectories:
                 record = trajectory_to_json(trajectory, (advantages or {}).get(trajectory.trajectory_id))
                 file.write(json.dumps({**record, "row": row}, ensure_ascii=False, default=str) + "\n")
+    part.replace(path)  # a killed run leaves whole files only
 
 
 def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
@@ -62,12 +64,14 @@ def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
     if not paths or not paths[0].exists():
         raise DataError(f"no trajectories (*.jsonl or *.jsonl.gz) at {source}")
     for path in paths:
-        with _open(path, "rt") as file:
-            for number, line in enumerate(file, start=1):
-                try:
+        number = 0
+        try:
+            with _open(path, "rt") as file:
+                for line in file:
+                    number += 1
                     yield trajectory_from_json(json.loads(line))
-                except (DataError, json.JSONDecodeError) as error:
-                    raise DataError(f"{path} line {number}: {error}") from error
+        except (DataError, json.JSONDecodeError, EOFError, OSError) as error:  # the last two: a damaged gzip file
+            raise DataError(f"{path} line {number}: {error}") from error
 
 
 def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:

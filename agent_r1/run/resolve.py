@@ -1,14 +1,22 @@
-"""Names in a recipe -> Python objects.
+"""Names in a recipe -> Python objects and files.
 
 `task.rows` means `rows` in `task.py` beside the recipe's YAML; anything else is an importable dotted path. A recipe
-outside the package is a plain folder: its files are imported under a name of their own.
+outside the package is a plain folder. It is imported as a package of its own, in which `import env` means the `env.py`
+beside the file that says so. Hence each file is one module however it is reached, two recipes can both have a
+`task.py`, and a recipe's file never hides an installed module from anything outside the recipe.
 """
 
 from __future__ import annotations
 
+import builtins
+import hashlib
 import importlib
-import importlib.util
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,66 +24,136 @@ from typing import Any
 from agent_r1.config import RECIPES, recipe_file
 from agent_r1.errors import ConfigError, did_you_mean
 
+_FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
+_NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
+
 
 def resolve(name: str, *, recipe: str) -> Any:
     """The object called `module.attribute`, looked up in the recipe's folder first."""
     module_name, dot, attribute = name.rpartition(".")
     if not dot:
         raise ConfigError(f"{name!r} is not of the form module.name, for example task.reward")
-    module = _recipe_module(module_name, recipe_file(recipe).parent) or _importable(module_name, name)
+    module = _recipe_module(module_name, recipe_folder(recipe)) or _importable(module_name, name)
     if not hasattr(module, attribute):
         public = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(f"{name!r}: {module.__name__} has no {attribute!r}.{did_you_mean(attribute, public)}")
+        raise ConfigError(f"{name!r}: {module_name} has no {attribute!r}.{did_you_mean(attribute, public)}")
     return getattr(module, attribute)
 
 
-def is_recipe_name(name: str, *, recipe: str) -> bool:
-    """Whether `name` points into the recipe's folder or at an importable module, rather than being a plain name."""
-    module_name = name.rpartition(".")[0]
-    return bool(module_name) and "/" not in name and not name.endswith((".jsonl", ".parquet"))
+def import_recipe(recipe: str) -> None:
+    """Import all Python files of the recipe, so that the envs, flows and tools they register are known by name."""
+    folder = recipe_folder(recipe)
+    for path in sorted(folder.glob("*.py")):
+        if path.stem.isidentifier() and not _NO_PART.match(path.stem):
+            _recipe_module(path.stem, folder)
+
+
+def recipe_path(name: str, *, recipe: str) -> Path:
+    """A file named in a recipe: beside its YAML, or anywhere by path."""
+    beside = recipe_folder(recipe) / name
+    path = beside if beside.is_file() else Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {name!r}, neither in {beside.parent} nor at {path.absolute()}")
+    return path
 
 
 def recipe_files(recipe: str) -> list[Path]:
     """The files a recipe's behaviour depends on; a cached warm start is stale when one of them changes."""
-    folder = recipe_file(recipe).parent
+    folder = recipe_folder(recipe)
     return sorted([*folder.glob("*.py"), *folder.glob("*.jinja")])
 
 
+def recipe_folder(recipe: str) -> Path:
+    return recipe_file(recipe).resolve().parent
+
+
 def _recipe_module(module_name: str, folder: Path) -> ModuleType | None:
-    path = folder.joinpath(*module_name.split(".")).with_suffix(".py")
-    if not path.is_file():
+    if not folder.joinpath(*module_name.split(".")).with_suffix(".py").is_file():
         return None
-    if folder.parent == RECIPES:
-        return importlib.import_module(f"agent_r1.recipes.{folder.name}.{module_name}")
-    return _import_file(path, module_name, folder)
+    return importlib.import_module(f"{_package(folder)}.{module_name}")
 
 
-def _import_file(path: Path, module_name: str, folder: Path) -> ModuleType:
-    qualified = f"agent_r1_recipe_{abs(hash(folder.resolve()))}_{module_name}"
-    if qualified in sys.modules:
-        return sys.modules[qualified]
-    spec = importlib.util.spec_from_file_location(qualified, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # so that the recipe's files can import each other
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[qualified]
-        raise
-    return module
+def _package(folder: Path) -> str:
+    if folder.parent == RECIPES.resolve():
+        return f"agent_r1.recipes.{folder.name}"
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]  # unlike hash(), the same in every process
+    package = f"recipe_{re.sub('[^0-9a-zA-Z]', '_', folder.name)}_{digest}"
+    _FOLDERS[package] = folder
+    importlib.invalidate_caches()  # the folder may be younger than what the import system remembers of it
+    return package
 
 
 def _importable(module_name: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and not module_name.startswith(error.name):
+        if not f"{module_name}.".startswith(f"{error.name}."):  # the module is there, but not what it imports
             raise
         raise ConfigError(
             f"cannot find {name!r}: there is no {module_name.replace('.', '/')}.py beside the recipe and no "
             f"importable module {module_name!r}"
         ) from error
+
+
+class _RecipeFinder(MetaPathFinder):
+    """Finds the packages made of recipe folders, and their files."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = fullname.partition(".")[0]
+        if package not in _FOLDERS:
+            return None
+        if fullname == package:
+            spec = ModuleSpec(package, loader=None, is_package=True)
+            spec.submodule_search_locations = [str(_FOLDERS[package])]
+            return spec
+        found = PathFinder.find_spec(fullname, path)
+        if found is not None and isinstance(found.loader, SourceFileLoader):
+            found.loader = _RecipeLoader(fullname, found.loader.path)
+        return found
+
+
+class _RecipeLoader(SourceFileLoader):
+    """Runs a recipe's file with an `import` that looks in the recipe first; or not at all, when it has already run."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        known = _module_of(Path(self.path), besides=module)
+        if known is not None:
+            sys.modules[module.__name__] = known  # the import system hands out what stands here
+            return
+        package = module.__name__.partition(".")[0]
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": partial(_import_inside, package)}
+        super().exec_module(module)
+
+
+def _module_of(path: Path, *, besides: ModuleType) -> ModuleType | None:
+    """The module that this file already is: somebody may have imported it from their own path, as tests do."""
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) and module is not besides else None
+        if isinstance(file, str) and Path(file).name == path.name and Path(file).resolve() == path:
+            return module
+    return None
+
+
+def _import_inside(
+    package: str,
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """`__import__` as the files of a recipe see it: a plain name that is a file of the recipe means that file."""
+    top = name.partition(".")[0]
+    if level > 0 or not _holds(_FOLDERS[package], top):
+        return builtins.__import__(name, globals, locals, fromlist, level)
+    found = builtins.__import__(f"{package}.{name}", globals, locals, fromlist)
+    return found if fromlist else getattr(found, top)  # `import a.b` binds a
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or any((folder / name).glob("*.py"))
+
+
+sys.meta_path.insert(0, _RecipeFinder())  # before the finder of plain paths, which would find the same files

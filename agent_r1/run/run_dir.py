@@ -2,7 +2,7 @@
 
     config.json                      the resolved description of the run
     metrics.jsonl                    one object per training step and per evaluation
-    trajectories/step_000012.jsonl.gz, eval_000010.jsonl.gz
+    trajectories/train_000012.jsonl.gz, eval_000010.jsonl.gz
     checkpoints/step_000010/         Hugging Face format plus trainer state
     curve.png  run.log
 
@@ -11,10 +11,13 @@ Viewers, replay and tests read these files, never log lines.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +45,36 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no config.json")
-        return cls(path)
+        run = cls(path)
+        if "recipe" not in run._description():
+            raise ConfigError(f"{path} is not a run directory: its config.json describes a model, not a run")
+        return run
 
     @property
     def config(self) -> RunConfig:
+        return parse_config(self._description())
+
+    def update_config(self, config: RunConfig) -> None:
+        """Describe the run anew, for example with more steps."""
+        _write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For the time of writing: two programs in one run directory would mix up their numbers."""
+        with (self.path / ".lock").open("w", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another process is writing to {self.path}; wait for it or stop it") from error
+            yield
+
+    def _description(self) -> dict[str, Any]:
+        path = self.path / "config.json"
         try:
-            return parse_config(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
+            tree = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.path / 'config.json'} is not JSON: {error}") from error
+            raise DataError(f"{path} is not JSON: {error}") from error
+        return tree if isinstance(tree, dict) else {}
 
     @property
     def checkpoints(self) -> Path:
@@ -61,7 +86,8 @@ class RunDir:
 
     def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """`kind` is "train" or "eval". One write per line, so a kill leaves at most one torn line at the end."""
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **finite}) + "\n"
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line)
 

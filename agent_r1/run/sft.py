@@ -50,20 +50,24 @@ async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Le
 async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer) -> list[Trajectory]:
     settings = config.sft
     if settings.trajectories is not None:
-        return _filtered(Path(settings.trajectories).expanduser(), settings.min_reward)
+        return _filtered(config, renderer)
     assert settings.demos is not None  # callers check
     demos: list[Demo] = list(resolve(settings.demos, recipe=config.recipe)(count=settings.count, seed=config.seed))
     if not demos:
         raise DataError(f"sft.demos={settings.demos!r} gave no demonstrations")
-    played = [_play_demo(config, task, renderer, index, demo) for index, demo in enumerate(demos)]
+    gate = asyncio.Semaphore(config.rollout.max_concurrent)
+    played = [_play_demo(config, task, renderer, index, demo, gate) for index, demo in enumerate(demos)]
     return list(await asyncio.gather(*played))
 
 
-async def _play_demo(config: RunConfig, task: Task, renderer: Renderer, index: int, demo: Demo) -> Trajectory:
+async def _play_demo(
+    config: RunConfig, task: Task, renderer: Renderer, index: int, demo: Demo, gate: asyncio.Semaphore
+) -> Trajectory:
     row, texts = demo
     player = _Replay(renderer, texts)
     collector = replace(train_collector(config, task, renderer, player), group_size=1, max_error_fraction=1.0)
-    [group] = await collector([row], seed=index)
+    async with gate:
+        [group] = await collector([row], seed=index)
     trajectory = group.trajectories[0]
     if trajectory.stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
@@ -97,11 +101,25 @@ class _Replay:
         pass
 
 
-def _filtered(source: Path, min_reward: float) -> list[Trajectory]:
+def trajectory_source(config: RunConfig) -> Path:
+    """The folder or file of `sft.trajectories`; of a run, its trajectories."""
+    assert config.sft.trajectories is not None
+    source = Path(config.sft.trajectories).expanduser()
+    return source / "trajectories" if (source / "trajectories").is_dir() else source
+
+
+def _filtered(config: RunConfig, renderer: Renderer) -> list[Trajectory]:
     """A run's own trajectories that earned enough: rejection sampling."""
-    is_run = (source / "trajectories").is_dir()  # of a run take what it trained on, never its evaluations
-    found = read_trajectories(source / "trajectories", "train_*") if is_run else read_trajectories(source)
-    good = [t for t in found if not t.stop.is_failure and t.total_reward >= min_reward]
+    source, least = trajectory_source(config), config.sft.min_reward
+    stem = "train_*" if source.is_dir() else "*"  # never its evaluations
+    good = [t for t in read_trajectories(source, stem) if not t.stop.is_failure and t.total_reward >= least]
     if not good:
-        raise DataError(f"no trajectory under {source} has a reward of at least {min_reward:g} (sft.min_reward)")
+        raise DataError(f"no trajectory under {source} has a reward of at least {least:g} (sft.min_reward)")
+    for trajectory in good:
+        for step in trajectory.steps:
+            if renderer.decode(step.response_ids) != step.action_text:
+                raise DataError(
+                    f"trajectory {trajectory.trajectory_id!r} of {source} was sampled with another tokenizer: its ids "
+                    f"read {renderer.decode(step.response_ids)[:60]!r}, its text is {step.action_text[:60]!r}"
+                )
     return good

@@ -19,61 +19,37 @@ from agent_r1.config import RunConfig, recipe_name
 from agent_r1.run.build import Model, find_model, load_model, save_model
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.resolve import recipe_files, resolve
-from agent_r1.run.sft import warm_start
+from agent_r1.run.sft import trajectory_source, warm_start
 from agent_r1.run.track import Display
 
 
 async def starting_model(config: RunConfig, console: Console) -> str | Path:
     """Where RL begins: the model as it is, or warm-started; a warm start is made once and cached."""
+    base = base_model(config)
     if config.sft.demos is None and config.sft.trajectories is None:
-        return base_model(config)
-    cached = _cache_folder(config)
+        return base
+    cached = cache_root() / f"warm-{recipe_name(config.recipe)}-{_warm_start_key(config, base)}"
     if cached.is_dir():
-        console.print(f"warm start: using {cached}", highlight=False, soft_wrap=True)
+        console.print(f"warm start: using {cached}", highlight=False, soft_wrap=True, markup=False)
         return cached
-    part = cached.with_name(f".{cached.name}.{os.getpid()}.part")
-    try:
-        model = load_model(config, base_model(config))
-        with Display(console, "warm start", total=1) as display:
-            await warm_start(config, model, sft_progress(display))
-        save_model(model, part)
-        part.replace(cached)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    model = load_model(config, base)
+    with Display(console, "warm start", total=1) as display:
+        await warm_start(config, model, sft_progress(display))
+    _put(cached, lambda folder: save_model(model, folder))
     return cached
 
 
 def base_model(config: RunConfig) -> str | Path:
+    """The model before any warm start; one that the recipe makes is made once."""
     if config.model.path is not None:
         return find_model(config.model.path)
     assert config.model.make is not None  # the config checks that one of the two is given
+    make = resolve(config.model.make, recipe=config.recipe)
     key = _digest(config.model.make, config.seed, _recipe_digest(config))
     folder = cache_root() / f"base-{recipe_name(config.recipe)}-{key}"
     if not folder.is_dir():
-        part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-        part.mkdir(parents=True)
-        try:
-            resolve(config.model.make, recipe=config.recipe)(directory=part, seed=config.seed)
-            part.replace(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        _put(folder, lambda part: make(directory=part, seed=config.seed))
     return folder
-
-
-def _cache_folder(config: RunConfig) -> Path:
-    """Keyed by everything the warm start depends on, the recipe's own source files included."""
-    key = _digest(
-        config.model.model_dump(),
-        config.sft.model_dump(),
-        config.task.model_dump(),
-        config.seed,
-        _recipe_digest(config),
-    )
-    return cache_root() / f"warm-{recipe_name(config.recipe)}-{key}"
-
-
-def _recipe_digest(config: RunConfig) -> str:
-    return _digest(*(path.read_text(encoding="utf-8") for path in recipe_files(config.recipe)))
 
 
 def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | None:
@@ -81,20 +57,8 @@ def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | 
     if config.algorithm.kl_coef == 0:
         return None
     if not folder.is_dir():
-        part = folder.with_name(f".{folder.name}.part")
-        save_model(initial, part)
-        part.replace(folder)
+        _put(folder, lambda part: save_model(initial, part))
     return load_model(config, folder)
-
-
-def cache_root() -> Path:
-    root = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
-    return Path(root).expanduser()
-
-
-def _digest(*parts: object) -> str:
-    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:
@@ -104,3 +68,53 @@ def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:
             display.step(update, f"loss {metrics['loss']:.3f}", value=metrics["loss"])
 
     return show
+
+
+def cache_root() -> Path:
+    root = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
+    return Path(root).expanduser()
+
+
+def _put(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill `folder` completely or not at all. Of two runs that make the same thing, the first one's stays."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    try:
+        write(part)
+        part.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _warm_start_key(config: RunConfig, base: str | Path) -> str:
+    """Everything the warm start depends on: model, template, demonstrations or trajectories, world, optimizer, seed."""
+    world = config.task.model_dump(include={"flow", "env", "env_kwargs", "tools"})
+    return _digest(
+        _files_digest(Path(base)) if Path(base).is_dir() else str(base),
+        config.model.model_dump(include={"chat_template", "template_kwargs"}),
+        config.sft.model_dump(),
+        config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),
+        _files_digest(trajectory_source(config)) if config.sft.trajectories is not None else None,
+        world,
+        config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
+        config.seed,
+        _recipe_digest(config),
+    )
+
+
+def _recipe_digest(config: RunConfig) -> str:
+    return _digest(*(path.read_text(encoding="utf-8") for path in recipe_files(config.recipe)))
+
+
+def _files_digest(folder: Path) -> str:
+    """Names, sizes and times: what a file holds cannot change without one of them."""
+    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    return _digest(str(folder.resolve()), [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def _digest(*parts: object) -> str:
+    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

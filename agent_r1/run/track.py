@@ -5,6 +5,7 @@ Reads metrics only; the run directory is written by `run_dir.py`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,11 +74,11 @@ class Display:
             self._refresh()
         else:
             line = f"{self._title} {step}/{self._total}  {summary}  {left} left"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(Text(line), soft_wrap=True)
 
     def note(self, text: str) -> None:
         """A line that stays on screen above the live part."""
-        self._console.print(text, highlight=False)
+        self._console.print(Text(text), soft_wrap=True)  # Text: paths and messages are no markup
 
     def seconds_left(self) -> float:
         steps = self._done - self._first
@@ -109,9 +110,14 @@ def eval_summary(metrics: Metrics) -> str:
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    top = max([high, *values])
+    """One bar per value; a value that is not finite leaves a gap."""
+    top = max([high, *filter(math.isfinite, values)])
     scale = (len(BARS) - 1) / (top - low)
-    return "".join(BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] for value in values)
+
+    def bar(value: float) -> str:
+        return BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] if math.isfinite(value) else " "
+
+    return "".join(map(bar, values))
 
 
 def clock(seconds: float) -> str:
@@ -129,7 +135,7 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
         style = "bold green" if speaker == "agent" else "bold yellow"
         table.add_row(Text(speaker, style=style), Text(shorten(text)))
     verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {len(trajectory.steps)} steps"
-    return Panel(table, title=f"episode {trajectory.row_id}", subtitle=verdict, title_align="left")
+    return Panel(table, title=Text(f"episode {trajectory.row_id}"), subtitle=verdict, title_align="left")
 
 
 def shorten(text: str, limit: int = 800) -> str:
@@ -138,8 +144,8 @@ def shorten(text: str, limit: int = 800) -> str:
     return short if len(short) == len(text.strip()) else f"{short} ... ({len(text)} characters)"
 
 
-def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Training success and held-out success over steps, as a PNG."""
+def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
+    """Training success and held-out success over steps, as a PNG; the label says how the latter was sampled."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,9 +158,7 @@ def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str) -> 
         axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
     if held_out:
         steps, success, error = zip(*held_out, strict=True)
-        axes.errorbar(
-            steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label="held-out rows (greedy)"
-        )
+        axes.errorbar(steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label=held_out_label)
     axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

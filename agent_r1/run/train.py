@@ -43,10 +43,10 @@ async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_e
             credited = parts.assign_credit(groups)
             updating = True
             metrics = parts.update(credited)
-            finished, updating = step, False
             parts.sync_weights(step)
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
             parts.report(step, groups, credited, metrics)
+            finished, updating = step, False  # only now: a step whose numbers were not written is made again
             if step % eval_every == 0 or step == steps:
                 await parts.evaluate(step)
             if step % save_every == 0 or step == steps:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
+from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import assign_credit
 from agent_r1.learn.learner import Learner
 from agent_r1.rollout.collect import Collector
@@ -19,6 +17,7 @@ from agent_r1.run.build import Model, Plan, build_engine, build_learner, eval_co
 from agent_r1.run.checkpoint import save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
+from agent_r1.run.rng import restore_rng, rng_state
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import Display, eval_summary, step_summary
 from agent_r1.tasks.rows import rows_for_step
@@ -117,9 +116,13 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> int:
         """Continue exactly where the checkpoint was taken; returns its step."""
+        if "rng" not in state:
+            raise ConfigError(
+                f"{self.run.path} is a supervised warm start, not a training run: start from it with "
+                f"model.path={self.run.path}"
+            )
         self.learner.load_state_dict(state["learner"])
-        torch.set_rng_state(state["torch_rng"])
-        random.setstate(_as_random_state(state["python_rng"]))
+        restore_rng(state["rng"])
         step: int = state["step"]
         self.sync_weights(step)
         return step
@@ -128,8 +131,7 @@ class Trainer:
         return {
             "step": step,
             "learner": self.learner.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-            "python_rng": list(random.getstate()),
+            "rng": rng_state(),
         }
 
     def _counter(self, total: int) -> Any:
@@ -141,8 +143,3 @@ class Trainer:
             self.display.episodes(finished, total)
 
         return count
-
-
-def _as_random_state(saved: Sequence[Any]) -> tuple[Any, ...]:
-    version, internal, gauss = saved
-    return (version, tuple(internal), gauss)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from agent_r1.errors import ConfigError, DataError
@@ -20,26 +22,25 @@ from agent_r1.types import Message, TaskRow
 _COLUMNS = {"prompt", "agent_name", "reward_model", "env_kwargs", "data_source", "extra_info", "row_id"}
 
 
-def load_rows(source: str | Callable[..., Iterable[Any]], *, split: str, count: int | None = None) -> list[TaskRow]:
-    """Rows from a file, from `hf:name[:config]`, or from a generator function `rows(split=..., count=...)`.
+def load_rows(
+    source: str | Callable[..., Iterable[Any]], *, split: str, count: int | None = None, beside: Path | None = None
+) -> list[TaskRow]:
+    """At most `count` rows from a file, from `hf:name[:config]`, or from a function `rows(split=..., count=...)`.
 
-    Every row is checked here, so a bad one is an error before training with its place, not a crash in the middle.
+    A relative path is looked up in the folder `beside` first. Every row is checked here, so a bad one is an error
+    before training with its place, not a crash in the middle.
     """
     if callable(source):
-        raw: Iterator[Any] = iter(source(split=split, count=count) if count is not None else source(split=split))
         where = f"{getattr(source, '__module__', '?')}.{getattr(source, '__name__', source)}"
+        raw = _call(source, where, {"split": split} if count is None else {"split": split, "count": count})
     else:
-        raw, where = iter(_read(source, split)), source
+        raw, where = _read(source, split, beside), source
     rows = []
-    for index, item in enumerate(raw):
-        if count is not None and index >= count:
-            break
+    for index, item in enumerate(islice(raw, count)):
         row = item if isinstance(item, TaskRow) else row_from_record(item, index=index, where=where)
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} gave no rows for split {split!r}")
-    if count is not None and len(rows) < count and not callable(source):
-        raise DataError(f"{where} has {len(rows)} rows for split {split!r}, {count} were asked for")
     _check_unique(rows, where)
     return rows
 
@@ -76,19 +77,37 @@ def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) 
     return chosen
 
 
-def _read(source: str, split: str) -> Iterable[Any]:
+def _call(source: Callable[..., Any], where: str, arguments: dict[str, Any]) -> Iterable[Any]:
+    made = source(**arguments)
+    if not isinstance(made, Iterable):
+        raise DataError(f"{where} returned {made!r:.80} for split {arguments['split']!r}, not rows")
+    return made
+
+
+def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     if source.startswith("hf:"):
         return _read_hub(source.removeprefix("hf:"), split)
-    path = Path(source.format(split=split)).expanduser()
-    if path.is_dir():
-        path = _split_file(path, split)
-    if not path.exists():
-        raise DataError(f"no data file at {path}")
+    path = Path(_filled(source, split)).expanduser()
+    places = [path] if beside is None or path.is_absolute() else [beside / path, path.absolute()]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        raise DataError(f"no data file at {' or '.join(map(str, places))}")
+    path = _split_file(found, split) if found.is_dir() else found
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     raise DataError(f"{path} is neither .parquet nor .jsonl")
+
+
+def _filled(source: str, split: str) -> str:
+    try:
+        for _, placeholder, _, _ in Formatter().parse(source):
+            if placeholder not in (None, "split"):
+                raise ValueError(f"there is no {{{placeholder}}}")
+        return source.format(split=split)
+    except ValueError as error:
+        raise ConfigError(f"{source!r}: the only placeholder of a data file is {{split}}: {error}") from None
 
 
 def _split_file(folder: Path, split: str) -> Path:

@@ -51,8 +51,11 @@ def by_learner(
         loss=get_algorithm("grpo").loss,
         lr=1e-9,
         temperature=TEMPERATURE,
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
         max_grad_norm=float("inf"),
         max_tokens_per_pack=max_tokens,
+        max_nonfinite_updates=1,
     )
     loss = learner.update(credited)["loss"]
     return loss, gradients_of(policy.model)

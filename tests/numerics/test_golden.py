@@ -44,7 +44,10 @@ def run() -> dict[str, list[float]]:
         loss=algorithm.loss,
         lr=1e-3,
         temperature=1.0,
+        betas=(0.9, 0.999),
         weight_decay=0.01,
+        max_grad_norm=1.0,
+        max_nonfinite_updates=1,
         schedule=warmup(2),
         max_tokens_per_pack=48,
     )

@@ -230,6 +230,31 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
     assert ask(local, prompt).token_ids == expected.token_ids
 
 
+def test_a_sequence_that_turns_not_finite_fails_alone() -> None:
+    """One token's embedding is NaN: who samples it fails; a shorter and a longer neighbour in the same steps do not."""
+    model, asked = tiny("llama"), [[7, 9], [1, 2, 3, 4, 6, 7, 8, 9, 10, 11], [1, 2]]
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+
+    async def play(local: LocalEngine) -> list[Any]:
+        runs = [local.generate(prompt, sampling, session=str(prompt)) for prompt in asked]
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    healthy = asyncio.run(play(make(model)))
+    others = {token for done, prompt in zip(healthy[1:], asked[1:], strict=True) for token in done.token_ids + prompt}
+    poison = next(token for token in healthy[0].token_ids if token not in others | set(asked[0]))
+    local = make(model)
+    with torch.no_grad():
+        local._runner.model.get_input_embeddings().weight[poison] = torch.nan
+    failed, *fine = asyncio.run(play(local))
+    assert isinstance(failed, RolloutError)
+    assert [done.token_ids for done in fine] == [done.token_ids for done in healthy[1:]]
+
+
+def test_ids_that_are_not_ints_are_refused_before_they_can_disturb_others() -> None:
+    with pytest.raises(DataError, match="holds a float among its token ids"):
+        ask(make(), [1, 2.5])  # type: ignore[list-item]
+
+
 def test_a_step_that_raises_fails_the_requests_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError
@@ -45,18 +46,61 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("trainr.steps=4", r"the recipe has no field 'trainr'\. Did you mean 'trainer'\?"),
         ("trainer.steps=many", r"trainer.steps='many': input should be a valid integer"),
         ("rollout.temperature=0", r"rollout.temperature=0: input should be greater than 0"),
-        ("trainer.steps", "not of the form section.key=value"),
-        ("engine.name=vlm", r"engine.name='vlm'"),
+        ("trainer.steps", r"^override 'trainer\.steps' is not of the form section\.key=value"),
+        ("trainer.steps=[1", r"^override 'trainer\.steps=\[1' cannot be read"),
+        ("recipe=other", "recipe is no setting"),
         ("model.make=task.make", "exactly one of model.path"),
         ("rollout.max_response_tokens=9999", "the prompt needs room too"),
         ("engine.max_cached_tokens=300", "cannot hold one context"),
         ("eval.samples=4", "repeats one greedy attempt"),
         ("eval.top_p=0.5", "do nothing at eval.temperature = 0"),
+        ("sft.count=3", r"sft\.count does nothing without sft\.demos; set that or leave sft\.count out"),
+        ("sft.min_reward=0.5", r"sft\.min_reward does nothing without sft\.trajectories"),
+        ("sft.lr=0.1", r"sft\.lr does nothing without sft\.demos or sft\.trajectories"),
+        ("algorithm.kl_estimator=k2", r"algorithm\.kl_estimator does nothing without algorithm\.kl_coef"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_helps(recipe: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, [override])
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        (["sft.demos=task.demos", "sft.min_reward=0.5"], "sft.min_reward"),
+        (["sft.trajectories=runs/a", "sft.count=3"], "sft.count"),
+        (["algorithm.kl_coef=0", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator"),  # also when it is the default
+        (["sft.demos=task.demos", "sft.count=3", "sft.lr=0.1"], None),
+        (["sft.trajectories=runs/a", "sft.min_reward=0.5", "sft.epochs=1"], None),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"], None),
+    ],
+)
+def test_a_setting_that_does_nothing_is_an_error_in_a_recipe_as_in_an_override(
+    recipe: str, settings: list[str], idle: str | None
+) -> None:
+    written = Path(recipe).with_name("written.yaml")
+    tree = OmegaConf.merge(OmegaConf.create(MINIMAL), OmegaConf.from_dotlist(settings))
+    written.write_text(OmegaConf.to_yaml(tree), encoding="utf-8")
+    for name, overrides in ((recipe, settings), (str(written), [])):
+        if idle is None:
+            load_config(name, overrides)
+        else:
+            with pytest.raises(ConfigError, match=f"{idle} does nothing without"):
+                load_config(name, overrides)
+
+
+def test_overrides_may_turn_off_or_on_what_the_recipes_settings_belong_to(recipe: str) -> None:
+    warm = MINIMAL + "sft: {demos: task.demos, count: 8, lr: 0.1}\n"
+    Path(recipe).write_text(warm, encoding="utf-8")
+    load_config(recipe, ["sft.demos=null"])
+    load_config(recipe, ["sft.demos=null", "sft.trajectories=runs/a", "sft.min_reward=0.5"])
+    with pytest.raises(ConfigError, match=r"sft\.count does nothing"):
+        load_config(recipe, ["sft.demos=null", "sft.count=3"])
+    Path(recipe).write_text(MINIMAL + "algorithm: {kl_estimator: k2}\n", encoding="utf-8")
+    assert load_config(recipe, ["algorithm.kl_coef=0.1"]).algorithm.kl_estimator == "k2"
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_estimator does nothing"):
+        load_config(recipe)
 
 
 def test_a_missing_required_field_is_named(tmp_path: Path) -> None:
@@ -73,8 +117,13 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
         load_config(str(path))
     with pytest.raises(ConfigError, match=r"unknown recipe 'quickstrt'\. Did you mean 'quickstart'\?"):
         load_config("quickstrt")
+    for text, message in (("- a\n- b\n", "must hold a mapping of sections"), ("seed: ${nowhere}", "nowhere")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            load_config(str(path))
 
 
 def test_a_config_survives_its_own_json(recipe: str) -> None:
-    config = load_config(recipe, ["seed=3"])
-    assert parse_config(RunConfig.model_validate_json(config.model_dump_json()).model_dump()) == config
+    for settings in (["seed=3"], ["sft.demos=task.demos"], ["sft.trajectories=runs/a", "algorithm.kl_coef=0.1"]):
+        config = load_config(recipe, settings)  # every field is in the JSON, also those that do nothing here
+        assert parse_config(RunConfig.model_validate_json(config.model_dump_json()).model_dump()) == config

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,18 +15,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.build import build_plan
+from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, load_model
 from agent_r1.run.chat import answer, open_chat
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
 from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
-from agent_r1.run.records import read_trajectories
+from agent_r1.run.records import read_trajectories, trajectory_to_json
+from agent_r1.run.rng import restore_rng, rng_state, seed_all
 from agent_r1.run.run_dir import RunDir
+from agent_r1.run.start import base_model
 
 ROOT = Path(__file__).parents[2]
 MINI = str(ROOT / "tests" / "run" / "mini")
@@ -144,7 +149,7 @@ def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactl
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert b"saved. Continue with: agent-r1 train --resume" in errors
+    assert re.search(rb"stopped by SIGTERM; saved after step \d+; continue with: agent-r1 train --resume", errors)
     run = RunDir.open(tmp_path / "stopped")
     done, _ = latest_checkpoint(run.checkpoints)
     assert 2 <= done < 8
@@ -209,6 +214,71 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
     config = mini(*source, "sft.min_reward=99")
     with pytest.raises(DataError, match=r"no trajectory under .* reward of at least 99"):
         run_sft(config, RunDir.create(tmp_path / "none", config), console())
+
+
+def test_trajectories_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other" / "trajectories"
+    source.mkdir(parents=True)
+    [first, *_] = read_trajectories(finished / "trajectories", "train_*")
+    record = trajectory_to_json(first)
+    for step in record["steps"]:
+        step["action_text"] = "something else"
+    (source / "train_000001.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    config = mini(f"sft.trajectories={tmp_path / 'other'}", "sft.demos=null", "sft.min_reward=-1")
+    with pytest.raises(DataError, match="was sampled with another tokenizer"):
+        run_sft(config, RunDir.create(tmp_path / "run", config), console())
+
+
+def test_a_warm_start_cannot_be_resumed_as_a_training_run(tmp_path: Path) -> None:
+    config = mini("sft.count=4", "sft.epochs=1")
+    run = RunDir.create(tmp_path / "sft", config)
+    run_sft(config, run, console())
+    with pytest.raises(
+        ConfigError, match=r"is a supervised warm start, not a training run: start from it with model\.path"
+    ):
+        resumed(run)
+
+
+def test_a_run_of_no_steps_leaves_a_model_to_talk_to(tmp_path: Path) -> None:
+    trained(tmp_path / "none", "trainer.steps=0", "sft.demos=null")
+    assert latest_checkpoint(tmp_path / "none" / "checkpoints")[0] == 0
+
+
+def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
+    config = mini(
+        "learner.lr=0.5",
+        "learner.betas=[0.7,0.8]",
+        "learner.weight_decay=0.3",
+        "learner.warmup_steps=3",
+        "learner.max_grad_norm=0.25",
+        "learner.num_epochs=2",
+        "learner.num_minibatches=3",
+        "learner.max_tokens_per_pack=77",
+        "learner.max_nonfinite_updates=9",
+        "rollout.temperature=0.6",
+        "algorithm.settings.clip_high=0.4",
+    )
+    model = load_model(config, base_model(config))
+    learner = build_learner(config, model, build_algorithm(config), None)
+    assert (learner.lr, learner.betas, learner.weight_decay) == (0.5, (0.7, 0.8), 0.3)
+    assert [learner.schedule(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert (learner.max_grad_norm, learner.num_epochs, learner.num_minibatches) == (0.25, 2, 3)
+    assert (learner.max_tokens_per_pack, learner.max_nonfinite_updates, learner.temperature) == (77, 9, 0.6)
+    sft = build_sft_learner(config, model, num_updates=10)
+    assert (sft.lr, sft.betas, sft.weight_decay, sft.temperature) == (3e-3, (0.7, 0.8), 0.3, 1.0)
+    assert sft.schedule(10) < sft.schedule(9)
+
+
+def test_user_code_that_draws_random_numbers_draws_the_same_ones_again(tmp_path: Path) -> None:
+    seed_all(3)
+    first = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    state = rng_state()
+    second = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    torch.save(state, tmp_path / "state.pt")
+    restore_rng(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == second
+    seed_all(3)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == first
 
 
 def test_chat_uses_the_same_world_and_keeps_the_conversation(finished: Path) -> None:

@@ -172,3 +172,32 @@ def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> N
     state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)]}
     path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
     torch.testing.assert_close(load_state(path)["rng"], state["rng"])
+
+
+def test_two_programs_cannot_write_to_one_run(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)
+    refused = pytest.raises(ConfigError, match="another process is writing to")
+    with run.locked(), refused, RunDir.open(tmp_path).locked():
+        pass
+    with RunDir.open(tmp_path).locked():  # free again
+        pass
+
+
+def test_a_model_directory_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 32}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"its config\.json describes a model, not a run"):
+        RunDir.open(tmp_path)
+
+
+def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)
+    run.append_metrics("train", 1, {"loss": float("nan"), "lr": 0.5})
+    assert '"loss": null, "lr": 0.5' in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_damaged_trajectory_file_is_a_clear_error(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)
+    path = run.write_trajectories("train", 1, [Group(row=ROW, trajectories=[TRAJECTORY] * 50)])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"train_000001\.jsonl\.gz line"):
+        list(read_trajectories(path))

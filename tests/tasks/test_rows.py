@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.errors import DataError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.tasks.rows import load_rows, row_from_record, rows_for_step
 from agent_r1.types import TaskRow
 
@@ -118,13 +118,63 @@ def test_unreadable_sources_are_clear_errors(tmp_path: Path) -> None:
         load_rows(str(tmp_path), split="valid")
 
 
-def test_too_few_rows_and_repeated_ids_are_errors(tmp_path: Path) -> None:
+def test_repeated_ids_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "row_id": "same"}\n' * 2, encoding="utf-8")
     with pytest.raises(DataError, match="two rows with row_id 'same'"):
         load_rows(str(tmp_path / "a.jsonl"), split="train")
-    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="has 1 rows for split 'train', 5 were asked for"):
-        load_rows(str(tmp_path / "b.jsonl"), split="train", count=5)
+
+
+@given(there=st.integers(1, 6), count=st.none() | st.integers(1, 6))
+def test_a_count_is_an_upper_bound_for_every_source(
+    there: int, count: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    records = [{"prompt": f"q{index}"} for index in range(there)]
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+    def rows(split: str, count: int | None = None) -> Iterator[Any]:
+        yield from records  # a function may give more or fewer than it was asked for
+
+    from_file = load_rows(str(path), split="test", count=count)
+    assert len(from_file) == (there if count is None else min(there, count))
+    assert load_rows(rows, split="test", count=count) == from_file
+
+
+def test_a_relative_path_is_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def prompts(source: str, beside: Path | None = tmp_path / "recipe") -> list[Any]:
+        return [row.prompt[0]["content"] for row in load_rows(source, split="test", beside=beside)]
+
+    (tmp_path / "test.jsonl").write_text('{"prompt": "here"}', encoding="utf-8")
+    assert prompts("{split}.jsonl") == ["here"]
+    (tmp_path / "recipe" / "test.jsonl").write_text('{"prompt": "beside"}', encoding="utf-8")
+    assert prompts("{split}.jsonl") == prompts(".") == ["beside"]
+    assert prompts("{split}.jsonl", beside=None) == prompts(str(tmp_path / "{split}.jsonl")) == ["here"]
+    with pytest.raises(DataError, match=r"no data file at .*recipe/no\.jsonl or .*no\.jsonl"):
+        prompts("no.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data/{name}.jsonl", r"placeholder of a data file is \{split\}: there is no \{name\}"),
+        ("data/{split.upper}.jsonl", r"there is no \{split\.upper\}"),
+        ("data/{}.jsonl", r"there is no \{\}"),
+        ("data/{split.jsonl", r"is \{split\}: expected '\}'"),
+    ],
+)
+def test_split_is_the_only_placeholder(source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rows(source, split="train")
+
+
+def test_a_function_that_gives_no_rows_at_all_is_named() -> None:
+    def forgot(split: str) -> Any: ...
+
+    with pytest.raises(DataError, match=r"test_rows\.forgot returned None for split 'train', not rows"):
+        load_rows(forgot, split="train")
 
 
 @given(total=st.integers(1, 12), count=st.integers(1, 9), seed=st.integers(0, 3))

@@ -1,6 +1,6 @@
 """A tiny language model with a tokenizer of its own, made from nothing in seconds: no hub, no download.
 
-The result is an ordinary Hugging Face directory. The model is a Llama of about 0.7 million parameters with random
+The result is an ordinary Hugging Face directory. The model is a Llama of 1.1 million parameters with random
 weights. The tokenizer is a byte-level BPE trained on the world's own text, so every text can be written and read back
 exactly, while what the world says often (the frame of a call, a name) is one token each: episodes stay below a hundred
 tokens, and copying a name means copying two.
@@ -42,8 +42,8 @@ def make_tiny_model(directory: str | Path, seed: int) -> None:
 def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=160,
+        intermediate_size=480,
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=MAX_POSITIONS,

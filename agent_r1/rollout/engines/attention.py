@@ -66,7 +66,9 @@ class DecodeLayout:
         # Blocks of others get the first sequence's query; nobody reads the result.
         query_T, first_T = np.zeros(read, dtype=np.int64), np.zeros(read, dtype=np.int64)
         query_T[place_T], first_T[place_T] = owner_T, ordinal_T * block_size
-        table_BW = np.zeros((self.size, int(counts_B.max())), dtype=np.int64)
+        # Padded with the sequence's own first block: whatever another one holds, even NaN, stays with the other.
+        first_place_B1 = place_T[np.cumsum(counts_B) - counts_B][:, None]
+        table_BW = np.repeat(first_place_B1, int(counts_B.max()), axis=1)
         table_BW[owner_T, ordinal_T] = place_T
         padding_BW = np.arange(table_BW.shape[1]) >= counts_B[:, None]
 
@@ -117,7 +119,7 @@ class PrefillLayout:
         # A request may own more blocks, for what comes after its chunk.
         width = -(-int((starts_B1 + counts_B1).max()) // block_size)
         owned = [part.chunk.blocks[:width] for part in parts]
-        block_BW = np.array([blocks + [0] * (width - len(blocks)) for blocks in owned])
+        block_BW = np.array([blocks + blocks[-1:] * (width - len(blocks)) for blocks in owned])
 
         self.row_BC = torch.from_numpy(row_BC).to(device)
         self.block_BW = torch.from_numpy(block_BW).to(device)

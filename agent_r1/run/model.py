@@ -1,0 +1,101 @@
+"""Models of a run: a Hugging Face directory in, weights, tokenizer and renderer out; and back again.
+
+Which directory a name means (a hub id, a folder, the newest checkpoint of a run) is decided here too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
+from agent_r1.config import RunConfig
+from agent_r1.errors import ConfigError
+from agent_r1.run.checkpoint import list_checkpoints
+from agent_r1.run.resolve import recipe_path
+
+transformers_logging.disable_progress_bar()  # it would draw over our own display
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Weights and tokenizer of one Hugging Face directory, with the renderer that speaks its template."""
+
+    network: Any  # a transformers causal LM in float32
+    tokenizer: Any
+    renderer: Renderer
+    template: TemplateReport  # what the chat template can do for an agent
+
+
+def load_model(config: RunConfig, directory: str | Path) -> Model:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
+    _check_context(config, network)
+    if config.model.chat_template is not None:  # on the tokenizer, so that it is saved with every checkpoint
+        tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
+    renderer = Renderer(
+        tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
+    )
+    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
+
+
+def save_model(model: Model, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    model.network.save_pretrained(str(directory))
+    model.tokenizer.save_pretrained(str(directory))
+
+
+def find_model(path: str) -> str:
+    """A run directory means its newest checkpoint; another directory or a hub id is taken as it is."""
+    local = Path(path).expanduser()
+    if _is_run(local):
+        saved = list_checkpoints(local / "checkpoints")
+        if not saved:
+            raise ConfigError(f"the run {path} has no checkpoint yet: its first save is still to come, or never came")
+        return str(saved[-1][1])
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if not local.exists() and looks_local:
+        raise ConfigError(f"model {path!r}: there is no such directory, and it is not a hub id (owner/name)")
+    return str(local) if local.exists() else path
+
+
+def _is_run(path: Path) -> bool:
+    """Models have a config.json too, but only a run's names a recipe."""
+    try:
+        return "recipe" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _check_context(config: RunConfig, network: Any) -> None:
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if positions is not None and config.rollout.max_context_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens={config.rollout.max_context_tokens} is more than the {positions} positions "
+            "the model has; lower it"
+        )
+
+
+def _generation_stop_ids(network: Any) -> list[int]:
+    """What the model's authors let it stop on besides the end of a turn (Qwen's <|endoftext|>, Llama's <|eom_id|>)."""
+    ids = network.generation_config.eos_token_id if network.generation_config is not None else None
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
+    report = verify_template(renderer)
+    if not (report.stop_tokens and report.renders and report.joins):
+        raise ConfigError(
+            f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
+            "Give a chat template with model.chat_template=FILE"
+        )
+    return report

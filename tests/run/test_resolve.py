@@ -1,0 +1,157 @@
+"""Names in a recipe: one file is one module, recipes keep to themselves, and what cannot be found is said clearly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_r1.agent.env import env_class
+from agent_r1.errors import ConfigError
+from agent_r1.run.resolve import import_recipe, recipe_files, recipe_path, resolve
+
+ENV = """
+from agent_r1.agent import AgentEnv
+
+@AgentEnv.register("{name}")
+class Guess(AgentEnv):
+    async def reset(self, row): ...
+    async def step(self, action): ...
+"""
+
+
+def recipe(folder: Path, **files: str) -> str:
+    """A recipe folder with the given Python files; its name, as a config holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "base.yaml").write_text("task: {}\n", encoding="utf-8")
+    for stem, text in files.items():
+        (folder / f"{stem}.py").write_text(text, encoding="utf-8")
+    return str(folder / "base.yaml")
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "from env import Guess",
+        "from .env import Guess",
+        "import env\nGuess = env.Guess",
+        "import env as e\nGuess = e.Guess",
+        "from env import *",
+    ],
+)
+@pytest.mark.parametrize("first", ["env", "reward"])
+def test_a_file_that_another_imports_is_the_one_that_the_recipe_names(tmp_path: Path, reward: str, first: str) -> None:
+    name = recipe(tmp_path / "mine", env=ENV.format(name=f"guess-{tmp_path.name}"), reward=reward)
+    resolve(f"{first}.Guess", recipe=name)
+    assert resolve("reward.Guess", recipe=name) is resolve("env.Guess", recipe=name)
+
+
+def test_an_import_inside_a_function_finds_the_neighbour_too(tmp_path: Path) -> None:
+    name = recipe(
+        tmp_path / "late",
+        task="def late():\n    import words.animals\n    from words import plants\n    return words.animals.CAT, plants.OAK",
+    )
+    recipe(tmp_path / "late" / "words", animals="CAT = 'cat'", plants="OAK = 'oak'")
+    assert resolve("task.late", recipe=name)() == ("cat", "oak")
+    assert resolve("words.animals.CAT", recipe=name) == "cat"
+
+
+def test_two_recipes_with_the_same_file_names_keep_apart(tmp_path: Path) -> None:
+    task = "import env\ndef late():\n    from env import HIGH\n    return HIGH\nassert late() == env.HIGH"
+    names = [recipe(tmp_path / str(high), env=f"HIGH = {high}", task=task) for high in (10, 20)]
+    lates = [resolve("task.late", recipe=name) for name in names]
+    assert [late() for late in lates] == [10, 20]
+    assert [late() for late in reversed(lates)] == [20, 10]
+
+
+def test_a_recipe_file_hides_an_installed_module_inside_the_recipe_only(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "hiding", pydantic="MINE = True", task="from pydantic import MINE")
+    assert resolve("task.MINE", recipe=name) is True
+    import pydantic
+
+    assert not hasattr(pydantic, "MINE")
+    assert str(tmp_path / "hiding") not in sys.path
+
+
+def test_a_folder_of_data_hides_nothing(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "with_data", task="import json\nTEXT = json.dumps([])")
+    (tmp_path / "with_data" / "json").mkdir()
+    assert resolve("task.TEXT", recipe=name) == "[]"
+
+
+def test_a_file_already_imported_from_somewhere_else_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = recipe(tmp_path / "tested", world_of_a_user=ENV.format(name="guess-of-a-user"))
+    monkeypatch.syspath_prepend(str(tmp_path / "tested"))
+    import world_of_a_user  # type: ignore[import-not-found]
+
+    assert resolve("world_of_a_user.Guess", recipe=name) is world_of_a_user.Guess
+
+
+def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it(tmp_path: Path) -> None:
+    broken = "raise AssertionError('this file is not part of the recipe')"
+    name = recipe(tmp_path / "a", world=ENV.format(name="far-away"), test_world=broken, conftest=broken, setup=broken)
+    (tmp_path / "a" / "not-a-name.py").write_text(broken, encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown env 'far-away'"):
+        env_class("far-away")
+    import_recipe(name)
+    assert env_class("far-away") is resolve("world.Guess", recipe=name)
+    import_recipe(name)  # again: nothing is registered twice
+
+
+def test_a_bundled_recipe_is_an_ordinary_part_of_the_package() -> None:
+    from agent_r1.recipes.quickstart import task
+
+    import_recipe("quickstart")
+    assert resolve("task.reward", recipe="quickstart") is task.reward
+
+
+def test_modules_have_the_same_name_in_every_process(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "my-recipe", task="class A: ...")
+    code = f"from agent_r1.run.resolve import resolve; print(resolve('task.A', recipe={name!r}).__module__)"
+    here: str = resolve("task.A", recipe=name).__module__
+    assert here.startswith("recipe_my_recipe_")
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == here
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward", r"'reward' is not of the form module\.name"),
+        ("task.rewrd", r"task has no 'rewrd'\. Did you mean 'reward'\?"),
+        ("nowhere.reward", r"no nowhere\.py beside the recipe and no importable module 'nowhere'"),
+        ("os.nowhere.reward", r"no os/nowhere\.py beside the recipe and no importable module 'os\.nowhere'"),
+    ],
+)
+def test_what_cannot_be_found_is_said_clearly(tmp_path: Path, name: str, message: str) -> None:
+    where = recipe(tmp_path / "r", task="def reward(row, trajectory): ...")
+    with pytest.raises(ConfigError, match=message):
+        resolve(name, recipe=where)
+
+
+def test_an_error_inside_a_recipe_file_is_shown_as_it_is_and_can_be_mended(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "broken", task="import a_package_that_nobody_has")
+    for _ in range(2):  # nothing half-made is left behind
+        with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
+            resolve("task.x", recipe=name)
+    recipe(tmp_path / "broken", task="x = 1  # mended, and of another size for the sake of the bytecode cache")
+    assert resolve("task.x", recipe=name) == 1
+
+
+def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe(tmp_path / "mine", task="")
+    (tmp_path / "a.jinja").write_text("from here", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "from here"
+    (tmp_path / "mine" / "a.jinja").write_text("beside", encoding="utf-8")
+    assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "beside"
+    assert [path.name for path in recipe_files(name)] == ["a.jinja", "task.py"]
+    with pytest.raises(ConfigError, match=r"there is no file 'b\.jinja', neither in .*mine nor at .*b\.jinja"):
+        recipe_path("b.jinja", recipe=name)

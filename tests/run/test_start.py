@@ -1,0 +1,93 @@
+"""The cache of made models and warm starts: made once, found again, never stale."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_r1.config import RunConfig, load_config
+from agent_r1.run import start
+from agent_r1.run.start import base_model
+
+MINI = str(Path(__file__).parent / "mini")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def mini(*overrides: str) -> RunConfig:
+    return load_config(MINI, overrides)
+
+
+def key(*overrides: str) -> str:
+    config = mini(*overrides)
+    return start._warm_start_key(config, base_model(config))
+
+
+def test_a_model_is_made_once_per_seed(cache: Path) -> None:
+    first = base_model(mini())
+    before = (Path(first) / "model.safetensors").stat().st_mtime_ns
+    assert base_model(mini("trainer.steps=9")) == first
+    assert (Path(first) / "model.safetensors").stat().st_mtime_ns == before
+    assert base_model(mini("seed=1")) != first
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "sft.lr=1e-4",
+        "sft.count=7",
+        "learner.betas=[0.8,0.9]",
+        "learner.weight_decay=0.1",
+        "learner.max_grad_norm=0.5",
+        "task.env_kwargs.max_bad_calls=7",
+        "model.template_kwargs.enable_thinking=false",
+        "rollout.max_steps=2",
+    ],
+)
+def test_what_changes_a_warm_start_changes_its_key(override: str) -> None:
+    assert key(override) != key()
+
+
+@pytest.mark.parametrize("override", ["learner.lr=1e-5", "trainer.steps=9", "rollout.group_size=2", "eval.rows=3"])
+def test_what_concerns_rl_alone_does_not(override: str) -> None:
+    assert key(override) == key()
+
+
+def test_other_trajectories_under_the_same_path_give_another_key(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    settings = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null")
+    (folder / "train_000001.jsonl").write_text("one", encoding="utf-8")
+    before = key(*settings)
+    (folder / "train_000001.jsonl").write_text("two more", encoding="utf-8")
+    assert key(*settings) != before
+
+
+def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+
+    def slow(part: Path) -> None:
+        (part / "mine").write_text("late", encoding="utf-8")
+        os.makedirs(folder)  # meanwhile another run has finished the same
+        (folder / "theirs").write_text("first", encoding="utf-8")
+
+    start._put(folder, slow)
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def broken(part: Path) -> None:
+        (part / "half").write_text("x", encoding="utf-8")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        start._put(tmp_path / "made", broken)
+    assert list(tmp_path.glob("*made*")) == []
