@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
@@ -171,10 +170,7 @@ def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: str, f
     for item in overrides:
         if not item.startswith(only):
             raise ConfigError(f"{item!r}: of an existing run only {form} can be changed here")
-    try:
-        changes: Any = OmegaConf.to_container(_overrides(overrides))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {' '.join(overrides)!r}: {error}") from error
+    changes: Any = OmegaConf.to_container(_overrides(overrides))
     tree = config.model_dump()
     for section, values in changes.items():
         tree[section] |= values

@@ -61,6 +61,7 @@ class SFTConfig(Section):
     lr: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
     schedule: Literal["constant", "cosine"] = "cosine"
+    target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
 
 class AlgorithmConfig(Section):
@@ -137,7 +138,7 @@ WARM_START = ("sft.demos", "sft.trajectories")
 NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     "sft.count": ["sft.demos"],
     "sft.min_reward": ["sft.trajectories"],
-    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule")},
+    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
     "algorithm.kl_estimator": ["algorithm.kl_coef"],
 }
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
@@ -26,6 +28,7 @@ from agent_r1.run.resolve import resolve
 from agent_r1.types import TaskRow, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
+LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
 OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metrics
 
 
@@ -36,13 +39,18 @@ async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Le
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0
     learner = build_sft_learner(config, model, total)
+    recent: deque[float] = deque(maxlen=LOSS_WINDOW)
     for epoch in range(settings.epochs):
         order = list(examples)
         random.Random(f"sft:{config.seed}:{epoch}").shuffle(order)
         for start in range(0, len(order), settings.batch_size):
             metrics = learner.update(order[start : start + settings.batch_size])
             update += 1
-            on_update(update, total, metrics)
+            recent.append(metrics["loss"])
+            enough = len(recent) == LOSS_WINDOW and fmean(recent) <= (settings.target_loss or 0.0)
+            on_update(update, update if enough else total, metrics)
+            if enough:
+                return learner
             await asyncio.sleep(0)  # lets Ctrl-C through
     return learner
 

@@ -102,9 +102,9 @@ def test_no_short_cut_earns_anything(shortcut: Shortcut) -> None:
         assert task.reward(row, trajectory) == 0.0
 
 
-def test_the_answer_has_two_or_three_digits_and_stands_in_no_table() -> None:
+def test_the_answer_has_two_digits_and_stands_in_no_table() -> None:
     for row in task.rows("train", 500):
-        assert 10 <= int(row.ground_truth) < 1000
+        assert 10 <= int(row.ground_truth) < 100
         assert int(row.ground_truth) not in row.env_kwargs["tools_kwargs"]["lookup"]["table"].values()
 
 
@@ -227,14 +227,16 @@ def test_every_text_is_read_back_exactly(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text)) == text
 
 
-def test_names_and_digits_are_the_same_tokens_wherever_they_occur() -> None:
+def test_names_and_numbers_are_the_same_tokens_wherever_they_occur() -> None:
     encode = tokenizer().encode
     for name in task.people("test"):
-        ids = encode(name)
-        assert len(ids) == 3  # first name, blank, last name
-        assert encode(f"many coins do {name} and")[-4:-1] == ids
-        assert encode(f'"name": "{name}"')[-4:-1] == ids
-    assert encode("407") == [encode(digit)[0] for digit in "407"]
+        first, blank, last = encode(name)
+        for text in (f"How many coins do {name} and Ada Ash have together?", f'{{"name": "lookup", "name": "{name}"}}'):
+            assert f" {first} {blank} {last} " in " ".join(map(str, encode(text)))
+    for number in range(10, 100):
+        [token] = encode(str(number))
+        for text in (f"#### {number}", f'{{"expression": "{number} + 5"}}', f'{{"expression": "5 * {number}"}}'):
+            assert encode(text).count(token) == 1
 
 
 def test_the_template_does_all_an_agent_needs() -> None:
@@ -276,4 +278,4 @@ def test_the_tiny_model_is_an_ordinary_directory_and_a_function_of_its_seed(tmp_
     with torch.no_grad():
         logits = network(input_ids=torch.tensor([ids])).logits
     assert logits.shape == (1, len(ids), len(loaded))
-    assert sum(parameter.numel() for parameter in network.parameters()) < 1_000_000
+    assert sum(parameter.numel() for parameter in network.parameters()) < 2_000_000

@@ -50,10 +50,8 @@ def test_a_file_that_another_imports_is_the_one_that_the_recipe_names(tmp_path: 
 
 
 def test_an_import_inside_a_function_finds_the_neighbour_too(tmp_path: Path) -> None:
-    name = recipe(
-        tmp_path / "late",
-        task="def late():\n    import words.animals\n    from words import plants\n    return words.animals.CAT, plants.OAK",
-    )
+    imports = "import words.animals\n    from words import plants"
+    name = recipe(tmp_path / "late", task=f"def late():\n    {imports}\n    return words.animals.CAT, plants.OAK")
     recipe(tmp_path / "late" / "words", animals="CAT = 'cat'", plants="OAK = 'oak'")
     assert resolve("task.late", recipe=name)() == ("cat", "oak")
     assert resolve("words.animals.CAT", recipe=name) == "cat"

@@ -164,7 +164,7 @@ def demonstrate(puzzle: Puzzle, shortcut: Shortcut | None, rng: random.Random) -
     if shortcut is Shortcut.STOP_EARLY:
         return [first, f"#### {puzzle.table[puzzle.people[0]]}"]
     if shortcut is Shortcut.GUESS:
-        guess = rng.choice([number for number in range(10, 200) if number != puzzle.answer])
+        guess = rng.choice([number for number in range(10, 100) if number != puzzle.answer])
         return [first, *others, f"#### {guess}"]
     expression = puzzle.expression
     if shortcut is Shortcut.WRONG_OPERATION:
@@ -187,13 +187,11 @@ def draw_puzzle(split: str, rng: random.Random) -> Puzzle:
     names = rng.sample(people(split), PEOPLE_PER_ROW)
     asked = tuple(names[:1] if kind is Kind.MULTIPLE else names[:2])
     while True:
-        coins = rng.sample(range(10, 100), PEOPLE_PER_ROW)
-        # A difference names the richer one first. So a total names the poorer one first: over all rows, either place
-        # of an expression then sees numbers of every size, and a policy learns to copy them all.
-        coins[:2] = sorted(coins[:2], reverse=kind is Kind.DIFFERENCE)
+        coins = rng.sample(range(10, 90), PEOPLE_PER_ROW)
         puzzle = Puzzle(kind=kind, table=dict(zip(names, coins, strict=True)), people=asked, factor=rng.randint(2, 5))
-        # At least two digits and no minus sign; and never a number that one lookup could show.
-        if puzzle.answer >= 10 and puzzle.answer not in coins:
+        values = [puzzle.answer, sum(puzzle.table[name] for name in asked)]  # the right one, and that of adding wrongly
+        # Numbers of two digits throughout, no minus sign; and never an answer that one lookup could show.
+        if all(10 <= value < 100 for value in values) and puzzle.answer not in coins:
             return puzzle
 
 
