@@ -264,9 +264,9 @@ def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
     assert [learner.schedule(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
     assert (learner.max_grad_norm, learner.num_epochs, learner.num_minibatches) == (0.25, 2, 3)
     assert (learner.max_tokens_per_pack, learner.max_nonfinite_updates, learner.temperature) == (77, 9, 0.6)
-    sft = build_sft_learner(config, model, num_updates=10)
+    sft = build_sft_learner(config, model, num_updates=100)
     assert (sft.lr, sft.betas, sft.weight_decay, sft.temperature) == (3e-3, (0.7, 0.8), 0.3, 1.0)
-    assert sft.schedule(10) < sft.schedule(9)
+    assert sft.schedule(100) < sft.schedule(50) < sft.schedule(11)
 
 
 def test_user_code_that_draws_random_numbers_draws_the_same_ones_again(tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ class Shortcut(StrEnum):
 # How often the demonstrator takes which short cut; the rest of its demonstrations are right. Totals and differences
 # each have one decision at which the wrong way is clearly the more frequent one: to stop after one lookup, to add
 # instead of subtracting. Multiples it mostly gets right. So a greedy imitator solves the multiples, a quarter of the
-# rows, while a sampling one still finds the right way in at least one attempt of four: enough for a group of attempts.
+# rows, while a sampling one still finds the right way in at least one attempt of five: enough for a group of attempts.
 SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
-    Kind.TOTAL: {Shortcut.STOP_EARLY: 0.64, Shortcut.GUESS: 0.03},
-    Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.06, Shortcut.GUESS: 0.06, Shortcut.WRONG_OPERATION: 0.60},
+    Kind.TOTAL: {Shortcut.STOP_EARLY: 0.76, Shortcut.GUESS: 0.03},
+    Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.05, Shortcut.GUESS: 0.05, Shortcut.WRONG_OPERATION: 0.66},
     Kind.MULTIPLE: {Shortcut.GUESS: 0.25, Shortcut.WRONG_OPERATION: 0.05},
 }
 
