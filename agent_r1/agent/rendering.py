@@ -72,6 +72,7 @@ class Renderer:
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
         control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
+        self._tools_seen: tuple[list[Any], list[Any]] | None = None  # as given, and with a cut in every look-alike
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
         self._turn_ends, sampled_ends = self._find_turn_ends()
@@ -235,11 +236,17 @@ class Renderer:
         """The messages with a cut in every look-alike."""
         return [(self._control if _is_from_tool(m) else self._special).defuse(m) for m in messages]
 
+    def _safe_tools(self, tools: ToolSchemas) -> list[Any]:
+        """The schemas, likewise; all episodes of a run show the same ones, so the last are kept."""
+        if self._tools_seen is None or self._tools_seen[0] != list(tools):
+            self._tools_seen = (deepcopy(list(tools)), self._special.defuse(list(tools)))
+        return self._tools_seen[1]
+
     def _template(self, safe: list[Message], tools: ToolSchemas, *, generation_prompt: bool = True) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 safe,
-                tools=self._special.defuse(list(tools)) or None,
+                tools=self._safe_tools(tools) or None,
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,

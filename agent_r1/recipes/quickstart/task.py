@@ -62,9 +62,9 @@ class Shortcut(StrEnum):
     WRONG_OPERATION = "wrong_operation"  # adds where it should not, or subtracts
 
 
-# How often the demonstrator takes which short cut; the rest of its demonstrations are right. For totals, three fifths of
-# the rows, stopping after one lookup is by far the more frequent way, so a greedy imitator solves at most the other two
-# fifths; a sampling one still finds the right way in one attempt of five, which is enough for a group of attempts.
+# How often the demonstrator takes which short cut; the rest of its demonstrations are right. For totals, three fifths
+# of the rows, stopping after one lookup is by far the more frequent way, so a greedy imitator solves at most the other
+# two fifths; a sampling one still finds the right way in one attempt of five, enough for a group of attempts.
 SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
     Kind.TOTAL: {Shortcut.STOP_EARLY: 0.76, Shortcut.GUESS: 0.03},
     Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.05, Shortcut.GUESS: 0.05, Shortcut.WRONG_OPERATION: 0.50},
