@@ -95,10 +95,11 @@ def test_all_sides_sample_the_same_ids_when_turns_are_ragged(contest: Contest) -
     inside = {response[1 + place % (len(response) - 1)] for place, response in enumerate(whole) if len(response) > 1}
     stop_ids = (*collector.sampling.stop_ids, *sorted(inside)[::2])
     roomy = replace(collector, sampling=replace(collector.sampling, stop_ids=stop_ids))
-    # 50 tokens are few enough that some episodes are cut off, in the middle of a response or before one.
-    tight = replace(roomy, limits=replace(collector.limits, max_steps=3, max_context_tokens=50))
+    # Few enough that some episodes are cut off: after a step, in the middle of a response, or before one.
+    brief = replace(roomy, limits=replace(collector.limits, max_steps=2))
+    tight = replace(roomy, limits=replace(collector.limits, max_context_tokens=50))
     stops = set()
-    for settings in (roomy, tight):
+    for settings in (roomy, brief, tight):
         played = play_all_sides(replace(contest, collector=settings), Chatter)
         assert played["carried"] == played["collect"]
         assert played["afresh"] == played["collect"]
