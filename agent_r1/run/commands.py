@@ -29,7 +29,7 @@ from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
 from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
-from agent_r1.run.track import Display, clock, curve_picture, eval_summary, transcript_panel
+from agent_r1.run.track import Display, clock, curve_picture, eval_summary, program, transcript_panel
 from agent_r1.run.train import train
 from agent_r1.run.trainer import EVAL_SEED, Trainer
 
@@ -58,7 +58,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     def kept() -> str:
         saved = list_checkpoints(run.checkpoints)
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
-        return f"{what}; continue with: agent-r1 train --resume {run.path}"
+        return f"{what}; continue with: {program()} train --resume {run.path}"
 
     with run.locked():
         _log_to(run.log_file)
@@ -118,8 +118,8 @@ def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: Ru
         f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {config.trainer.steps} "
         f"steps; this took {clock(seconds)} min\n"
         f"  picture     {run.path}/curve.png\n"
-        f"  talk to it  agent-r1 chat {run.path}\n"
-        f"  evaluate    agent-r1 eval {run.path}\n"
+        f"  talk to it  {program()} chat {run.path}\n"
+        f"  evaluate    {program()} eval {run.path}\n"
         f"  look inside {run.path}/metrics.jsonl, {run.path}/trajectories/",
         highlight=False,
         soft_wrap=True,
@@ -167,9 +167,9 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     run.write_trajectories("eval", updates, result.groups)
     console.print(
         f"\n[bold]held-out success after the warm start: {eval_summary(result.metrics)}[/]\n"
-        f"  train from it  agent-r1 train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
+        f"  train from it  {program()} train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
         f"sft.trajectories=null\n"
-        f"  talk to it     agent-r1 chat {run.path}",
+        f"  talk to it     {program()} chat {run.path}",
         highlight=False,
         soft_wrap=True,
     )

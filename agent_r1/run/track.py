@@ -6,6 +6,9 @@ Reads metrics only; the run directory is written by `run_dir.py`.
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,6 +121,14 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
         return BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] if math.isfinite(value) else " "
 
     return "".join(map(bar, values))
+
+
+def program() -> str:
+    """How to call us again: `agent-r1` if the shell would find this very program, else the path it was called by."""
+    called, found = Path(sys.argv[0]), shutil.which("agent-r1")
+    if called.name != "agent-r1" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "agent-r1"
+    return os.path.relpath(called)
 
 
 def clock(seconds: float) -> str:

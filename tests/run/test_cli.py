@@ -18,7 +18,7 @@ from agent_r1.cli import main
 from agent_r1.config import load_config, parse_config
 from agent_r1.run.checkpoint import list_checkpoints
 from agent_r1.run.run_dir import RunDir
-from agent_r1.run.track import Display, curve_picture, sparkline, step_summary, transcript_panel
+from agent_r1.run.track import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.chatml import row
 
@@ -205,3 +205,16 @@ def test_the_picture_says_how_the_held_out_rows_were_sampled(tmp_path: Path) -> 
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         curve_picture(records, tmp_path / "curve.svg", "mini", "held-out rows (temperature 0.7)")
     assert "held-out rows (temperature 0.7)" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+
+
+def test_hints_name_the_program_as_it_can_be_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "agent-r1").write_text("#!/bin/sh\n", encoding="utf-8")
+        (tmp_path / folder / "agent-r1").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "a"))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "a" / "agent-r1")])
+    assert program() == "agent-r1"  # the one on the path
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "b" / "agent-r1")])
+    assert program() == "b/agent-r1"  # one in a virtual environment that is not active
