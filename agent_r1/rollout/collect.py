@@ -98,11 +98,16 @@ class Collector:
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
             logger.error("episode %s failed\n%s", episode.episode_id, trace(error))
             return StopReason.ERROR, describe(error)
-        if not isinstance(stop, StopReason):
-            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
-        if not episode.steps:
-            return StopReason.ERROR, "the flow ended without a single model call"
-        return stop, None
+        return ended(stop, episode)
+
+
+def ended(stop: object, episode: Episode) -> tuple[StopReason, str | None]:
+    """What a flow returned, checked: flows are written by users."""
+    if not isinstance(stop, StopReason):
+        return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+    if not episode.steps:
+        return StopReason.ERROR, "the flow ended without a single model call"
+    return stop, None
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

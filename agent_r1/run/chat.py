@@ -18,7 +18,7 @@ from agent_r1.agent.flow import Episode, EpisodeLimit
 from agent_r1.agent.guard import TimedOut, describe, guarded
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.collect import Collector
+from agent_r1.rollout.collect import Collector, ended
 from agent_r1.rollout.engine import Engine
 from agent_r1.run.build import build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
@@ -122,11 +122,7 @@ class Chat:
             return StopReason.TIMEOUT, f"the answer was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (tools and envs are other people's code: the chat goes on)
             return StopReason.ERROR, describe(error)
-        if not isinstance(stop, StopReason):
-            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
-        if not episode.steps:
-            return StopReason.ERROR, "the flow ended without a single model call"
-        return stop, None
+        return ended(stop, episode)
 
     async def close(self) -> None:
         await self._engine.close()
