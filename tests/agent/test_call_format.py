@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.call_format import MAX_CALLS, Event, ParsedCall, ParseFailure
@@ -130,6 +131,8 @@ def _schema_of(value: Any) -> dict[str, Any]:
 @given(tool=names, arguments=st.dictionaries(names, values, max_size=4))
 @settings(deadline=None)
 def test_qwen3_coder_reads_back_what_it_writes_given_the_schema(tool: str, arguments: dict[str, Any]) -> None:
+    # It cannot quote its own tags, and refuses to write such calls; nothing else may be refused.
+    assume(not re.search(r"</?(tool_call|function|parameter|think)", json.dumps(arguments)))
     text = CODER.write_call(tool, arguments)
     found, as_text, _ = call("qwen3_coder", text)
     schema = {"properties": {key: _schema_of(value) for key, value in arguments.items()}}
@@ -138,5 +141,6 @@ def test_qwen3_coder_reads_back_what_it_writes_given_the_schema(tool: str, argum
 
 @given(st.text().filter(str.strip))
 def test_retool_reads_back_what_it_writes(code: str) -> None:
+    assume(not re.search(r"</?code>|```", code))  # these it cannot quote, and refuses
     text = RETOOL.write_call("python", {"code": code})
     assert call("retool", text) == ("python", {"code": code}, text)
