@@ -3,6 +3,8 @@
 A reward is a function `reward(row, trajectory) -> float | dict`, sync or async. A dict names its components; the one
 called "reward" is what is trained on, the others are reported. A reward that raises, hangs or returns NaN fails its
 own episode, loudly, and not the run.
+
+Rewards of several parts: `shaping.py`. Models that score: `reward_model.py`, `judge.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Scorer:
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with outcome rewards filled in; trajectories that failed earlier are left as they are."""
         # Sync rewards share the interpreter: more threads than a few would only run out each other's time.
-        gate = asyncio.Semaphore(self.max_concurrent if _is_async(self.reward) else SYNC_THREADS)
+        gate = asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
         scored = list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
         check_failures((t for group in scored for t in group.trajectories), self.max_error_fraction)
         return scored
@@ -55,7 +57,7 @@ class Scorer:
         try:
             async with gate:
                 value = await guarded(call(self.reward, row, trajectory), seconds=self.timeout)
-            components = _components(value)
+            components = named_components(value)
         except TimedOut:
             return with_failure(trajectory, f"reward {name!r} did not return within {self.timeout:g} s")
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
@@ -64,11 +66,12 @@ class Scorer:
         return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _components(value: Any) -> dict[str, float]:
+def named_components(value: Any) -> dict[str, float]:
+    """What a reward returned, as finite floats by name; a plain number is the component "reward"."""
     named = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in named:
         raise ValueError(f"a dict of components needs the key 'reward' (what is trained on); got {sorted(named)}")

@@ -1,0 +1,151 @@
+"""Outcome rewards made of named parts: weighted sums, the published gate, and format parts ready to use.
+
+    reward = weighted(answer=(exact, 1.0), format=(clean_calls, 0.1))
+
+Every part is itself a reward function of (row, trajectory), so a judge or a reward model is a part like any other. What
+is made here is one too: name it as `task.reward`, or use it as a part of something larger. The total is trained on; the
+parts are reported as they were returned, without their weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from agent_r1.agent.guard import call, describe, guarded
+from agent_r1.errors import ConfigError
+from agent_r1.rollout.reward import RewardFunction, check_reward_signature, is_async, named_components
+from agent_r1.types import TaskRow, Trajectory
+
+Format = Callable[[TaskRow, Trajectory], float]  # in [0, 1]
+
+
+def weighted(**parts: tuple[RewardFunction, float]) -> RewardFunction:
+    """The sum of weight times part: `weighted(answer=(exact, 1.0), format=(clean_calls, 0.1))`.
+
+    A part that returns named components of its own counts with its "reward"; the others are reported as part/name.
+    """
+    if not parts:
+        raise ConfigError("weighted() has no parts; give at least one, as in weighted(answer=(exact, 1.0))")
+    for name, part in parts.items():
+        if not isinstance(part, tuple) or len(part) != 2:
+            raise ConfigError(f"part {name!r} is {part!r:.80}; give (function, weight), as in {name}=(exact, 1.0)")
+        if not isinstance(part[1], int | float) or not math.isfinite(part[1]):
+            raise ConfigError(f"part {name!r} has the weight {part[1]!r:.80}; weights are finite numbers")
+    weights = {name: weight for name, (_, weight) in parts.items()}
+
+    def total(values: Mapping[str, float]) -> float:
+        return math.fsum(weights[name] * value for name, value in values.items())
+
+    return _composed("weighted", {name: function for name, (function, _) in parts.items()}, total)
+
+
+def gated(
+    answer: RewardFunction, format: RewardFunction, *, threshold: float = 0.5, offset: float = -1.0
+) -> RewardFunction:
+    """offset + format + answer, where the answer counts only if format >= threshold; format counts at most 1.
+
+    The rule of the published question-answering rewards: with parts in [0, 1] and the defaults the total lies in
+    [-1, 1], and is 1 for a right answer in perfect form. Both parts are always computed and reported.
+    """
+    if not (math.isfinite(threshold) and math.isfinite(offset)):
+        raise ConfigError(f"gated() needs a finite threshold and offset, got {threshold} and {offset}")
+
+    def total(values: Mapping[str, float]) -> float:
+        form = min(values["format"], 1.0)
+        return offset + form + (values["answer"] if form >= threshold else 0.0)
+
+    return _composed("gated", {"answer": answer, "format": format}, total)
+
+
+def clean_calls(row: TaskRow, trajectory: Trajectory) -> float:
+    """The share of tool-calling steps whose calls all went through; 1 for an episode that calls nothing.
+
+    A call goes through when it can be read, names a tool, has arguments that fit, and its tool does not refuse with a
+    ToolError. Nothing is earned by calling, so a policy that never calls has full marks: weigh it below the answer.
+    """
+    calling = [step.calls for step in trajectory.steps if step.calls]
+    return _share([all(call.error is None for call in calls) for calls in calling])
+
+
+def matches(pattern: str | re.Pattern[str], where: Literal["final", "earlier", "every"] = "final") -> Format:
+    r"""The share of responses in which the regular expression is found: 0 or 1 for the final one, the default.
+
+    "earlier" are the responses before the final one; where there are none, the share is 1. Anchor with \A and \Z, let
+    dots match line ends with (?s). The policy writes the text: a pattern that backtracks without end, such as (a+)+b,
+    holds the interpreter, and no time limit can take it back.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"matches({pattern!r}): not a regular expression: {error}") from error
+    if where not in ("final", "earlier", "every"):
+        raise ConfigError(f"matches(where={where!r}): choose one of final, earlier, every")
+
+    def matching(row: TaskRow, trajectory: Trajectory) -> float:
+        said = [step.action_text for step in trajectory.steps]
+        texts = {"final": [trajectory.final_text], "earlier": said[:-1], "every": said}[where]
+        return _share([compiled.search(text) is not None for text in texts])
+
+    return matching
+
+
+def _share(good: list[bool]) -> float:
+    return sum(good) / len(good) if good else 1.0
+
+
+def _composed(
+    maker: str, parts: Mapping[str, RewardFunction], total: Callable[[Mapping[str, float]], float]
+) -> RewardFunction:
+    for name, part in parts.items():
+        if name == "reward":
+            raise ConfigError("a part cannot be called 'reward': that is the name of the total; choose another")
+        check_reward_signature(part, name)
+
+    def report(results: Mapping[str, dict[str, float]]) -> dict[str, float]:
+        values = {name: result["reward"] for name, result in results.items()}
+        inner = {
+            f"{name}/{key}": value
+            for name, result in results.items()
+            for key, value in result.items()
+            if key != "reward"
+        }
+        return {"reward": total(values), **values, **inner}
+
+    def in_turn(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+        results = {}
+        for name, part in parts.items():
+            try:
+                returned = part(row, trajectory)
+            except Exception as error:
+                raise _failure(name, error) from error
+            results[name] = _read(name, returned)
+        return report(results)
+
+    async def at_once(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+        # Each in a task of its own, which a bare sys.exit() must not end the run from. The time limit is the scorer's.
+        running = (guarded(call(part, row, trajectory), seconds=math.inf) for part in parts.values())
+        outcomes = await asyncio.gather(*running, return_exceptions=True)  # no part outlives the others
+        for name, outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise _failure(name, outcome) from outcome
+        return report({name: _read(name, outcome) for name, outcome in zip(parts, outcomes, strict=True)})
+
+    in_turn.__name__ = at_once.__name__ = maker  # what messages call the reward
+    # Sync when all parts are: the scorer runs few sync rewards at a time, as they share the interpreter.
+    return at_once if any(map(is_async, parts.values())) else in_turn
+
+
+def _read(name: str, returned: Any) -> dict[str, float]:
+    try:
+        return named_components(returned)
+    except ValueError as error:
+        raise ValueError(f"part {name!r}: {error}") from error
+
+
+def _failure(name: str, error: BaseException) -> RuntimeError:
+    # With the traceback of the part: what is logged should lead to the user's own line.
+    return RuntimeError(f"part {name!r} failed: {describe(error)}").with_traceback(error.__traceback__)

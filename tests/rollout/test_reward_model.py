@@ -1,0 +1,207 @@
+"""Models that score: episodes reach them in batches, and failures stay with their batch."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from agent_r1.errors import ConfigError
+from agent_r1.rollout.attempts import Attempts, ScoringError, TransientError
+from agent_r1.rollout.reward import Scorer
+from agent_r1.rollout.reward_model import BatchedReward, BatchScorer, Item
+from agent_r1.types import Group, Step, StopReason, Trajectory
+from tests.chatml import row
+
+
+def trajectory(text: str) -> Trajectory:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text=text)
+    return Trajectory(row_id="r", trajectory_id=text, steps=[step], stop=StopReason.ANSWERED)
+
+
+class Recorder:
+    """A scorer that answers by rule and remembers its batches. The score of an episode is its text as a number."""
+
+    def __init__(self, answer: Callable[[list[float], int], Any] = lambda values, attempt: values) -> None:
+        self.batches: list[list[float]] = []
+        self._answer = answer
+
+    async def score(self, items: Sequence[Item]) -> Sequence[float]:
+        values = [float(trajectory.final_text) for _, trajectory in items]
+        self.batches.append(values)
+        answer = self._answer(values, len(self.batches))
+        return await answer if asyncio.iscoroutine(answer) else answer  # type: ignore[no-any-return]
+
+
+def score(reward: Any, numbers: Sequence[float], timeout: float = 20.0) -> list[Trajectory]:
+    group = Group(row=row(), trajectories=[trajectory(str(number)) for number in numbers])
+    [scored] = asyncio.run(Scorer(reward=reward, timeout=timeout)([group]))
+    return scored.trajectories
+
+
+def batched(scorer: BatchScorer, **settings: Any) -> BatchedReward:
+    return BatchedReward(scorer, **({"backoff_seconds": 0.001, "seconds_per_attempt": 20.0} | settings))
+
+
+def test_concurrent_episodes_are_scored_in_full_batches_and_in_order() -> None:
+    scorer = Recorder()
+    scored = score(batched(scorer, max_batch=8), range(20))
+    assert [t.outcome_reward for t in scored] == list(range(20))
+    assert [len(batch) for batch in scorer.batches] == [8, 8, 4]
+
+
+def test_a_batch_that_does_not_fill_goes_when_its_time_is_up() -> None:
+    scorer = Recorder()
+    assert [t.outcome_reward for t in score(batched(scorer, max_batch=1000, max_wait_seconds=0.01), [3, 4])] == [3, 4]
+    assert scorer.batches == [[3, 4]]
+
+
+def test_only_so_many_batches_are_at_the_scorer_at_once() -> None:
+    active, most = 0, 0
+
+    class Counting(Recorder):
+        async def score(self, items: Sequence[Item]) -> Sequence[float]:
+            nonlocal active, most
+            active += 1
+            most = max(most, active)
+            await asyncio.sleep(0.002)
+            active -= 1
+            return await super().score(items)
+
+    scored = score(batched(Counting(), max_batch=1, max_concurrent=3), range(12))
+    assert [t.outcome_reward for t in scored] == list(range(12))
+    assert most == 3
+
+
+def test_the_same_reward_serves_one_event_loop_after_the_other_and_keeps_none_alive() -> None:
+    reward = batched(Recorder())
+    loops = []
+
+    async def once() -> float:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        return await reward(row(), trajectory("7"))
+
+    assert [asyncio.run(once()) for _ in range(3)] == [7.0, 7.0, 7.0]
+    gc.collect()
+    assert [loop() for loop in loops] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    "error", [TransientError("busy"), ConnectionResetError("gone"), TimeoutError("slow")], ids=repr
+)
+def test_what_may_pass_is_tried_again(error: Exception) -> None:
+    def twice_bad(values: list[float], attempt: int) -> list[float]:
+        if attempt < 3:
+            raise error
+        return values
+
+    scorer = Recorder(twice_bad)
+    assert [t.outcome_reward for t in score(batched(scorer, attempts=3), [1, 2])] == [1, 2]
+    assert scorer.batches == [[1, 2]] * 3
+
+
+def test_an_attempt_that_hangs_is_given_up_and_tried_again() -> None:
+    cancelled = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    scorer = Recorder(lambda values, attempt: hang() if attempt == 1 else values)
+    assert [t.outcome_reward for t in score(batched(scorer, seconds_per_attempt=0.1), [5])] == [5]
+    assert cancelled == [True]
+
+
+def test_the_last_failure_is_told_to_the_episodes_of_its_batch_only() -> None:
+    def bad_for_two(values: list[float], attempt: int) -> list[float]:
+        if 2.0 in values:
+            raise ConnectionError("no route to the model")
+        return values
+
+    scorer = Recorder(bad_for_two)
+    scored = score(batched(scorer, max_batch=2, attempts=2), [0, 1, 2, 3, 4, 5])
+    assert [t.stop.is_failure for t in scored] == [False, False, True, True, False, False]
+    assert scored[3].error is not None
+    assert (
+        "a batch of 2 could not be scored: ScoringError: scorer Recorder failed after 2 attempts; the last: "
+        "ConnectionError: no route to the model"
+    ) in scored[3].error
+    assert scorer.batches.count([2, 3]) == 2
+
+
+def test_a_bug_is_not_tried_again() -> None:
+    def bug(values: list[float], attempt: int) -> list[float]:
+        raise KeyError("label")
+
+    scorer = Recorder(bug)
+    [failed] = score(batched(scorer), [1])
+    assert "KeyError: 'label'" in (failed.error or "")
+    assert len(scorer.batches) == 1
+
+
+def test_a_wrong_number_of_scores_is_an_error_that_says_so() -> None:
+    scored = score(batched(Recorder(lambda values, attempt: values[1:])), [1, 2, 3])
+    assert all("2 scores came back for 3 episodes" in (t.error or "") for t in scored)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1"])
+def test_a_score_that_is_no_finite_number_fails_its_own_episode(bad: Any) -> None:
+    scored = score(batched(Recorder(lambda values, attempt: [values[0], bad, values[2]])), [1, 2, 3])
+    assert [t.stop.is_failure for t in scored] == [False, True, False]
+    assert f"returned {bad!r} for this episode; scores must be finite numbers" in (scored[1].error or "")
+
+
+def test_an_episode_that_ran_out_of_time_is_left_out_of_the_next_attempt() -> None:
+    async def run() -> list[list[float]]:
+        left = asyncio.Event()
+
+        async def until_one_left(values: list[float]) -> list[float]:
+            await left.wait()
+            raise TransientError("busy")
+
+        scorer = Recorder(lambda values, attempt: until_one_left(values) if attempt == 1 else values)
+        reward = batched(scorer, max_batch=2)
+        calls = [asyncio.create_task(reward(row(), trajectory(text))) for text in ("1", "2")]
+        while not scorer.batches:
+            await asyncio.sleep(0.001)
+        calls[0].cancel()
+        left.set()
+        assert await calls[1] == 2.0
+        return scorer.batches
+
+    assert asyncio.run(run()) == [[1, 2], [2]]
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_batch and max_concurrent of at least 1"):
+        BatchedReward(Recorder(), max_batch=0)
+    with pytest.raises(ConfigError, match="attempts must be at least 1"):
+        BatchedReward(Recorder(), attempts=0)
+
+
+def test_waits_grow_and_do_not_touch_the_seeded_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def no_sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def busy() -> None:
+        raise TransientError("busy", wait_seconds=100.0 if len(waits) == 2 else 0.0)
+
+    before = random.getstate()
+    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+    with pytest.raises(ScoringError, match="it failed after 4 attempts; the last: TransientError: busy"):
+        asyncio.run(Attempts(4, 1.0, 1.0).run(busy, who="it"))
+    # 1, 2, 4 seconds, each times a half to one and a half; the third on top of what the server asked for
+    assert 0.5 <= waits[0] <= 1.5
+    assert 1 <= waits[1] <= 3
+    assert 102 <= waits[2] <= 106
+    assert random.getstate() == before
