@@ -8,9 +8,16 @@ Three sides play the same rows of the quickstart with the same warm-started mode
     carried    all episodes in lock step, keys and values kept from turn to turn
     afresh     all episodes in lock step, whole prompts computed anew each turn
 
+In the first setting all episodes start at once, so a batch ends with its slowest chain of calls on every side. In the
+second ("refilled") more are played than run at once: `collect` starts one when another ends, and the loops play one
+batch after another.
+
 The tools wait before they answer: heavy-tailed, the k-th call of a run the same time on every side. Sides take turns
 within a repeat, so that another load of the machine hits all of them; the ratio reported is the median of the ratios
 within repeats. Only tokens sampled for active episodes count, not what `generate` pads finished ones with.
+
+What attempts at one row have in common, `collect` computes once. The tiny policy often says the same thing eight times,
+so this helps more here than it would a policy that says much and varies it; `--group-size 1` measures without.
 """
 
 from __future__ import annotations
@@ -81,6 +88,7 @@ class Contest:
     network: Any  # a transformers causal LM, for the loops; the engine has a copy
     engine: LocalEngine
     collector: Collector
+    at_once: int  # episodes
 
     async def play(self, side: str, make_env: MakeEnv, seed: int) -> list[Played]:
         return await {"collect": self._collect, "carried": self._carried, "afresh": self._afresh}[side](make_env, seed)
@@ -90,7 +98,7 @@ class Contest:
         return replace(self, collector=replace(self.collector, sampling=sampling))
 
     async def _collect(self, make_env: MakeEnv, seed: int) -> list[Played]:
-        collect = replace(self.collector, make_flow=lambda row: AgentEnvLoop(make_env))
+        collect = replace(self.collector, make_flow=lambda row: AgentEnvLoop(make_env), max_concurrent=self.at_once)
         groups = await collect(self.rows, seed=seed)
         return [_as_played(trajectory) for group in groups for trajectory in group.trajectories]
 
@@ -112,10 +120,12 @@ class Contest:
             limits=collector.limits,
         )
         torch.manual_seed(seed)
-        return await loop([row for row in self.rows for _ in range(collector.group_size)])
+        rows = [row for row in self.rows for _ in range(collector.group_size)]
+        batches = [rows[start : start + self.at_once] for start in range(0, len(rows), self.at_once)]
+        return [played for batch in batches for played in await loop(batch)]
 
 
-def build_contest(config: RunConfig, model: Model, episodes: int) -> Contest:
+def build_contest(config: RunConfig, model: Model, *, episodes: int, at_once: int) -> Contest:
     group_size = config.rollout.group_size
     if episodes % group_size:
         raise SystemExit(f"--episodes must be a multiple of the recipe's group size, {group_size}; got {episodes}")
@@ -127,6 +137,7 @@ def build_contest(config: RunConfig, model: Model, episodes: int) -> Contest:
         network=model.network.eval(),
         engine=engine,
         collector=train_collector(config, task, model.renderer, engine),
+        at_once=at_once,
     )
 
 
@@ -225,7 +236,8 @@ def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
     }
 
 
-def show(summary: Sequence[dict[str, Any]]) -> None:
+def show(summary: Sequence[dict[str, Any]], setting: str) -> None:
+    print(setting)
     print(
         f"{'tool latency':>12} {'collect':>9} {'carried':>9} {'afresh':>9}   tokens/s      collect over carried, afresh"
     )
@@ -236,7 +248,8 @@ def show(summary: Sequence[dict[str, Any]]) -> None:
     engine, steps = summary[0]["engine"], summary[0]["steps_per_episode"]["collect"]
     print(
         f"collect: {steps} steps per episode; of the prompt tokens {engine['prefilled_tokens']} computed, "
-        f"{engine['reused_tokens']} reused; {engine['decoded_tokens']} tokens sampled in {engine['steps']} engine steps"
+        f"{engine['reused_tokens']} reused; {engine['decoded_tokens']} tokens sampled in {engine['steps']} engine "
+        f"steps; {engine['shared_tokens']} tokens of either kind not run, because they ran for another attempt"
     )
 
 
@@ -267,8 +280,11 @@ def draw(summary: Sequence[dict[str, Any]], picture: Path) -> None:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collect")
     parser.add_argument("--episodes", type=int, default=128, help="played at the same time")
+    parser.add_argument("--refills", type=int, default=4, help="play this many times as many in the second setting")
+    parser.add_argument("--group-size", type=int, help="attempts at one row, instead of the recipe's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--latencies", default="0,50,500", help="mean milliseconds of a tool call, separated by commas")
+    parser.add_argument("--refill-latencies", default="50", help="likewise, in the second setting")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, of every side")
     parser.add_argument("--out", type=Path, help="folder for both files instead of benchmarks/results and docs")
     return parser.parse_args(words)
@@ -277,30 +293,46 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 async def main(words: Sequence[str]) -> None:
     options = arguments(words)
     torch.set_num_threads(options.threads)
-    config = load_config("quickstart", [f"engine.threads={options.threads}"])
+    group_size = [f"rollout.group_size={options.group_size}"] if options.group_size else []
+    config = load_config("quickstart", [f"engine.threads={options.threads}", *group_size])
     model = load_model(config, await starting_model(config, Console()))
-    contest = build_contest(config, model, options.episodes)
-    latencies = [float(word) for word in options.latencies.split(",")]
-    await check_agreement(contest)  # also the first run of every side, which pays for what is made once
-    runs = await time_all(contest, latencies, options.repeats)
+    at_once, total = options.episodes, options.episodes * options.refills
+    refilled = build_contest(config, model, episodes=total, at_once=at_once)
+    contest = replace(refilled, rows=refilled.rows[: at_once // config.rollout.group_size])
+    await check_agreement(refilled)  # also the first run of every side, which pays for what is made once
+    runs = await time_all(contest, _numbers(options.latencies), options.repeats)
+    refilled_runs = await time_all(refilled, _numbers(options.refill_latencies), options.repeats)
     await contest.engine.close()
 
-    summary = [summarise(runs, latency_ms) for latency_ms in latencies]
+    summary = [summarise(runs, latency_ms) for latency_ms in _numbers(options.latencies)]
+    refilled_summary = [summarise(refilled_runs, latency_ms) for latency_ms in _numbers(options.refill_latencies)]
     results, docs = (options.out, options.out) if options.out else (RESULTS, DOCS)
     results.mkdir(parents=True, exist_ok=True)
     result = {
         "command": " ".join(["python -m benchmarks.collect", *words]),
         **machine(),
         "threads": options.threads,
-        "episodes": options.episodes,
+        "group_size": config.rollout.group_size,
         "delays": f"log-normal, sigma {TAIL:g}, of the mean given as latency_ms",
         "greedy_episodes_equal": True,  # or nothing would have been measured
+        "episodes": at_once,
         "summary": summary,
-        "runs": [asdict(run) | {"tokens_per_second": run.tokens_per_second} for run in runs],
+        "refilled": {"episodes": total, "at_once": at_once, "summary": refilled_summary},
+        "runs": [_recorded(run) for run in runs],
+        "refilled_runs": [_recorded(run) for run in refilled_runs],
     }
     (results / "collect.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(summary, docs / "collect.png")
-    show(summary)
+    show(summary, f"{at_once} episodes, all at once")
+    show(refilled_summary, f"{total} episodes, {at_once} at once")
+
+
+def _numbers(words: str) -> list[float]:
+    return [float(word) for word in words.split(",")]
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    return asdict(run) | {"tokens_per_second": run.tokens_per_second}
 
 
 if __name__ == "__main__":

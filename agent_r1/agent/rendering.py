@@ -15,17 +15,20 @@ Knows tokenizers and chat templates by their methods only; imports neither trans
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
+from agent_r1.agent.messages import is_from_tool, is_parsed_from, says, with_slot
 from agent_r1.errors import DataError
 from agent_r1.types import Message, Observation
 
@@ -34,9 +37,8 @@ if TYPE_CHECKING:
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 
-TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # whoever speaks in these is outside our control
 MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
-PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # a reply taken apart by the env
+MAX_RECENT = 256  # results kept of each step of the work: members of a group often see, say and are told the same
 
 # A template is a program that expects certain roles, keys and types; these are its ways to refuse.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -53,7 +55,11 @@ class Turn:
 
 
 class Renderer:
-    """Observations to ids and ids to text, for one tokenizer and chat template. Stateless: episodes share it."""
+    """Observations to ids and ids to text, for one tokenizer and chat template.
+
+    Episodes share it: it keeps nothing of theirs but recent results, each a pure function of what it is looked up by
+    (unless a template writes the date: then a prompt may show that of the last time it was asked for).
+    """
 
     stop_ids: tuple[int, ...]  # sampling one of these ends a response; the first is the one that ends an answer
 
@@ -72,7 +78,11 @@ class Renderer:
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
         control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
-        self._tools_seen: tuple[list[Any], list[Any]] | None = None  # as given, and with a cut in every look-alike
+        self._tools_seen: tuple[list[Any], list[Any], str] | None = None  # see _known_tools
+        self._written_from = lru_cache(MAX_RECENT)(self._write_from)
+        self._ids_of = lru_cache(MAX_RECENT)(self._tokenise)
+        self._text_of = lru_cache(MAX_RECENT)(self._spell)
+        self._span_of = lru_cache(MAX_RECENT)(self._find_span)
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
         self._turn_ends, sampled_ends = self._find_turn_ends()
@@ -100,6 +110,9 @@ class Renderer:
 
         A character whose bytes are spread over several tokens belongs to all of them.
         """
+        return self._span_of(tuple(response_ids), text_start, text_end)
+
+    def _find_span(self, response_ids: tuple[int, ...], text_start: int, text_end: int) -> tuple[int, int]:
         text = self.decode(response_ids)
         if not 0 <= text_start <= text_end <= len(text):
             raise ValueError(
@@ -108,7 +121,7 @@ class Renderer:
 
         def spelled(count: int) -> tuple[int, int]:
             """Characters the first `count` tokens spell out in full, and those they at least begin."""
-            prefix = self._decode(response_ids[:count])
+            prefix = self._spell(response_ids[:count])
             full = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), None)
             full = min(len(prefix), len(text)) if full is None else full
             return full, full + (len(prefix) > full)
@@ -132,7 +145,7 @@ class Renderer:
         if observation.text is not None:
             return self._encode(scrub(observation.text))
         assert observation.messages is not None  # Observation holds exactly one of the three
-        return self._encode(self._template(self._safe(observation.messages), tools))
+        return self._encode(self._template(observation.messages, tools))
 
     def extend(self, turn: Turn, observation: Observation, tools: ToolSchemas = ()) -> list[int] | None:
         """The prompt as `turn.prompt_ids + turn.response_ids + new ids`, or None if the observation does more than add.
@@ -172,9 +185,9 @@ class Renderer:
             return None
         reply = len(before)
         try:
-            if _says(messages[reply], turn.text):
+            if says(messages[reply], turn.text):
                 rest = self._rest_after_content(messages, reply, tools)
-            elif _is_parsed_from(messages[reply], turn.text):
+            elif is_parsed_from(messages[reply], turn.text):
                 rest = self._rest_after_turn_end(messages, reply, tools)
             else:
                 return None
@@ -188,7 +201,7 @@ class Renderer:
 
     def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
         """What the template writes after the content of message `reply`; None unless it shows it exactly once."""
-        pieces = self._template(_with_slot(self._safe(messages), reply), tools).split(SLOT)
+        pieces = self._template(messages, tools, slot=reply).split(SLOT)
         return pieces[1] if len(pieces) == 2 else None
 
     def _rest_after_turn_end(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
@@ -199,10 +212,9 @@ class Renderer:
         """
         if reply + 1 == len(messages) or not self._turn_ends:
             return None
-        safe = self._safe(messages)
-        whole = self._template(safe, tools)
-        head, found, _ = self._template(_with_slot(safe, reply + 1), tools).partition(SLOT)
-        alone = self._template(safe[: reply + 1], tools, generation_prompt=False)
+        whole = self._template(messages, tools)
+        head, found, _ = self._template(messages, tools, slot=reply + 1).partition(SLOT)
+        alone = self._template(messages[: reply + 1], tools, generation_prompt=False)
         turn_end = re.compile("|".join(map(re.escape, self._turn_ends)))
         ends, ends_alone = ([match.span() for match in turn_end.finditer(text)] for text in (head, alone))
         if not found or not whole.startswith(head) or not ends or len(ends) != len(ends_alone):
@@ -216,12 +228,12 @@ class Renderer:
 
         They can differ: gpt-oss samples `<|return|>` or `<|call|>`, and its template writes `<|end|>` into history.
         """
-        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": SLOT}
+        user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
         call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
 
         def after_answer(*more: Message, generation_prompt: bool = True) -> str | None:
-            text = self._try_template([user, answer, *more], generation_prompt=generation_prompt)
+            text = self._try_template([user, answer, *more], slot=1, generation_prompt=generation_prompt)
             return self._special.at_start(text.rpartition(SLOT)[2]) if SLOT in text else None
 
         called = self._try_template([user, calling], generation_prompt=False)
@@ -232,21 +244,26 @@ class Renderer:
         always = [in_history] if in_history and in_history == after_answer(user) else []
         return list(dict.fromkeys([*sampled, *always])), sampled
 
-    def _safe(self, messages: list[Message]) -> list[Message]:
-        """The messages with a cut in every look-alike."""
-        return [(self._control if _is_from_tool(m) else self._special).defuse(m) for m in messages]
+    def _template(
+        self, messages: list[Message], tools: ToolSchemas, *, slot: int | None = None, generation_prompt: bool = True
+    ) -> str:
+        """What the template writes, look-alikes defused, with `SLOT` for the content of message `slot`."""
+        shown = messages if slot is None else with_slot(messages, slot)
+        try:
+            as_json, tools_as_json = json.dumps(shown), self._known_tools(tools)[2]
+        except (TypeError, ValueError):  # not JSON: images, say
+            return self._write(messages, tools, slot, generation_prompt)
+        return self._written_from(as_json, tools_as_json, slot, generation_prompt)
 
-    def _safe_tools(self, tools: ToolSchemas) -> list[Any]:
-        """The schemas, likewise; all episodes of a run show the same ones, so the last are kept."""
-        if self._tools_seen is None or self._tools_seen[0] != list(tools):
-            self._tools_seen = (deepcopy(list(tools)), self._special.defuse(list(tools)))
-        return self._tools_seen[1]
+    def _write_from(self, messages: str, tools: str, slot: int | None, generation_prompt: bool) -> str:
+        return self._write(json.loads(messages), json.loads(tools), slot, generation_prompt)
 
-    def _template(self, safe: list[Message], tools: ToolSchemas, *, generation_prompt: bool = True) -> str:
+    def _write(self, messages: list[Message], tools: ToolSchemas, slot: int | None, generation_prompt: bool) -> str:
+        safe = [(self._control if is_from_tool(m) else self._special).defuse(m) for m in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                safe,
-                tools=self._safe_tools(tools) or None,
+                safe if slot is None else with_slot(safe, slot),
+                tools=self._known_tools(tools)[1] or None,
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -261,20 +278,33 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
-    def _try_template(self, safe: list[Message], *, generation_prompt: bool) -> str:
+    def _known_tools(self, tools: ToolSchemas) -> tuple[list[Any], list[Any], str]:
+        """The schemas as given, with a cut in every look-alike, and as JSON. A run shows the same ones all the time."""
+        given = list(tools)
+        if self._tools_seen is None or self._tools_seen[0] != given:
+            self._tools_seen = (deepcopy(given), self._special.defuse(given), json.dumps(given))
+        return self._tools_seen
+
+    def _try_template(self, messages: list[Message], *, slot: int | None = None, generation_prompt: bool) -> str:
         try:
-            return self._template(safe, (), generation_prompt=generation_prompt)
+            return self._template(messages, (), slot=slot, generation_prompt=generation_prompt)
         except DataError:
             return ""
 
     # the tokenizer
 
     def _encode(self, text: str) -> list[int]:
+        return list(self._ids_of(text))
+
+    def _tokenise(self, text: str) -> tuple[int, ...]:
         pieces = [piece for piece in text.split(CUT) if piece]
         encode = self._tokenizer.encode  # not verbose: whether a prompt is too long is the flow's business
-        return [token for piece in pieces for token in encode(piece, add_special_tokens=False, verbose=False)]
+        return tuple(token for piece in pieces for token in encode(piece, add_special_tokens=False, verbose=False))
 
     def _decode(self, ids: Sequence[int]) -> str:
+        return self._text_of(tuple(ids))
+
+    def _spell(self, ids: tuple[int, ...]) -> str:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
@@ -297,12 +327,12 @@ class Conversation:
         """The exact ids to sample from next."""
         # Not only the last turn: a flow may take turns between several conversations.
         candidates = [turn for turn in self._turns if turn is self._turns[-1] or not _adds_replies(turn, observation)]
-        tries = (self._renderer.extend(turn, observation, self._tools) for turn in reversed(candidates))
-        extended = next((ids for ids in tries if ids is not None), None)
-        self.extended = extended is not None
-        ids = self._renderer.render(observation, self._tools) if extended is None else extended
-        # A snapshot: an env may edit its messages in place, and that must show as a rewritten history.
-        self._asked = (deepcopy(observation), list(ids))
+        tries = ((turn, self._renderer.extend(turn, observation, self._tools)) for turn in reversed(candidates))
+        turn, ids = next(((turn, ids) for turn, ids in tries if ids is not None), (None, None))
+        self.extended = turn is not None
+        if ids is None:
+            ids = self._renderer.render(observation, self._tools)
+        self._asked = (_snapshot(observation, turn), list(ids))
         return ids
 
     def sampled(self, response_ids: Sequence[int], text: str) -> None:
@@ -380,46 +410,18 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     )
 
 
+def _snapshot(observation: Observation, extends: Turn | None) -> Observation:
+    """A copy, because an env may edit its messages in place, and that must show as a rewritten history."""
+    if observation.messages is None:
+        return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
+    # What it extends is a copy already, and compared equal.
+    known = extends.observation.messages if extends is not None and extends.observation.messages else []
+    return Observation(messages=[*known, *deepcopy(observation.messages[len(known) :])])
+
+
 def _adds_replies(turn: Turn, observation: Observation) -> bool:
     """Whether replies follow the turn's own: then a later turn was rewritten, and the whole is rendered afresh."""
     if observation.messages is None or turn.observation.messages is None:
         return False
     added = observation.messages[len(turn.observation.messages) + 1 :]
     return any(message.get("role") == "assistant" for message in added)
-
-
-def _is_from_tool(message: Message) -> bool:
-    """Text that a tool wrote, also where it comes as a user message for want of a tool role."""
-    return message.get("role") in TOOL_ROLES or bool(message.get("from_tool"))
-
-
-def _text_of(content: Any) -> str | None:
-    """The text of a content: a string, or a list of one text part."""
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
-        content = content[0].get("text")
-    return content if isinstance(content, str) else None
-
-
-def _says(message: Message, text: str) -> bool:
-    """Whether this is the assistant saying `text` and nothing else."""
-    more = any(value for key, value in message.items() if key not in ("role", "content"))
-    return message.get("role") == "assistant" and not more and _text_of(message.get("content")) == text
-
-
-def _is_parsed_from(message: Message, text: str) -> bool:
-    """Whether this can be the assistant's `text`, taken apart: every line of prose and every tool name is in there."""
-    parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
-    if message.get("role") != "assistant" or not parsed:
-        return False
-    names = [call.get("function", call).get("name") for call in parsed.pop("tool_calls", [])]
-    prose = [_text_of(value) for value in (*parsed.values(), message.get("content") or "")]
-    if not all(isinstance(value, str) for value in (*names, *prose)):
-        return False
-    lines = [line.strip() for value in prose for line in str(value).splitlines()]
-    return all(piece in text for piece in (*names, *lines))
-
-
-def _with_slot(safe: list[Message], index: int) -> list[Message]:
-    """The messages with `SLOT` for the content of one of them, in the shape that content has."""
-    shape = [{"type": "text", "text": SLOT}] if isinstance(safe[index].get("content"), list) else SLOT
-    return [*safe[:index], {**safe[index], "content": shape}, *safe[index + 1 :]]

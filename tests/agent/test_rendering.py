@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -351,6 +352,44 @@ def test_token_ids_are_taken_verbatim() -> None:
     conversation.sampled([9], "x")
     assert conversation.prompt(Observation(token_ids=[5, 6, 9])) == [5, 6, 9]
     assert not conversation.extended
+
+
+def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    apply, written = tokenizer.apply_chat_template, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        written.append(args)
+        return apply(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    renderer = Renderer(tokenizer)
+    written.clear()
+    asked = [USER, said("Goethe."), {"role": "tool", "content": "1808"}]
+    prompts = []
+    for _ in range(8):
+        conversation = Conversation(renderer, [TOOL])
+        first = conversation.prompt(asking(USER))
+        prompts.append(list(first))
+        first.clear()
+        conversation.sampled(renderer.encode_response("Goethe."), "Goethe.")
+        prompts.append(conversation.prompt(asking(*asked)))
+    assert prompts == prompts[:2] * 8
+    assert len(written) == 2
+    # Another tool, another history or another kind of number is another prompt.
+    other = {"role": "tool", "content": "1808", "count": 1.0}
+    assert renderer.render(asking(USER), []) != renderer.render(asking(USER), [TOOL])
+    renderer.render(asking(USER, other))
+    renderer.render(asking(USER, {**other, "count": 1}))
+    assert len(written) == 5
+
+
+def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:
+    picture = {"role": "user", "content": "Who is this?", "image": object()}
+    renderer = renderer_of("qwen3")
+    assert renderer.render(asking(picture)) == renderer.render(asking({"role": "user", "content": "Who is this?"}))
 
 
 def test_a_span_outside_the_text_is_an_error() -> None:

@@ -45,7 +45,7 @@ def contest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
         model = load_model(config, asyncio.run(starting_model(config, Console(quiet=True))))
-    made = build_contest(config, model, episodes=48)
+    made = build_contest(config, model, episodes=48, at_once=48)
     yield made
     asyncio.run(made.engine.close())
 
@@ -81,6 +81,12 @@ def test_all_sides_sample_the_same_ids_with_the_tools_of_the_quickstart(contest:
     assert played["afresh"] == played["collect"]
     # A call, its result, an answer: so brief a warm start takes the demonstrator's short cut. More turns come below.
     assert max(len(episode.responses) for episode in played["collect"]) >= 2
+
+
+def test_all_sides_sample_the_same_ids_when_fewer_run_at_once_than_are_played(contest: Contest) -> None:
+    expected = asyncio.run(contest.greedy().play("collect", env_maker(0, seed=0), seed=0))
+    played = play_all_sides(replace(contest, at_once=10), env_maker(0, seed=0))  # 48 = 4 * 10 + 8
+    assert played == dict.fromkeys(SIDES, expected)
 
 
 def test_all_sides_sample_the_same_ids_when_turns_are_ragged(contest: Contest) -> None:
@@ -134,7 +140,8 @@ def test_a_slowed_tool_is_the_same_tool_to_the_model() -> None:
 
 
 def run(side: str, repeat: int, seconds: float, tokens: int) -> Run:
-    engine = dict.fromkeys(("steps", "prefilled_tokens", "reused_tokens", "decoded_tokens"), 10 * (repeat + 1))
+    counted = ("steps", "prefilled_tokens", "reused_tokens", "shared_tokens", "decoded_tokens")
+    engine = dict.fromkeys(counted, 10 * (repeat + 1))
     counts = engine if side == "collect" else None
     return Run(
         side=side, latency_ms=50, repeat=repeat, seconds=seconds, tokens=tokens, steps=6, episodes=4, engine=counts
@@ -165,5 +172,5 @@ def test_a_short_contest_gives_a_table_and_a_picture(
     assert summary[0]["engine"]["reused_tokens"] > 0
     draw(summary, tmp_path / "collect.png")
     assert (tmp_path / "collect.png").read_bytes().startswith(b"\x89PNG")
-    show(summary)
+    show(summary, "8 episodes")
     assert capsys.readouterr().out.count("ms ") == 2

@@ -176,6 +176,48 @@ def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission(
     assert drawn(1)[0] != drawn(1)[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3", "gpt2"])
+def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str) -> None:
+    model, (prompt, other) = tiny(family), prompts(22, 9)
+    settings = [Sampling(max_tokens=10, temperature=0.5, seed=seed) for seed in range(6)]
+
+    async def group(local: LocalEngine) -> list[Completion]:
+        members = [local.generate(prompt, each, session=str(i)) for i, each in enumerate(settings)]
+        return (await asyncio.gather(*members, local.generate(other, settings[0], session="other")))[:-1]
+
+    with engine(model) as local:
+        together = asyncio.run(group(local))
+        assert local.stats.prefilled_tokens == 22 + 9  # once for all six
+        assert local.stats.shared_tokens >= 5 * 22  # and what they sampled alike
+    alone = []
+    for each in settings:
+        with engine(model) as local:
+            alone += generate(local, [prompt], each)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert len({tuple(one.token_ids) for one in together}) > 1
+    for completion in together:
+        assert_logprobs_match(model, prompt, completion, temperature=0.5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family: str) -> None:
+    model, (prompt, addition) = tiny(family), prompts(13, 5)
+
+    async def episode(local: LocalEngine, session: str) -> list[tuple[list[int], Completion]]:
+        first = await local.generate(prompt, GREEDY, session=session)
+        extended = prompt + first.token_ids + addition
+        return [(prompt, first), (extended, await local.generate(extended, GREEDY, session=session))]
+
+    with engine(model) as local:
+        episodes = [asyncio.run(episode(local, session)) for session in ("early", "late")]
+        # The early one runs its prompt, then its last sampled token and the addition; the late one a token each time.
+        assert local.stats.prefilled_tokens == (13 + 1 + 5) + (1 + 1)
+        assert local.stats.shared_tokens == 12 + 5
+    assert [one.token_ids for _, one in episodes[0]] == [one.token_ids for _, one in episodes[1]]
+    for seen, completion in episodes[0] + episodes[1]:
+        assert_logprobs_match(model, seen, completion)
+
+
 def test_the_stop_token_is_part_of_the_response_with_its_logprob() -> None:
     model, (prompt,) = tiny("llama"), prompts(5)
     with engine(model) as local:

@@ -148,6 +148,22 @@ def test_settings_that_could_never_work_are_refused(setting: dict[str, int], rea
         make(**setting)
 
 
+def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_have_said() -> None:
+    local, (prompt,) = make(), prompts(9)
+    expected = ask(make(), prompt, ENDLESS)
+
+    async def main() -> Completion:
+        doomed = asyncio.create_task(local.generate(prompt, ENDLESS, session="gone"))
+        other = asyncio.create_task(local.generate(prompt, ENDLESS, session="stays"))
+        while local.stats.decoded_tokens < 20:
+            await asyncio.sleep(0)
+        doomed.cancel()
+        return await other
+
+    assert asyncio.run(main()).token_ids == expected.token_ids
+    assert local.stats.shared_tokens >= 9
+
+
 def other_weights(model: Any, scale: float = 1.0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {

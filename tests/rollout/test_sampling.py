@@ -110,3 +110,4 @@ def test_noise_depends_on_the_seed_and_the_index_only() -> None:
     assert uniform_stream(5, 3).tolist() == uniform_stream(5, 9)[:3].tolist()
     assert uniform_stream(5, 3).tolist() != uniform_stream(6, 3).tolist()
     assert uniform_stream(-1, 1).shape == (1,)  # any integer is a seed
+    assert uniform_stream(5, 3).tolist() == np.random.Generator(np.random.Philox(key=5)).random(3).tolist()

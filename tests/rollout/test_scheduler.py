@@ -24,7 +24,7 @@ def request(tokens: list[int], *, max_tokens: int = 3, session: str = "s") -> Re
 def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]:
     """Plan, pretend every sampling chunk drew `token`, and book it."""
     chunks = engine.plan()
-    drawn = sum(chunk.samples for chunk in chunks)
+    drawn = sum(len(chunk.draws) for chunk in chunks)
     return chunks, engine.apply(chunks, [token] * drawn, [0.0] * drawn)
 
 
@@ -163,6 +163,78 @@ def test_common_prefix_is_the_longest_agreement(first: list[int], second: list[i
     assert length == min(len(first), len(second)) or first[length] != second[length]
 
 
+def test_requests_with_equal_tokens_run_once_until_they_sample_different_ones() -> None:
+    engine = scheduler()
+    group = [request([1, 2, 3, 4, 5], max_tokens=4, session=str(i)) for i in range(3)]
+    for each in group:
+        engine.submit(each)
+    (chunk,) = engine.plan()
+    assert (chunk.request, chunk.ids, chunk.draws) == (group[0], [1, 2, 3, 4, 5], group)
+    engine.apply([chunk], [7, 7, 8], [-1.0, -2.0, -3.0])
+    pair, single = engine.plan()
+    assert (pair.ids, pair.draws, single.ids, single.draws) == ([7], group[:2], [8], [group[2]])
+    engine.apply([pair, single], [9, 9, 9], [0.0] * 3)
+    pair, single = engine.plan()  # the last token is the same, the one before it is not
+    assert (pair.draws, single.draws) == (group[:2], [group[2]])
+    assert [each.logprobs[0] for each in group] == [-1.0, -2.0, -3.0]
+    # 5 prompt tokens of two twins, then one sampled token of one
+    assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens, engine.stats.decoded_tokens) == (5, 11, 6)
+
+
+def test_equal_prompts_that_take_several_steps_stay_together() -> None:
+    engine = scheduler(max_batch_tokens=4)
+    for session in ("a", "b"):
+        engine.submit(request(list(range(10)), max_tokens=1, session=session))
+    seen = [[(c.start, len(c.ids), len(c.draws)) for c in step(engine)[0]] for _ in range(3)]
+    assert seen == [[(0, 4, 0)], [(4, 4, 0)], [(8, 2, 2)]]
+    assert not engine.has_requests
+
+
+def test_when_the_request_that_runs_for_the_others_is_cancelled_they_go_on() -> None:
+    engine = scheduler(num_blocks=8)
+    gone, stays = request([1, 2], session="gone"), request([1, 2], session="stays")
+    engine.submit(gone)
+    engine.submit(stays)
+    chunks = engine.plan()
+    engine.cancel(gone)
+    engine.apply(chunks, [7, 7], [0.0, 0.0])
+    (chunk,) = engine.plan()
+    assert (chunk.request, chunk.start, chunk.ids) == (stays, 2, [7])
+
+
+def test_a_prompt_that_another_session_holds_is_copied_and_only_its_last_token_runs() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
+    run(engine)
+    late = [request([1, 2, 3, 4, 5, 6], session=session) for session in ("late", "too")]
+    for each in late:
+        engine.submit(each)
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.ids, chunk.draws) == (5, [6], late)
+    assert chunk.copies == [(i, each.blocks[i]) for each in late for i in range(2)]  # 6 tokens in blocks of 4
+    # 5 tokens for each of the late ones, and the sixth for the second of them
+    assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (6 + 1, 5 + 5 + 1)
+
+
+def test_a_prompt_is_not_copied_from_blocks_that_were_given_back_or_rewritten() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
+    run(engine)
+    engine.submit(
+        request([1, 2, 3, 4, 5, 60], session="first")
+    )  # the same blocks, from the sixth token on another text
+    run(engine)
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="late"))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.copies) == (0, [])
+    run(engine)
+    for session in ("first", "late"):
+        engine.release(session)
+    engine.submit(request([1, 2, 3, 4, 5, 60], session="later"))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.copies) == (0, [])
+
+
 action = st.one_of(
     st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 14), st.integers(1, 10)),
     st.tuples(st.just("step"), st.integers(1, 4), st.just(0), st.just(0)),
@@ -172,9 +244,12 @@ action = st.one_of(
 )
 
 
-def check_step(chunks: list[Chunk]) -> None:
-    """Blocks belong to one request each, cover its tokens, and every chunk continues what is cached."""
-    owned = [block for chunk in chunks for block in chunk.blocks]
+Memory = dict[tuple[int, int], int]  # (block, offset) -> the token whose keys and values are there
+
+
+def check_step(chunks: list[Chunk], memory: Memory) -> None:
+    """Blocks belong to one request each, cover its tokens and hold them; every chunk continues what is cached."""
+    owned = [block for chunk in chunks for blocks in (chunk.blocks, *chunk.twin_blocks) for block in blocks]
     assert len(owned) == len(set(owned))
     lengths = [len(chunk.ids) for chunk in chunks]
     assert lengths == sorted(lengths, key=lambda n: n > 1)  # single tokens first
@@ -182,6 +257,14 @@ def check_step(chunks: list[Chunk]) -> None:
         assert chunk.start == chunk.request.cached
         assert len(chunk.blocks) * 4 >= chunk.start + len(chunk.ids)
     assert sum(n for n in lengths if n > 1) <= 6
+    copied = [(source, target) for chunk in chunks for source, target in chunk.copies]
+    memory |= {(to, i): memory[source, i] for source, to in copied for i in range(4) if (source, i) in memory}
+    for chunk in chunks:
+        for blocks in (chunk.blocks, *chunk.twin_blocks):
+            memory |= {(blocks[i // 4], i % 4): token for i, token in enumerate(chunk.ids, start=chunk.start)}
+    for chunk in chunks:
+        for each, blocks in zip((chunk.request, *chunk.twins), (chunk.blocks, *chunk.twin_blocks), strict=True):
+            assert [memory[blocks[i // 4], i % 4] for i in range(chunk.end)] == each.tokens[: chunk.end]
 
 
 class Session:
@@ -192,17 +275,20 @@ class Session:
         self.submitted: list[Request] = []
         self.finished: list[Request] = []
         self.cancelled: list[Request] = []
+        self.memory: Memory = {}
 
     def submit(self, number: int, length: int, max_tokens: int) -> None:
-        self.submitted.append(request([number] * length, max_tokens=max_tokens, session=str(number)))
+        self.submitted.append(request([number % 2] * length, max_tokens=max_tokens, session=str(number)))
         self.engine.submit(self.submitted[-1])
 
     def step(self, count: int, *_unused: int) -> None:
         for _ in range(count):
             chunks = self.engine.plan()
-            check_step(chunks)
-            drawn = sum(chunk.samples for chunk in chunks)
-            self.finished += self.engine.apply(chunks, [7] * drawn, [0.0] * drawn)
+            check_step(chunks, self.memory)
+            drawn = [each for chunk in chunks for each in chunk.draws]
+            # Some draw alike and some do not; what they draw may also continue another session's prompt.
+            tokens = [len(each.logprobs) * int(each.session) // 3 % 2 for each in drawn]
+            self.finished += self.engine.apply(chunks, tokens, [0.0] * len(drawn))
 
     def cancel(self, number: int, *_: int) -> None:
         if self.submitted:

@@ -83,7 +83,7 @@ class DecodeLayout:
 
     def read(self, pool_P: Tensor) -> Tensor:
         """The blocks to compute over, [T, ...]."""
-        return pool_P[self.block_T] if self.span is None else pool_P[: self.span]
+        return pool_P.index_select(0, self.block_T) if self.span is None else pool_P[: self.span]
 
     def mask(self, window: int | None, heads: int) -> Tensor:
         """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those the window has left."""
@@ -132,7 +132,9 @@ class PrefillLayout:
 
     def take(self, row_1HND: Tensor) -> Tensor:
         """The chunks' part of a row, [B, H, C, D]."""
-        return row_1HND[0][:, self.row_BC].transpose(0, 1)
+        row_NHD = row_1HND[0].transpose(0, 1)
+        chunks_BCHD: Tensor = row_NHD.index_select(0, self.row_BC.flatten()).unflatten(0, self.row_BC.shape)
+        return chunks_BCHD.transpose(1, 2)
 
     def mask(self, window: int | None) -> Tensor | None:
         """Boolean [B, 1, C, L], or None where plain causal attention says the same."""
@@ -147,6 +149,45 @@ class PrefillLayout:
                 seen_BCL &= key_L > self._position_BC1 - window
             self._masks[window] = torch.from_numpy(seen_BCL[:, None]).to(self._device)
         return self._masks[window]
+
+
+class Places:
+    """Where keys and values of a step go.
+
+    Those of a single token are written to the blocks of its request and of all its twins; after a prefill, twins get
+    copies of whole blocks instead (`copies`), which takes far fewer writes.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
+        rows: list[int] = []
+        blocks: list[int] = []
+        offsets: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+        first = 0
+        for chunk in chunks:
+            positions = range(chunk.start, chunk.end)
+            if len(positions) == 1:
+                written = [chunk.blocks, *chunk.twin_blocks]
+            else:
+                written = [chunk.blocks]
+                filled = slice(chunk.start // block_size, (chunk.end - 1) // block_size + 1)
+                self.copies += [
+                    pair
+                    for owned in chunk.twin_blocks
+                    for pair in zip(chunk.blocks[filled], owned[filled], strict=True)
+                ]
+            for owned in written:
+                rows += range(first, first + len(positions))
+                blocks += [owned[position // block_size] for position in positions]
+                offsets += [position % block_size for position in positions]
+            first += len(positions)
+        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets], device=device).unbind(0)
+        self._row_M = row_M if len(rows) > first else None
+
+    def write(self, layer: LayerCache, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        if self._row_M is not None:
+            key_NKD, value_NKD = key_NKD.index_select(0, self._row_M), value_NKD.index_select(0, self._row_M)
+        layer.write(key_NKD, value_NKD, self._block_M, self._offset_M)
 
 
 def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
@@ -170,8 +211,7 @@ class StepLayout:
     """One step as the attention function needs it, and what it learns on the way."""
 
     cache: KVCache
-    block_N: Tensor  # where each token's keys and values go
-    offset_N: Tensor
+    places: Places
     decode: DecodeLayout | None
     prefill: list[PrefillLayout]
     windows: dict[int, int | None] = field(default_factory=dict)  # layer -> its sliding window, as the model passed it
@@ -181,18 +221,13 @@ class StepLayout:
         """`chunks` with the single tokens first."""
         size = cache.block_size
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
-        blocks = [chunk.blocks[chunk.start // size] for chunk in singles]
-        offsets = [chunk.start % size for chunk in singles]
-        longer = []
+        longer, row = [], len(singles)
         for chunk in chunks[len(singles) :]:
-            longer.append(Placed(chunk, len(blocks)))
-            positions = range(chunk.start, chunk.start + len(chunk.ids))
-            blocks += [chunk.blocks[position // size] for position in positions]
-            offsets += [position % size for position in positions]
-        place_2N = torch.tensor([blocks, offsets], device=device)
+            longer.append(Placed(chunk, row))
+            row += len(chunk.ids)
         decode = DecodeLayout(singles, size, device) if singles else None
         prefill = [PrefillLayout(group, size, device) for group in alike(longer, size)]
-        return cls(cache, place_2N[0], place_2N[1], decode, prefill)
+        return cls(cache, Places(chunks, size, device), decode, prefill)
 
 
 _STEP: ContextVar[StepLayout | None] = ContextVar("agent_r1_step", default=None)
@@ -240,7 +275,7 @@ def paged_attention(
     step.windows[layer_index] = sliding_window
     key_NKD, value_NKD = key_1KND[0].transpose(0, 1), value_1KND[0].transpose(0, 1)
     layer = step.cache.layer(layer_index, key_NKD, value_NKD)
-    layer.write(key_NKD, value_NKD, step.block_N, step.offset_N)
+    step.places.write(layer, key_NKD, value_NKD)
 
     query_NHD = query_1HND[0].transpose(0, 1)
     if scaling is None:

@@ -4,11 +4,12 @@ The pools know blocks, not requests; `scheduler.py` decides who owns which. A la
 first seen, so head counts and head sizes need not be guessed from a model's configuration.
 
 Shape suffixes: P = blocks in the pool, K = key/value heads, S = tokens in a block, D = head size, N = tokens in a step,
-B = sequences, W = blocks of the longest, L = tokens they hold.
+M = places they are written to, B = sequences, W = blocks of the longest, L = tokens they hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +24,15 @@ class LayerCache:
     keys_PKDS: Tensor
     values_PKSD: Tensor
 
-    def write(self, key_NKD: Tensor, value_NKD: Tensor, block_N: Tensor, offset_N: Tensor) -> None:
-        self.keys_PKDS[block_N, :, :, offset_N] = key_NKD
-        self.values_PKSD[block_N, :, offset_N] = value_NKD
+    def write(self, key_MKD: Tensor, value_MKD: Tensor, block_M: Tensor, offset_M: Tensor) -> None:
+        self.keys_PKDS[block_M, :, :, offset_M] = key_MKD
+        self.values_PKSD[block_M, :, offset_M] = value_MKD
 
     def sequences(self, block_BW: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of sequences side by side, [B, K, L, D] with L = W * S."""
-        keys_BKWSD = self.keys_PKDS[block_BW].permute(0, 2, 1, 4, 3)
-        values_BKWSD = self.values_PKSD[block_BW].transpose(1, 2)
-        return keys_BKWSD.flatten(2, 3), values_BKWSD.flatten(2, 3)
+        keys_BWKDS = self.keys_PKDS.index_select(0, block_BW.flatten()).unflatten(0, block_BW.shape)
+        values_BWKSD = self.values_PKSD.index_select(0, block_BW.flatten()).unflatten(0, block_BW.shape)
+        return keys_BWKDS.permute(0, 2, 1, 4, 3).flatten(2, 3), values_BWKSD.transpose(1, 2).flatten(2, 3)
 
 
 class KVCache:
@@ -52,6 +53,16 @@ class KVCache:
                 value_NKD.new_zeros(self.num_blocks, heads, self.block_size, value_size),
             )
         return self._layers[index]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Fill the second block of each pair with what the first holds, in every layer; all are read before any."""
+        if not pairs:
+            return
+        pairs_2N = torch.tensor(pairs).T.contiguous()
+        for layer in self._layers.values():
+            source_N, target_N = pairs_2N.to(layer.keys_PKDS.device)
+            for pool in (layer.keys_PKDS, layer.values_PKSD):
+                pool.index_copy_(0, target_N, pool.index_select(0, source_N))
 
     def clear(self) -> None:
         with torch.inference_mode():

@@ -2,8 +2,8 @@
 
 `generate` queues a request; while there are requests, one task on the event loop plans a step, has it computed on the
 engine's own thread (so tools go on meanwhile), and hands out what is complete. Requests join and leave between steps,
-and a session's cache is kept for its next request. What runs when is `scheduler.py`'s business, how it is computed
-`model_runner.py`'s; this module knows futures and versions.
+a session's cache is kept for its next request, and requests with equal tokens are computed once. What runs when is
+`scheduler.py`'s business, how it is computed `model_runner.py`'s; this module knows futures and versions.
 
 Results do not depend on the clock as long as tools do not wait: before each step the loop turns a fixed number of
 times, so that an episode that has just been answered can ask again.
@@ -156,7 +156,7 @@ class LocalEngine:
     def _deliver(self, chunks: Sequence[Chunk], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         finished = self._scheduler.apply(chunks, tokens, logprobs)
         if not all(map(math.isfinite, logprobs)):
-            sampled = [chunk.request for chunk in chunks if chunk.samples]
+            sampled = [request for chunk in chunks for request in chunk.draws]
             self._drop_broken([r for r, value in zip(sampled, logprobs, strict=True) if not math.isfinite(value)])
         for request in finished:
             future = self._futures.pop(request, None)
@@ -199,7 +199,7 @@ class LocalEngine:
         self._check_open()
         if not prompt_ids:
             raise DataError("the prompt is empty; a model needs at least one token to continue from")
-        if any(type(token) is not int for token in prompt_ids):
+        if set(map(type, prompt_ids)) != {int}:
             bad_type = next(type(token).__name__ for token in prompt_ids if type(token) is not int)
             raise DataError(f"the prompt holds a {bad_type} among its token ids; ids are plain ints")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab:

@@ -39,9 +39,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[float]]:
-        """Run the chunks; one token and log-prob for each that samples, in order."""
-        logits_BV = self._logits(chunks, StepLayout.of(chunks, self.cache, self._device))
-        drawing = [chunk.request for chunk in chunks if chunk.samples]
+        """Run the chunks; one token and log-prob for each request that draws, in order."""
+        self.cache.copy([pair for chunk in chunks for pair in chunk.copies])
+        layout = StepLayout.of(chunks, self.cache, self._device)
+        logits_BV = self._logits(chunks, layout)
+        self.cache.copy(layout.places.copies)
+        drawing = [request for chunk in chunks for request in chunk.draws]
         if not drawing:
             return [], []
         uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
@@ -100,14 +103,16 @@ class ModelRunner:
             targets[name].copy_(weights[name])
 
     def _logits(self, chunks: Sequence[Chunk], layout: StepLayout) -> Tensor:
-        """Logits after the last token of each chunk that samples, [B, V]."""
+        """Logits after the last token of each chunk that samples, once for every request that draws from it, [B, V]."""
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
+        draws: list[int] = []
         for chunk in chunks:
             ids += chunk.ids
-            positions += range(chunk.start, chunk.start + len(chunk.ids))
+            positions += range(chunk.start, chunk.end)
             if chunk.samples:
+                draws += [len(last)] * (1 + len(chunk.twins))
                 last.append(len(ids) - 1)
         index = torch.tensor([ids, positions], device=self._device)
         keep = torch.tensor(last, dtype=torch.int64, device=self._device)
@@ -116,7 +121,7 @@ class ModelRunner:
                 input_ids=index[:1], position_ids=index[1:], use_cache=False, logits_to_keep=keep, return_dict=True
             )
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if len(draws) == len(last) else logits[torch.tensor(draws, device=self._device)]
 
     def _plain_logits(self, ids: list[int]) -> Tensor:
         logits: Tensor = self.model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[:, -1]

@@ -8,7 +8,9 @@ Shape suffixes: B = rows, V = vocabulary, F = the rows among B that use top-k or
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,24 @@ from torch import Tensor
 from agent_r1.agent.sampler import Sampling
 
 
+class _Streams(threading.local):
+    """One generator per thread, put at the start of the stream that is asked for: making one each time would ask the
+    operating system for a seed that nobody uses, which takes longer than all the rest."""
+
+    def __init__(self) -> None:
+        self.bits = np.random.Philox(key=0)
+        self.generator = np.random.Generator(self.bits)
+        self.start: Any = self.bits.state
+
+
+_STREAMS = _Streams()
+
+
 def uniform_stream(seed: int, count: int) -> NDArray[np.float64]:
     """The numbers in [0, 1) that decide tokens 0 .. count-1 of a request: a function of (seed, token index) only."""
-    return np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count)
+    _STREAMS.start["state"]["key"][0] = seed % 2**64
+    _STREAMS.bits.state = _STREAMS.start
+    return _STREAMS.generator.random(count)
 
 
 def sample(logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:

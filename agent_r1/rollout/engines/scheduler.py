@@ -6,6 +6,11 @@ runs on the event loop's thread; a `Chunk` is what the model's thread gets to se
 Running requests are kept in submission order, and every running one was submitted before every waiting one. When
 blocks run out, idle sessions go first (least recently used), then the youngest running request goes back to waiting
 with the tokens it has sampled, to be recomputed; the oldest can always run, so there is always progress.
+
+Running requests whose tokens are equal, as those of a group are at first, are twins: their tokens run once, for the
+oldest of them, and each samples from the same logits with its own noise and has the keys and values written to its own
+blocks. So nothing is left to do when they part, which is when they sample different tokens. A request that comes later
+than an equal one gets copies of the blocks that hold the prompt, as long as these are not given back.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_r1.agent.sampler import Sampling
+from agent_r1.rollout.engines.known_prompts import KnownPrompts
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
     cached: int = 0  # leading tokens whose keys and values are in `blocks`
     prefill_end: int = 0  # tokens before this one were known when the request was admitted
+    branch: object = None  # the same object on two requests: they sampled it together, so their tokens are equal
+    copies: list[tuple[int, int]] = field(default_factory=list)  # what `Chunk.copies` says, until there is a chunk
     keep: bool = True  # keep the cache for the session's next request
     live: bool = True  # neither finished nor cancelled
 
@@ -47,13 +55,25 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one request that run in one step."""
+    """Consecutive tokens of one request, and of its twins, that run in one step."""
 
     request: Request
     ids: list[int]
     start: int  # position of the first id
     blocks: list[int]  # enough for the tokens before the chunk and its own
     samples: bool  # the chunk ends at the request's last token, so its logits give the next one
+    twins: list[Request] = field(default_factory=list)
+    twin_blocks: list[list[int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, before anything is written
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def draws(self) -> list[Request]:
+        """Who samples from the logits after the last id."""
+        return [self.request, *self.twins] if self.samples else []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +83,7 @@ class EngineStats:
     steps: int = 0
     prefilled_tokens: int = 0  # run through the model to fill the cache, recomputation included
     reused_tokens: int = 0  # prompt tokens found in the session's cache
+    shared_tokens: int = 0  # not run, because they ran for a request with equal tokens
     decoded_tokens: int = 0  # sampled
     preemptions: int = 0
     evictions: int = 0  # idle sessions whose cache was dropped to make room
@@ -80,6 +101,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._idle: OrderedDict[str, tuple[list[int], list[int]]] = OrderedDict()  # session -> cached tokens, blocks
+        self._known = KnownPrompts()
         # A heap, so that the lowest block is taken first and the blocks in use stay close together.
         self._free = list(range(num_blocks))
 
@@ -131,45 +153,66 @@ class Scheduler:
         self._admit()
         singles: list[Chunk] = []
         longer: list[Chunk] = []
+        planned: dict[object, Chunk] = {}
         budget = self._max_batch_tokens
         for request in list(self._running):
+            key = request.branch or tuple(request.tokens)
+            twin = planned.get(key)
+            if twin is not None and twin.start <= request.cached < twin.end:
+                if self._grow(request, twin.end):
+                    twin.twins.append(request)
+                    twin.twin_blocks.append(request.blocks)
+                    twin.copies.extend(request.copies)
+                continue
             pending = request.pending
             count = 1 if pending == 1 else min(pending, budget)
             if count == 0 or not self._grow(request, request.cached + count):
                 continue
             start = request.cached
             ids = request.tokens[start : start + count]
-            chunk = Chunk(request, ids, start, request.blocks, count == pending)
+            chunk = Chunk(request, ids, start, request.blocks, count == pending, copies=list(request.copies))
             if count == 1:
                 singles.append(chunk)
             else:
                 longer.append(chunk)
+            planned.setdefault(key, chunk)
             if pending > 1:
                 budget -= count
         return singles + longer
 
     def apply(self, chunks: Sequence[Chunk], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-        """Book a finished step; `tokens` and `logprobs` belong to the chunks that sample. Returns what is complete."""
-        stats, finished = self.stats, []
-        stats.steps += 1
+        """Book a finished step; `tokens` and `logprobs` are those of all `draws`. Returns what is complete."""
+        finished: list[Request] = []
+        self.stats.steps += 1
         drawn = zip(tokens, logprobs, strict=True)
         for chunk in chunks:
-            token, logprob = next(drawn) if chunk.samples else (None, 0.0)
-            request = chunk.request
-            if not request.live:  # cancelled while the step ran
-                continue
-            if request.cached < request.prefill_end:
-                stats.prefilled_tokens += len(chunk.ids)
-            request.cached += len(chunk.ids)
-            if token is None:
-                continue
-            request.tokens.append(token)
-            request.logprobs.append(logprob)
-            stats.decoded_tokens += 1
-            if token in request.sampling.stop_ids or len(request.logprobs) == request.sampling.max_tokens:
-                self._finish(request)
-                finished.append(request)
+            branches: dict[int, object] = {}
+            for request in (chunk.request, *chunk.twins):
+                token, logprob = next(drawn) if chunk.samples else (None, 0.0)
+                if not request.live:  # cancelled while the step ran
+                    continue
+                self._book(request, chunk)
+                if token is None:
+                    continue
+                request.branch = branches.setdefault(token, object())
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                self.stats.decoded_tokens += 1
+                if token in request.sampling.stop_ids or len(request.logprobs) == request.sampling.max_tokens:
+                    self._finish(request)
+                    finished.append(request)
         return finished
+
+    def _book(self, request: Request, chunk: Chunk) -> None:
+        count = chunk.end - request.cached
+        if request is not chunk.request:
+            self.stats.shared_tokens += count
+        elif request.cached < request.prefill_end:
+            self.stats.prefilled_tokens += count
+        request.cached = chunk.end
+        request.copies = []
+        if chunk.end == request.prefill_end:
+            self._known.add(tuple(request.tokens), request.blocks[: self._blocks_for(chunk.end)])
 
     def _finish(self, request: Request) -> None:
         request.live = False
@@ -201,13 +244,26 @@ class Scheduler:
             request.blocks = self._extended(request.blocks, wanted)
             request.prefill_end = len(request.tokens)
             self.stats.reused_tokens += request.cached
+            self._copy_prompt(request)
 
     def _reusable(self, request: Request, tokens: list[int], blocks: list[int]) -> tuple[int, list[int]]:
         """Length of the common prefix and its blocks; at least one prompt token must run to give logits."""
         common = min(common_prefix(tokens, request.tokens), len(request.tokens) - 1)
         needed = self._blocks_for(common)
         self._give_back(blocks[needed:])
+        if needed:
+            self._known.rewritten(blocks[needed - 1], kept=common)
         return common, blocks[:needed]
+
+    def _copy_prompt(self, request: Request) -> None:
+        """Plan copies of what an equal prompt has in its blocks, except for the last token, which must run."""
+        held, last = self._known.find(tuple(request.tokens)), len(request.tokens) - 1
+        if held is None or request.cached >= last:
+            return
+        missing = slice(request.cached // self._block_size, self._blocks_for(last))
+        request.copies = list(zip(held[missing], request.blocks[missing], strict=True))
+        self.stats.shared_tokens += last - request.cached
+        request.cached = last
 
     def _grow(self, request: Request, length: int) -> bool:
         """Make the request's blocks hold `length` tokens; False when it had to go back to waiting itself."""
@@ -243,13 +299,14 @@ class Scheduler:
 
     def _free_cache(self, request: Request) -> None:
         self._give_back(request.blocks)
-        request.blocks, request.cached = [], 0
+        request.blocks, request.cached, request.copies = [], 0, []
 
     def _extended(self, blocks: list[int], count: int) -> list[int]:
         return blocks + [heapq.heappop(self._free) for _ in range(count)]
 
     def _give_back(self, blocks: list[int]) -> None:
         for block in blocks:
+            self._known.rewritten(block)
             heapq.heappush(self._free, block)
 
     def _blocks_for(self, length: int) -> int:

@@ -1,0 +1,52 @@
+"""What `rendering.py` asks of a single message: who wrote it, and whether it is what the policy has just said.
+
+Pure functions of messages; nothing here knows templates or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent_r1.agent.control_tokens import SLOT
+from agent_r1.types import Message
+
+TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # whoever speaks in these is outside our control
+PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # a reply taken apart by the env
+
+
+def is_from_tool(message: Message) -> bool:
+    """Text that a tool wrote, also where it comes as a user message for want of a tool role."""
+    return message.get("role") in TOOL_ROLES or bool(message.get("from_tool"))
+
+
+def text_of(content: Any) -> str | None:
+    """The text of a content: a string, or a list of one text part."""
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+        content = content[0].get("text")
+    return content if isinstance(content, str) else None
+
+
+def says(message: Message, text: str) -> bool:
+    """Whether this is the assistant saying `text` and nothing else."""
+    more = any(value for key, value in message.items() if key not in ("role", "content"))
+    return message.get("role") == "assistant" and not more and text_of(message.get("content")) == text
+
+
+def is_parsed_from(message: Message, text: str) -> bool:
+    """Whether this can be the assistant's `text`, taken apart: every line of prose and every tool name is in there."""
+    parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
+    if message.get("role") != "assistant" or not parsed:
+        return False
+    names = [call.get("function", call).get("name") for call in parsed.pop("tool_calls", [])]
+    prose = [text_of(value) for value in (*parsed.values(), message.get("content") or "")]
+    if not all(isinstance(value, str) for value in (*names, *prose)):
+        return False
+    lines = [line.strip() for value in prose for line in str(value).splitlines()]
+    return all(piece in text for piece in (*names, *lines))
+
+
+def with_slot(safe: list[Message], index: int) -> list[Message]:
+    """The messages with `SLOT` for the content of one of them, in the shape that content has."""
+    shape = [{"type": "text", "text": SLOT}] if isinstance(safe[index].get("content"), list) else SLOT
+    return [*safe[:index], {**safe[index], "content": shape}, *safe[index + 1 :]]
