@@ -67,8 +67,40 @@ class SFTConfig(Section):
 class AlgorithmConfig(Section):
     name: str = "grpo"
     settings: dict[str, Any] = {}  # of that algorithm, e.g. {clip_high: 0.28}; learn/algorithms.py has the defaults
-    kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy, in the loss; 0 keeps no reference model
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy; 0 keeps no reference model
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"] = "k3"  # in the loss
+    kl_target: float | None = Field(default=None, gt=0)  # in the reward: KL per token that kl_coef adapts to
+    kl_horizon: int = Field(default=10_000, ge=1)  # trajectories over which it adapts
+    entropy_coef: float = Field(default=0.0, ge=0)
+
+
+class RewardsConfig(Section):
+    """Process rewards (of env steps and tool calls) beside the outcome reward."""
+
+    # raw: as paid; off: not trained on; largest_return: divided by the batch's largest absolute sum of them to the end
+    # of an episode (as published); running_std: divided by the standard deviation of these sums so far
+    process: Literal["raw", "off", "largest_return", "running_std"] = "raw"
+    process_weight: float = Field(default=1.0, gt=0)
+
+
+class CriticConfig(Section):
+    """For algorithms with a critic; others refuse the section."""
+
+    shared: bool = False  # a head on the policy's own backbone, instead of a second model
+    lr: float | None = Field(default=None, gt=0)  # None: ten times learner.lr
+    value_clip: float | None = Field(default=None, gt=0)
+    value_coef: float = Field(default=1.0, gt=0)  # of the value loss beside the policy's
+    warmup_updates: int = Field(default=0, ge=0)  # updates in which the critic alone is trained
+
+
+class CorrectionConfig(Section):
+    """Importance weights for the disagreement of sampler and learner."""
+
+    kind: Literal["truncate", "reject"]
+    level: Literal["token", "step"] = "token"
+    cap: float = Field(default=2.0, gt=0)
+    floor: float = Field(default=0.0, ge=0)
 
 
 class RolloutConfig(Section):
@@ -126,6 +158,9 @@ class RunConfig(Section):
     model: ModelConfig
     sft: SFTConfig = SFTConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    critic: CriticConfig | None = None  # None: the defaults, if the algorithm has a critic
+    correction: CorrectionConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -139,7 +174,8 @@ NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     "sft.count": ["sft.demos"],
     "sft.min_reward": ["sft.trajectories"],
     **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
-    "algorithm.kl_estimator": ["algorithm.kl_coef"],
+    **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
+    "algorithm.kl_horizon": ["algorithm.kl_target"],
 }
 
 
@@ -253,6 +289,12 @@ def _check_together(config: RunConfig) -> None:
             f"engine.max_cached_tokens ({config.engine.max_cached_tokens}) cannot hold one context of "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
         )
+    if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
+        raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
+    if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":
+        raise ConfigError("algorithm.kl_estimator is of a KL in the loss; in the reward it is always k1. Leave it out")
+    if config.correction is not None and config.correction.floor and config.correction.kind == "truncate":
+        raise ConfigError("correction.floor does nothing with correction.kind=truncate; use kind=reject")
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples > 1 with eval.temperature = 0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
+PerToken = list[list[float]]  # one trajectory: [step][response token]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,7 @@ class Trajectory:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None  # what raised, for stop == ERROR
     seconds: float = 0.0
+    next_prompt_ids: list[int] = field(default_factory=list)  # truncated: the state it would have gone on from
 
     @property
     def total_reward(self) -> float:
@@ -176,6 +178,7 @@ class Group:
 
     row: TaskRow
     trajectories: list[Trajectory]
+    greedy: Trajectory | None = None  # one attempt without sampling noise, for algorithms that compare with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +186,18 @@ class CreditedTrajectory:
     """A trajectory with one advantage per response token of each step, ready to be batched."""
 
     trajectory: Trajectory
-    advantages: list[list[float]]  # [step][response token]
+    advantages: PerToken
+    values: PerToken | None = None  # what the critic said before each response token
+    value_targets: list[list[float | None]] | None = None  # what it should have said; None where it is not asked
 
     def __post_init__(self) -> None:
-        lengths = [len(row) for row in self.advantages]
         expected = [len(step.response_ids) for step in self.trajectory.steps]
-        if lengths != expected:
-            raise ValueError(
-                f"trajectory {self.trajectory.trajectory_id!r} needs one advantage per response token: "
-                f"steps have {expected} tokens, advantages {lengths}"
-            )
+        for name in ("advantages", "values", "value_targets"):
+            given = getattr(self, name)
+            if given is not None and [len(row) for row in given] != expected:
+                raise ValueError(
+                    f"trajectory {self.trajectory.trajectory_id!r} needs one entry of {name} per response token: "
+                    f"steps have {expected} tokens, {name} {[len(row) for row in given]}"
+                )
+        if (self.values is None) != (self.value_targets is None):
+            raise ValueError("values and value_targets come together: both are the critic's")

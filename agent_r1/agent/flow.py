@@ -67,6 +67,7 @@ class Episode:
         self.renderer = renderer
         self.limits = limits
         self.steps: list[Step] = []
+        self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
         self.messages: list[Message] = []  # the conversation as last shown to the policy
         self._sampler = sampler
         self._sampling = sampling
@@ -90,6 +91,9 @@ class Episode:
                 f"episode.act was called {'after the episode had ended' if self._closed else 'while another call runs'}"
             )
         if len(self.steps) >= self.limits.max_steps:
+            next_prompt_ids = self._render(observation, tools or [])
+            if len(next_prompt_ids) < self.limits.max_context_tokens:
+                self.next_prompt_ids = next_prompt_ids
             raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
         prompt_ids = self._render(observation, tools or [])
         self._acting = True

@@ -1,18 +1,25 @@
 """Credit assignment: rewards in, advantages out.
 
 Pure functions of small tensors. Nothing here knows about tokens, models or trajectories, so every formula can be
-checked by hand; `algorithms.py` reads the rewards off the trajectories and spreads the results over tokens.
+checked by hand; `credit.py` reads the rewards off the trajectories and spreads the results over tokens.
 
-Shape suffixes: G = trajectories in one group.
+Shape suffixes: G = trajectories in one group, K = decisions of one trajectory in order (its steps, or its tokens),
+N = any set of numbers that is normalised together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-12  # what rewards of size 1 differ by when they were added up in another order is well below it
 
-def group_centered(rewards_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6) -> Tensor:
+
+def group_centered(returns_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6) -> Tensor:
     """GRPO (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps).
 
     `divide_by_std=False` is Dr.GRPO (arXiv:2503.20783), which drops the division because it over-weights groups that
@@ -22,9 +29,85 @@ def group_centered(rewards_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6)
     The standard deviation is the unbiased one (divide by G - 1), torch's default; the biased one would scale every
     advantage of a group of G by sqrt(G / (G - 1)) and change nothing else.
     """
-    # Tested rather than computed: the mean of equal floats may differ from them by rounding, and dividing that residue
-    # by a standard deviation of the same size would turn it into a training signal.
-    if rewards_G.numel() == 0 or bool(rewards_G.min() == rewards_G.max()):
-        return torch.zeros_like(rewards_G)
-    centered_G = rewards_G - rewards_G.mean()
-    return centered_G / (rewards_G.std() + eps) if divide_by_std else centered_G
+    if all_equal(returns_G):
+        return torch.zeros_like(returns_G)
+    centered_G = returns_G - returns_G.mean()
+    return centered_G / (returns_G.std() + eps) if divide_by_std else centered_G
+
+
+def leave_one_out(returns_G: Tensor) -> Tensor:
+    """RLOO (arXiv:2402.14740): A_i = r_i - mean of the others. A group of one has no others and gets 0."""
+    if all_equal(returns_G):
+        return torch.zeros_like(returns_G)
+    others_G = (returns_G.sum() - returns_G) / (returns_G.numel() - 1)
+    return returns_G - others_G
+
+
+def discounted_return(rewards_K: Tensor, *, gamma: float | Sequence[float]) -> Tensor:
+    """G_k = r_k + gamma_k * G_{k+1}: what follows from each decision on."""
+    return gae(rewards_K, torch.zeros_like(rewards_K), bootstrap=0.0, gamma=gamma, lam=1.0)
+
+
+def gae(rewards_K: Tensor, values_K: Tensor, *, bootstrap: float, gamma: float | Sequence[float], lam: float) -> Tensor:
+    """Generalised advantage estimation (arXiv:1506.02438) over the decisions of one trajectory.
+
+    `values_K[k]` is V of the state in which decision k was taken. `bootstrap` is V of the state after the last one: 0
+    if the episode terminated, the critic's estimate if we cut it off. Decisions are the tokens of the policy (PPO) or
+    its whole responses (StepPO, arXiv:2604.18401); what a tool wrote in between is not a decision and has no place
+    here. `gamma` may differ from decision to decision: gamma[k] discounts what follows decision k.
+    """
+    rewards, values = rewards_K.tolist(), values_K.tolist()  # a Python loop over tensor elements is far slower
+    gammas = [gamma] * len(rewards) if isinstance(gamma, float | int) else list(gamma)
+    advantages = [0.0] * len(rewards)
+    next_value, running = bootstrap, 0.0
+    for k in reversed(range(len(rewards))):
+        delta = rewards[k] + gammas[k] * next_value - values[k]
+        running = delta + gammas[k] * lam * running
+        advantages[k] = running
+        next_value = values[k]
+    return torch.tensor(advantages, dtype=rewards_K.dtype)
+
+
+def whiten(values_N: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / (std + eps). One number, or numbers that are all equal, carry no signal and become 0."""
+    if all_equal(values_N):
+        return torch.zeros_like(values_N)
+    return (values_N - values_N.mean()) / (values_N.std() + eps)
+
+
+def match_states(states: Sequence[Hashable], *, similarity: float | None) -> list[int]:
+    """GiGPO's anchor states (arXiv:2505.10978): equal states get the same number, counted from 0.
+
+    With `similarity`, a state also joins the first earlier group whose first member is at least that similar
+    (`difflib` ratio, 0 to 1).
+    """
+    numbers: list[int] = []
+    known: dict[Hashable, int] = {}
+    firsts: list[Hashable] = []
+    for state in states:
+        number = known.get(state)
+        if number is None and similarity is not None:
+            number = next((i for i, first in enumerate(firsts) if _alike(first, state, similarity)), None)
+        if number is None:
+            number = len(firsts)
+            firsts.append(state)
+        known[state] = number
+        numbers.append(number)
+    return numbers
+
+
+def all_equal(values_N: Tensor) -> bool:
+    """No two numbers differ by more than rounding: there is nothing to compare.
+
+    Tested rather than computed: the mean of equal floats may differ from them by rounding, and 0.1 + 0.2 + 0.3 differs
+    from 0.3 + 0.2 + 0.1. Dividing such a residue by a standard deviation of its own size would make it a signal.
+    """
+    if values_N.numel() == 0:
+        return True
+    low, high = float(values_N.min()), float(values_N.max())
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
+
+
+def _alike(a: Any, b: Any, threshold: float) -> bool:
+    matcher = SequenceMatcher(None, a, b, autojunk=False)  # autojunk would ignore frequent elements, silently
+    return matcher.quick_ratio() >= threshold and matcher.ratio() >= threshold

@@ -9,37 +9,38 @@ or a tool wrote has no log-prob and no advantage at all, so it cannot be trained
     step 1   prompt [1 2 3 4 5 6 7]      response [8]
     segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
 
-Nothing here knows models or algorithms.
+What is known about each response token (its old log-prob, advantage, value ...) stands in columns over all response
+tokens of the mini-batch, trajectory by trajectory, step by step; a pack says which of them it holds. Nothing here knows
+models or algorithms.
 
-Shape suffixes: N = tokens of a pack, T = trained (response) tokens of a pack.
+Shape suffixes: R = response tokens of a mini-batch, N = tokens of a pack, T = trained (response) tokens of a pack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agent_r1.errors import DataError
-from agent_r1.types import CreditedTrajectory, Step
+from agent_r1.types import PerToken, Step, Trajectory
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive steps of one trajectory that read as one sequence. The last five lists run over trained tokens."""
+    """Consecutive steps of one trajectory that read as one sequence. The last three lists run over trained tokens."""
 
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
     trained: list[int]  # positions in token_ids that the policy sampled; ascending
-    old_logprobs: list[float]
-    advantages: list[float]
-    step_indices: list[int]  # which step of the trajectory each trained token belongs to
+    columns: list[int]  # which response token of the list each of them is
+    step_indices: list[int]  # which step of the trajectory each of them belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ class Pack:
     lengths: tuple[int, ...]  # of the segments; they sum to N
     sources_T: Tensor  # where in N the hidden state sits that predicts the trained token
     targets_T: Tensor  # the trained token itself
-    old_logprobs_T: Tensor
-    advantages_T: Tensor
+    columns_T: Tensor  # which column of the mini-batch it is
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
     trajectory_ids_T: Tensor
 
@@ -73,28 +73,23 @@ class Pack:
         return replace(self, **tensors)
 
 
-def merge_steps(credited: Sequence[CreditedTrajectory]) -> list[Segment]:
+def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
     """Every response token becomes a trained position of exactly one segment; see the module header."""
     segments = []
-    for trajectory_id, item in enumerate(credited):
+    column = 0
+    for trajectory_id, trajectory in enumerate(trajectories):
         current: Segment | None = None
-        for index, (step, advantages) in enumerate(zip(item.trajectory.steps, item.advantages, strict=True)):
+        for index, step in enumerate(trajectory.steps):
             if not step.prompt_ids:
                 raise DataError(
-                    f"step {index} of trajectory {item.trajectory.trajectory_id!r} has an empty prompt, so nothing "
+                    f"step {index} of trajectory {trajectory.trajectory_id!r} has an empty prompt, so nothing "
                     "predicts its first response token. Start prompts with at least one token (for example BOS)."
                 )
             if current is None or not _extends(step, current.token_ids):
-                current = Segment(
-                    trajectory_id=trajectory_id,
-                    token_ids=[],
-                    trained=[],
-                    old_logprobs=[],
-                    advantages=[],
-                    step_indices=[],
-                )
+                current = Segment(trajectory_id=trajectory_id, token_ids=[], trained=[], columns=[], step_indices=[])
                 segments.append(current)
-            _append(current, step, advantages, index)
+            _append(current, step, index, column)
+            column += len(step.response_ids)
     return [segment for segment in segments if segment.trained]
 
 
@@ -102,14 +97,13 @@ def _extends(step: Step, token_ids: list[int]) -> bool:
     return step.prompt_ids[: len(token_ids)] == token_ids
 
 
-def _append(segment: Segment, step: Step, advantages: list[float], index: int) -> None:
+def _append(segment: Segment, step: Step, index: int, column: int) -> None:
     segment.token_ids.extend(step.prompt_ids[len(segment.token_ids) :])
-    start = len(segment.token_ids)
+    start, count = len(segment.token_ids), len(step.response_ids)
     segment.token_ids.extend(step.response_ids)
-    segment.trained.extend(range(start, len(segment.token_ids)))
-    segment.old_logprobs.extend(step.response_logprobs)
-    segment.advantages.extend(advantages)
-    segment.step_indices.extend([index] * len(step.response_ids))
+    segment.trained.extend(range(start, start + count))
+    segment.columns.extend(range(column, column + count))
+    segment.step_indices.extend([index] * count)
 
 
 def pack(segments: Sequence[Segment], max_tokens: int) -> list[Pack]:
@@ -148,11 +142,32 @@ def _to_pack(segments: list[Segment]) -> Pack:
         lengths=lengths,
         sources_T=torch.tensor(sources),
         targets_T=torch.tensor([segment.token_ids[position] for segment in segments for position in segment.trained]),
-        old_logprobs_T=torch.tensor([value for segment in segments for value in segment.old_logprobs]),
-        advantages_T=torch.tensor([value for segment in segments for value in segment.advantages]),
+        columns_T=torch.tensor([column for segment in segments for column in segment.columns]),
         step_ids_T=torch.tensor(step_ids),
         trajectory_ids_T=torch.tensor([segment.trajectory_id for segment in segments for _ in segment.trained]),
     )
+
+
+def column(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:
+    """[trajectory][step][token] as one column over all response tokens; None becomes NaN."""
+    flat = chain.from_iterable(chain.from_iterable(per_trajectory))
+    return torch.tensor([float("nan") if value is None else value for value in flat], dtype=torch.float32)
+
+
+def nested(column_R: Tensor, trajectories: Iterable[Trajectory]) -> list[PerToken]:
+    """The inverse of `column`, for numbers."""
+    numbers = iter(column_R.tolist())
+    return [[[next(numbers) for _ in step.response_ids] for step in each.steps] for each in trajectories]
+
+
+def step_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
+    """At every response token, how many tokens its step has."""
+    return column([[[len(s.response_ids)] * len(s.response_ids) for s in each.steps] for each in trajectories])
+
+
+def trajectory_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
+    """At every response token, how many response tokens its trajectory has."""
+    return column([[[t.num_response_tokens] * len(s.response_ids) for s in t.steps] for t in trajectories])
 
 
 def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:

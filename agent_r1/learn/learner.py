@@ -2,93 +2,60 @@
 
 It does not know which algorithm runs (the loss is a function it is given), where the trajectories came from, or how
 weights are saved. One `update` is: mini-batches of whole trajectories, each merged and packed once; per epoch and
-mini-batch, gradients accumulated over the packs with one global denominator, then one AdamW step. An optimizer step
-whose loss or gradient is not finite is skipped and counted; several in a row are an error that names the trajectories.
+mini-batch, gradients accumulated over the packs with one global denominator, then one AdamW step. A critic, if there is
+one, is trained in the same passes at the tokens that have a value target. An optimizer step whose loss or gradient is
+not finite is skipped and counted; several in a row are an error that names the trajectories.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError, TrainingError, did_you_mean
-from agent_r1.learn.batch import Pack, Segment, merge_steps, pack, split_evenly
-from agent_r1.learn.losses import KL_PENALTIES, Counts, LossInputs, LossOutput
+from agent_r1.learn.batch import Pack, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.credit import Values
+from agent_r1.learn.critic import Critic, explained_variance, with_last_state
+from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_loss
+from agent_r1.learn.minibatch import (
+    Columns,
+    MiniBatch,
+    correct,
+    correction_report,
+    culprits,
+    layout,
+    on_columns,
+    prepare,
+)
+from agent_r1.learn.optimizer import Optimizer, Schedule
+from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.policy import PolicyModel
-from agent_r1.types import CreditedTrajectory
+from agent_r1.learn.tally import Tally
+from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists
 
 
-def warmup(steps: int) -> Callable[[int], float]:
-    """Rise linearly over the first optimizer steps, then stay."""
-    return lambda optimizer_step: min(1.0, optimizer_step / (steps + 1))
-
-
-def cosine(warmup_steps: int, total: int, floor: float = 0.1) -> Callable[[int], float]:
-    """Rise linearly, then fall along half a cosine to `floor` at optimizer step `total`."""
-
-    def scale(optimizer_step: int) -> float:
-        progress = min(1.0, max(0, optimizer_step - warmup_steps) / max(1, total - warmup_steps))
-        return warmup(warmup_steps)(optimizer_step) * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
-
-    return scale
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MiniBatch:
-    """What one optimizer step trains on, in every epoch."""
+class CriticTraining:
+    """How a critic is trained."""
 
-    packs: list[Pack]
-    counts: Counts
-    trajectory_names: list[str]
-    reference_logprobs: list[Tensor]  # per pack; empty without a reference
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Metrics of one update, over its finite optimizer steps."""
-
-    tokens: int = 0
-    steps: int = 0
-    sums: dict[str, float] = field(default_factory=dict)  # over trained tokens
-    maxima: dict[str, float] = field(default_factory=dict)
-    step_sums: dict[str, float] = field(default_factory=dict)  # over optimizer steps
-    mismatch: dict[str, float] = field(default_factory=dict)
-
-    def add_step(self, outputs: Sequence[LossOutput], *, tokens: int, **step_values: float) -> None:
-        self.steps += 1
-        self.tokens += tokens
-        for name, value in step_values.items():
-            self.step_sums[name] = self.step_sums.get(name, 0.0) + value
-        for output in outputs:
-            for name, total in output.sums.items():
-                self.sums[name] = self.sums.get(name, 0.0) + float(total)
-            for name, largest in output.maxima.items():
-                self.maxima[name] = max(self.maxima.get(name, -math.inf), float(largest))
-        if self.steps == 1 and "approx_kl" in self.sums:
-            # Nothing has been learned yet, so this is how far sampler and learner disagree about the same weights.
-            self.mismatch = {
-                "mismatch_kl": self.sums["approx_kl"] / self.tokens,
-                "mismatch_max": self.maxima["log_ratio_max"],
-            }
-
-    def metrics(self) -> dict[str, float]:
-        if self.steps == 0:  # every optimizer step was skipped
-            return {"loss": math.nan, "grad_norm": math.nan}
-        means = {name: total / self.tokens for name, total in self.sums.items()}
-        step_means = {name: total / self.steps for name, total in self.step_sums.items()}
-        return step_means | means | self.maxima | self.mismatch
+    critic: Critic
+    lr: float
+    value_clip: float | None = None  # how far from its old value a new one may help; None: no clip
+    value_coef: float = 1.0  # weight of the value loss beside the policy's; matters when the backbone is shared
+    warmup_updates: int = 0  # updates in which the critic alone is trained
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Learner:
-    """Trains one policy."""
+    """Trains one policy, and its critic if there is one."""
 
     policy: PolicyModel = field(kw_only=False)
     loss: Callable[[LossInputs], LossOutput]  # an algorithm's `loss`, or `supervised_loss`
@@ -99,191 +66,282 @@ class Learner:
     max_grad_norm: float
     max_tokens_per_pack: int
     max_nonfinite_updates: int  # optimizer steps skipped in a row before giving up
-    schedule: Callable[[int], float] = field(default=lambda optimizer_step: 1.0)  # multiplies lr; steps count from 1
+    schedule: Schedule = field(default=lambda optimizer_step: 1.0)  # multiplies lr; steps count from 1
     num_epochs: int = 1
     num_minibatches: int = 1
-    kl_coef: float = 0.0  # weight of the KL to `reference`
+    kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
     kl_estimator: str = "k3"
-    reference: PolicyModel | None = None
+    reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
     entropy_coef: float = 0.0
-    optimizer_steps: int = field(default=0, init=False)
+    correction: Correction | None = None
+    critic: CriticTraining | None = None
+    ranks: OneProcess = field(default_factory=OneProcess)
+    updates: int = field(default=0, init=False)
     nonfinite_updates: int = field(default=0, init=False)
     _nonfinite_in_a_row: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._validate()
-        self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=True)
+        shared: dict[str, Any] = {
+            "betas": self.betas,
+            "weight_decay": self.weight_decay,
+            "max_grad_norm": self.max_grad_norm,
+        }
+        trained = [p for p in self.policy.model.parameters() if p.requires_grad]
+        self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **shared)
+        self._critic_optimizer = (
+            Optimizer(self.critic.critic.parameters, lr=self.critic.lr, schedule=lambda step: 1.0, **shared)
+            if self.critic is not None
+            else None
+        )
 
     def _validate(self) -> None:
         for name in ("lr", "temperature", "max_grad_norm", "max_tokens_per_pack", "num_epochs", "num_minibatches"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Learner.{name} must be positive, got {getattr(self, name)}")
+        for name in ("kl_coef", "entropy_coef"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"Learner.{name} must not be negative, got {getattr(self, name)}")
         if self.kl_estimator not in KL_PENALTIES:
             raise ConfigError(
-                f"unknown KL estimator {self.kl_estimator!r}.{did_you_mean(self.kl_estimator, KL_PENALTIES)} "
-                "(k1 penalises nothing when used as a loss: its gradient is zero on average)"
+                f"unknown KL estimator {self.kl_estimator!r}.{did_you_mean(self.kl_estimator, KL_PENALTIES)}"
             )
-        if (self.kl_coef > 0) != (self.reference is not None):
-            raise ConfigError(
-                f"kl_coef is {self.kl_coef} but the reference model is "
-                f"{'missing' if self.reference is None else 'given'}: a penalty needs both, no penalty neither"
-            )
+        if self.kl_coef > 0 and self.reference is None:
+            raise ConfigError(f"kl_coef is {self.kl_coef} but the reference model is missing: a penalty needs both")
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self._optimizer.steps
+
+    @property
+    def is_warming_up(self) -> bool:
+        """The critic alone is trained: its values do not yet deserve to move the policy."""
+        return self.critic is not None and self.updates < self.critic.warmup_updates
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         """Train on these trajectories. With nothing to learn from, nothing changes and `empty_update` is 1."""
         batches = [self._prepare(part) for part in split_evenly(credited, self.num_minibatches)]
-        filled = [batch for batch in batches if batch.packs]
-        tally, skipped = _Tally(), 0
+        filled = [batch for batch in batches if batch.num_segments]
+        tally, skipped = Tally(), 0
         for _ in range(self.num_epochs):
             for batch in filled:
                 skipped += not self._optimize(batch, tally)
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
-        return (
-            metrics
-            | self._batch_metrics(credited, filled)
-            | {
-                "lr": self._lr_at(self.optimizer_steps),
-                "optimizer_steps": float(self.optimizer_steps),
-                "skipped_updates": float(skipped),
-                "nonfinite_updates": float(self.nonfinite_updates),
-                "empty_update": float(not filled),
-            }
-        )
+        metrics |= self._batch_metrics(credited, filled) | self._critic_metrics(credited)
+        self.updates += 1
+        return metrics | {
+            "lr": self._optimizer.lr,
+            "optimizer_steps": float(self.optimizer_steps),
+            "skipped_updates": float(skipped),
+            "nonfinite_updates": float(self.nonfinite_updates),
+            "empty_update": float(not filled),
+        }
+
+    @torch.no_grad()
+    def values(self, trajectories: Sequence[Trajectory]) -> list[Values]:
+        """What the critic says of every state in which a token was sampled, and of where truncated episodes stopped."""
+        assert self.critic is not None  # whoever asks has built one
+        extended = [with_last_state(trajectory) for trajectory in trajectories]
+        asked = nested(self._ask(extended, self.critic.critic.values), extended)
+        steps = [len(trajectory.steps) for trajectory in trajectories]
+        return [
+            Values(per_token=rows[:count], bootstrap=rows[count][0] if len(rows) > count else 0.0)
+            for count, rows in zip(steps, asked, strict=True)
+        ]
+
+    @torch.no_grad()
+    def kl_to_reference(self, trajectories: Sequence[Trajectory]) -> list[PerToken]:
+        """log pi_old - log reference at every response token: the k1 estimate that a KL in the reward adds up."""
+        assert self.reference is not None
+        reference = self.reference
+        logprobs_R = self._ask(trajectories, lambda p: reference.logprobs(p, temperature=self.temperature)[0])
+        return [
+            [
+                [old - new for old, new in zip(step.response_logprobs, row, strict=True)]
+                for step, row in zip(trajectory.steps, rows, strict=True)
+            ]
+            for trajectory, rows in zip(trajectories, nested(logprobs_R, trajectories), strict=True)
+        ]
 
     def weights(self) -> Mapping[str, Tensor]:
         """For the engine: the live weights by name, tied ones once."""
         return self.policy.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the weights of the model. As usual in torch the tensors are live: save before the next update."""
+        """All but the weights of the policy. As usual in torch the tensors are live: save before the next update."""
         return {
             "optimizer": self._optimizer.state_dict(),
-            "optimizer_steps": self.optimizer_steps,
+            "updates": self.updates,
             "nonfinite_updates": self.nonfinite_updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "critic": self.critic.critic.state_dict() if self.critic is not None else None,
+            "critic_optimizer": self._critic_optimizer.state_dict() if self._critic_optimizer is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
-        self.optimizer_steps = state["optimizer_steps"]
+        self.updates = state["updates"]
         self.nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        if (state["critic"] is None) != (self.critic is None):
+            raise ConfigError(
+                f"the saved state has {'no' if state['critic'] is None else 'a'} critic, this learner has "
+                f"{'none' if self.critic is None else 'one'}: continue with the algorithm that was saved"
+            )
+        if self.critic is not None and self._critic_optimizer is not None:
+            self.critic.critic.load_state_dict(state["critic"])
+            self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
-    def _prepare(self, credited: Sequence[CreditedTrajectory]) -> _MiniBatch:
-        steps = [step for item in credited for step in item.trajectory.steps if step.response_ids]
-        packs = pack([s for s in merge_steps(credited) if self._matters(s)], self.max_tokens_per_pack)
-        packs = [p.to(self.policy.device) for p in packs]
-        reference = []
-        if self.reference is not None:
-            with torch.no_grad():
-                reference = [self.reference.logprobs(p, temperature=self.temperature)[0] for p in packs]
-        return _MiniBatch(
-            packs=packs,
-            counts=Counts(
-                tokens=sum(len(step.response_ids) for step in steps), steps=len(steps), trajectories=len(credited)
-            ),
-            trajectory_names=[item.trajectory.trajectory_id for item in credited],
-            reference_logprobs=reference,
+    def _ask(self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor]) -> Tensor:
+        """One number per response token, from a model that is not being trained right now."""
+        packs = [p.to(self.policy.device) for p in pack(merge_steps(trajectories), self.max_tokens_per_pack)]
+        count = sum(trajectory.num_response_tokens for trajectory in trajectories)
+        return on_columns(packs, model, torch.empty(count, device=self.policy.device))
+
+    @torch.no_grad()
+    def _prepare(self, credited: Sequence[CreditedTrajectory]) -> MiniBatch:
+        everything = self.kl_coef > 0 or self.entropy_coef > 0
+        batch = prepare(
+            credited,
+            max_tokens=self.max_tokens_per_pack,
+            device=self.policy.device,
+            is_mine=self.ranks.is_mine,
+            keep_idle=everything or self.critic is not None,
         )
+        if self.correction is not None:
+            batch = correct(batch, self.correction, self._logprobs_of(self.policy))
+        if self.kl_coef > 0 and self.reference is not None:
+            reference_R = on_columns(batch.packs, self._logprobs_of(self.reference), batch.columns.old_logprobs_R)
+            batch = batch.with_columns(reference_logprobs_R=reference_R)
+        return batch
 
-    def _matters(self, segment: Segment) -> bool:
-        """A segment without advantage adds exactly 0 to loss and gradient: it is counted, but never computed."""
-        return self.kl_coef > 0 or self.entropy_coef > 0 or any(segment.advantages)
+    def _logprobs_of(self, model: PolicyModel) -> Callable[[Pack], Tensor]:
+        return lambda part: model.logprobs(part, temperature=self.temperature)[0]
 
-    def _optimize(self, batch: _MiniBatch, tally: _Tally) -> bool:
+    def _optimize(self, batch: MiniBatch, tally: Tally) -> bool:
         """One optimizer step; False when it had to be skipped."""
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizers = self._optimizers()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
         outputs, logprobs = [], []
-        for index in range(len(batch.packs)):
-            output, logprobs_T = self._pack_loss(batch, index)
+        for part in batch.packs:
+            output, logprobs_T = self._pack_loss(part, batch)
             output.loss.backward()
             outputs.append(output)
             logprobs.append(logprobs_T)
-        loss = sum(float(output.loss.detach()) for output in outputs)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm))
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._skip(batch, logprobs, loss, grad_norm)
+        for optimizer in optimizers.values():
+            self.ranks.sum_gradients(optimizer.parameters)
+        own = Tally.of(outputs, tokens=sum(part.num_trained for part in batch.packs))
+        step = Tally.merged(self.ranks.gather(own))
+        norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
+        if not all(map(math.isfinite, [step.loss, *norms.values()])):
+            self._skip(batch, logprobs, {"loss": step.loss, **norms})
             return False
         self._nonfinite_in_a_row = 0
-        self.optimizer_steps += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr_at(self.optimizer_steps)
-        self._optimizer.step()
-        tokens = sum(p.num_trained for p in batch.packs)
-        tally.add_step(outputs, tokens=tokens, loss=loss, grad_norm=grad_norm)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        tally.add_step(step, **({"grad_norm": 0.0} | norms))  # 0: a policy that waits for its critic does not move
         return True
 
-    def _pack_loss(self, batch: _MiniBatch, index: int) -> tuple[LossOutput, Tensor]:
-        """This pack's share of the loss of the optimizer step, and its log-probs for the post-mortem."""
-        part, counts = batch.packs[index], batch.counts
-        logprobs_T, entropy_T = self.policy.logprobs(
-            part, temperature=self.temperature, entropy_gradient=self.entropy_coef > 0
-        )
-        output = self.loss(
-            LossInputs(
-                logprobs_T=logprobs_T,
-                old_logprobs_T=part.old_logprobs_T,
-                advantages_T=part.advantages_T,
-                step_ids_T=part.step_ids_T,
-                trajectory_ids_T=part.trajectory_ids_T,
-                counts=counts,
-            )
-        )
-        loss, sums = output.loss, output.sums | {"entropy": entropy_T.detach().sum()}
-        if self.entropy_coef > 0:
-            loss = loss - self.entropy_coef * entropy_T.sum() / counts.tokens
-        if self.kl_coef > 0:
-            kl_T = KL_PENALTIES[self.kl_estimator](batch.reference_logprobs[index] - logprobs_T)
-            loss = loss + self.kl_coef * kl_T.sum() / counts.tokens
-            sums["kl_to_reference"] = kl_T.detach().sum()
-        return LossOutput(loss=loss, sums=sums, maxima=output.maxima), logprobs_T.detach()
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """Those that take a step now, by the name under which the norm of their gradient is reported."""
+        policy = {} if self.is_warming_up else {"grad_norm": self._optimizer}
+        critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}
+        return policy | critic
 
-    def _skip(self, batch: _MiniBatch, logprobs: list[Tensor], loss: float, grad_norm: float) -> None:
+    def _pack_loss(self, part: Pack, batch: MiniBatch) -> tuple[LossOutput, Tensor]:
+        """This pack's share of the loss of the optimizer step, and its log-probs for the post-mortem."""
+        columns = batch.columns.at(part.columns_T)
+        if self.is_warming_up:
+            return self._value_loss(part, columns, None, batch.num_targets), columns.old_logprobs_R
+        hidden_TD = self.policy.hidden(part)
+        output, logprobs_T = self._policy_loss(part, columns, hidden_TD, batch)
+        if self.critic is not None:
+            value = self._value_loss(part, columns, hidden_TD, batch.num_targets)
+            shares = value.shares | {"policy_loss": output.loss.detach()}
+            output = replace(output, loss=output.loss + value.loss, shares=shares)
+        return output, logprobs_T.detach()
+
+    def _policy_loss(
+        self, part: Pack, columns: Columns, hidden_TD: Tensor, batch: MiniBatch
+    ) -> tuple[LossOutput, Tensor]:
+        logprobs_T, entropy_T = self.policy.score(
+            hidden_TD, part, temperature=self.temperature, entropy_gradient=self.entropy_coef > 0
+        )
+        output = self.loss(columns.loss_inputs(logprobs_T, part.step_ids_T, batch.counts))
+        loss, maxima = output.loss, output.maxima
+        sums = output.sums | {"entropy": entropy_T.detach().sum()}
+        if self.entropy_coef > 0:
+            loss = loss - self.entropy_coef * entropy_T.sum() / batch.counts.tokens
+        if self.kl_coef > 0:
+            assert columns.reference_logprobs_R is not None
+            kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
+            # An estimate from what the sampler drew, so it is corrected like the loss. The entropy is no estimate.
+            loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / batch.counts.tokens
+            sums["kl_to_reference"] = kl_T.detach().sum()
+        if self.correction is not None:
+            more, most = correction_report(columns)
+            sums, maxima = sums | more, maxima | most
+        return LossOutput(loss=loss, sums=sums, maxima=maxima), logprobs_T
+
+    def _value_loss(self, part: Pack, columns: Columns, hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
+        assert self.critic is not None
+        assert columns.values_R is not None
+        assert columns.targets_R is not None
+        error = value_loss(
+            self.critic.critic.values(part, hidden_TD, head_only=self.is_warming_up),
+            columns.values_R,
+            columns.targets_R,
+            num_targets=num_targets,
+            clip=self.critic.value_clip,
+        )
+        return LossOutput(loss=self.critic.value_coef * error, shares={"value_loss": error.detach()})
+
+    def _skip(self, batch: MiniBatch, logprobs: list[Tensor], seen: dict[str, float]) -> None:
         """Leave the weights alone, count, and give up when it keeps happening."""
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers().values():
+            optimizer.zero_grad()
         self.nonfinite_updates += 1
         self._nonfinite_in_a_row += 1
         if self._nonfinite_in_a_row < self.max_nonfinite_updates:
             return
-        names = self._culprits(batch, logprobs)
+        found = [name for names in self.ranks.gather(culprits(batch, logprobs)) for name in names]
+        names = found or batch.trajectory_names
         raise TrainingError(
-            f"{self._nonfinite_in_a_row} optimizer steps in a row were not finite (loss {loss}, gradient norm "
-            f"{grad_norm}); the weights are those of optimizer step {self.optimizer_steps}. Look at trajectories: "
+            f"{self._nonfinite_in_a_row} optimizer steps in a row were not finite "
+            f"({', '.join(f'{name} {value}' for name, value in seen.items())}); "
+            f"the weights are those of optimizer step {self.optimizer_steps}. Look at trajectories: "
             f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}. "
             "Their log-probs or advantages are not finite, or their gradient overflowed (try a lower lr)."
         )
 
-    @staticmethod
-    def _culprits(batch: _MiniBatch, logprobs: list[Tensor]) -> list[str]:
-        """The trajectories with a token that is not finite; all of them when only the gradient overflowed."""
-        bad: set[int] = set()
-        for part, logprobs_T in zip(batch.packs, logprobs, strict=True):
-            finite_T = (logprobs_T + part.old_logprobs_T + part.advantages_T).isfinite()
-            bad.update(part.trajectory_ids_T[~finite_T].tolist())
-        everyone = {i for part in batch.packs for i in part.trajectory_ids_T.tolist()}
-        return [batch.trajectory_names[i] for i in sorted(bad or everyone)]
-
-    def _lr_at(self, optimizer_step: int) -> float:
-        return self.lr * self.schedule(optimizer_step)
-
-    def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[_MiniBatch]) -> dict[str, float]:
-        """How the batch was laid out; counts are per epoch."""
-        packs = [part for batch in batches for part in batch.packs]
-        sequence_tokens = sum(part.num_tokens for part in packs)
-        segments = sum(len(part.lengths) for part in packs)
-        steps = sum(int(part.step_ids_T.max()) + 1 for part in packs)
+    def _critic_metrics(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
+        """How good the values were that this batch's advantages were computed with."""
+        pairs = [
+            (value, target)
+            for item in credited
+            for row in zip(item.values or [], item.value_targets or [], strict=True)
+            for value, target in zip(*row, strict=True)
+            if target is not None
+        ]
+        if not pairs:
+            return {}
+        values, targets = zip(*pairs, strict=True)
         return {
+            "explained_variance": explained_variance(values, targets),
+            "value_mean": sum(values) / len(values),
+            "value_target_mean": sum(targets) / len(targets),
+            "critic_warming_up": float(self.is_warming_up),
+        }
+
+    def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[MiniBatch]) -> dict[str, float]:
+        """How the batch was laid out, on all ranks together; counts are per epoch."""
+        ranks = self.ranks.gather(layout([part for batch in batches for part in batch.packs]))
+        total = {name: float(sum(one[name] for one in ranks)) for name in ranks[0]}
+        steps, room = total.pop("steps"), total["packs"] * self.max_tokens_per_pack
+        return total | {
             "trajectories": float(len(credited)),
             "tokens": float(sum(item.trajectory.num_response_tokens for item in credited)),
-            "tokens_trained": float(sum(part.num_trained for part in packs)),
-            "tokens_computed": float(sequence_tokens),
-            "segments": float(segments),
-            "steps_per_segment": steps / segments if segments else 0.0,
-            "packs": float(len(packs)),
-            "packing_efficiency": sequence_tokens / (len(packs) * self.max_tokens_per_pack) if packs else 0.0,
+            "steps_per_segment": steps / total["segments"] if total["segments"] else 0.0,
+            "packing_efficiency": total["tokens_computed"] / room if room else 0.0,
         }

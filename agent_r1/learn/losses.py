@@ -1,29 +1,34 @@
-"""Policy losses: pure functions of per-token tensors.
+"""Losses: pure functions of per-token tensors.
 
-Every loss is a sum over its tokens divided by a count that the caller takes over the whole optimizer step, all packs
-and ranks together. So the shares of any split add up to the same loss, and packing, micro-batching and data
-parallelism cannot change the gradient. Nothing here knows models, packs or which algorithm runs.
+Every loss is a weighted sum over its tokens, and the weights come from counts that the caller takes over the whole
+optimizer step, all packs and ranks together. So the shares of any split add up to the same loss, and packing,
+micro-batching and data parallelism cannot change the gradient. Nothing here knows models, packs or which algorithm
+runs.
 
-Shape suffixes: T = trained (response) tokens.
+Shape suffixes: T = trained (response) tokens of one pack, S = steps of one pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; beyond it one stale token could turn the loss into inf
 
+Aggregation = Literal["token", "step", "trajectory", "constant"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The denominators: what one optimizer step trains on, over all packs and ranks."""
+    """What one optimizer step trains on, over all packs and ranks: the denominators."""
 
     tokens: int
-    steps: int
-    trajectories: int
+    steps: int  # with at least one response token
+    trajectories: int  # with at least one response token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +38,10 @@ class LossInputs:
     logprobs_T: Tensor  # under the policy being trained; the only one that carries a gradient
     old_logprobs_T: Tensor  # under the policy that sampled
     advantages_T: Tensor
+    importance_T: Tensor  # weight of each token that corrects for sampler and learner disagreeing; 1 without correction
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
-    trajectory_ids_T: Tensor  # position of the trajectory in the optimizer step
+    step_sizes_T: Tensor  # how many tokens the token's step has
+    trajectory_sizes_T: Tensor  # how many its trajectory has, in whatever packs
     counts: Counts
 
 
@@ -45,23 +52,42 @@ class LossOutput:
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)  # over the tokens given; add up, then divide by their count
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    shares: dict[str, Tensor] = field(default_factory=dict)  # of means over the optimizer step; they just add up
+
+
+def token_weights(inputs: LossInputs, *, aggregation: Aggregation, horizon: int) -> Tensor:
+    """How much each token counts in the loss.
+
+    token        every token the same: the mean over all response tokens (DAPO)
+    step         every step the same, whatever its length
+    trajectory   every trajectory the same, so that a long failure does not outweigh short successes (GRPO's paper)
+    constant     every token the same, divided by a number that no batch can change (Dr.GRPO): trajectories * horizon
+    """
+    counts = inputs.counts
+    ones_T = torch.ones_like(inputs.advantages_T)
+    weights: dict[str, Callable[[], Tensor]] = {
+        "token": lambda: ones_T / counts.tokens,
+        "step": lambda: ones_T / (counts.steps * inputs.step_sizes_T),
+        "trajectory": lambda: ones_T / (counts.trajectories * inputs.trajectory_sizes_T),
+        "constant": lambda: ones_T / (counts.trajectories * horizon),
+    }
+    return weights[aggregation]() * inputs.importance_T
 
 
 def clipped_surrogate(
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
+    log_ratio_T: Tensor,
     advantages_T: Tensor,
+    weights_T: Tensor,
     *,
-    num_tokens: int,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> LossOutput:
     """PPO-clip (arXiv:1707.06347, eq. 7), per token.
 
-    `num_tokens` is the response-token count of the whole optimizer step. With `clip_high > clip_low` this is DAPO's
-    clip-higher (arXiv:2503.14476).
+    With `clip_high > clip_low` this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` bounds what one token with a
+    negative advantage can add: without it the loss grows with the ratio for ever (arXiv:1912.09729).
     """
-    log_ratio_T = logprobs_T - old_logprobs_T
     ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     # min, not clip alone: clipping must never make a bad update look better than it is.
@@ -69,15 +95,53 @@ def clipped_surrogate(
     # The clip is active where it stops the gradient: outside the range, on the side the advantage pushes towards.
     stopped_T = ((ratio_T > 1 + clip_high) & (advantages_T > 0)) | ((ratio_T < 1 - clip_low) & (advantages_T < 0))
     sums, maxima = ratio_report(log_ratio_T)
+    if dual_clip is not None:
+        floor_T = dual_clip * advantages_T
+        bounded_T = (advantages_T < 0) & (objective_T < floor_T)
+        objective_T = torch.where(advantages_T < 0, objective_T.maximum(floor_T), objective_T)
+        sums["dual_clip_fraction"] = bounded_T.sum()
     return LossOutput(
-        loss=-objective_T.sum() / num_tokens, sums=sums | {"clip_fraction": stopped_T.sum()}, maxima=maxima
+        loss=-(weights_T * objective_T).sum(), sums=sums | {"clip_fraction": stopped_T.sum()}, maxima=maxima
     )
 
 
-def supervised(logprobs_T: Tensor, advantages_T: Tensor, *, num_tokens: int) -> LossOutput:
-    """Advantage-weighted log-likelihood. With advantage 1 everywhere: the cross-entropy of supervised fine-tuning."""
-    nll = -logprobs_T.detach().sum()
-    return LossOutput(loss=-(advantages_T * logprobs_T).sum() / num_tokens, sums={"nll": nll})
+def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor) -> Tensor:
+    """The mean log-ratio of a step at each of its tokens: exp of it is the length-normalised ratio of the whole
+    response (GSPO, arXiv:2507.18071; StepPO, arXiv:2604.18401). The gradient flows through the mean."""
+    if log_ratio_T.numel() == 0:
+        return log_ratio_T
+    sums_S = log_ratio_T.new_zeros(int(step_ids_T.max()) + 1).index_add(0, step_ids_T, log_ratio_T)
+    return sums_S[step_ids_T] / step_sizes_T
+
+
+def weighted_likelihood(logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor) -> Tensor:
+    """REINFORCE: minus the advantage-weighted log-likelihood."""
+    return -(weights_T * advantages_T * logprobs_T).sum()
+
+
+def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor, *, cap: float) -> Tensor:
+    """CISPO (arXiv:2506.13585): REINFORCE whose importance weights are capped and carry no gradient, so that no
+    token is ever dropped from the update."""
+    log_ratio_T = (logprobs_T - old_logprobs_T).detach()
+    importance_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return weighted_likelihood(logprobs_T, importance_T * advantages_T, weights_T)
+
+
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, *, num_targets: int, clip: float | None
+) -> Tensor:
+    """Half the squared error of a critic, over the tokens whose target is a number (NaN: not asked).
+
+    With `clip`, the new value may help only within that distance of the old one (PPO's value clipping): the larger of
+    the two errors counts.
+    """
+    asked_T = ~targets_T.isnan()
+    values_T, old_values_T, targets_T = values_T[asked_T], old_values_T[asked_T], targets_T[asked_T]
+    error_T = (values_T - targets_T).square()
+    if clip is not None:
+        near_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+        error_T = error_T.maximum((near_T - targets_T).square())
+    return 0.5 * error_T.sum() / max(1, num_targets)
 
 
 def ratio_report(log_ratio_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -110,6 +174,27 @@ def kl_k3(log_ratio_T: Tensor) -> Tensor:
     return clamped_T.exp() - clamped_T - 1
 
 
-# k1 is missing on purpose: as a loss its gradient is that of a log-likelihood under its own samples, zero on average,
-# so it would penalise nothing. It belongs into a reward.
-KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {"k2": kl_k2, "k3": kl_k3}
+# As penalties in a loss, each takes (log-probs with gradient, reference, old). What is differentiated is not what is
+# estimated: E_p[k] also changes because p draws other samples, and autograd does not see that (arXiv:2506.09477).
+
+
+def _with_gradient_of(value_T: Tensor, carrier_T: Tensor) -> Tensor:
+    return value_T.detach() + carrier_T - carrier_T.detach()
+
+
+def _weighted(estimate: Callable[[Tensor], Tensor], logprobs_T: Tensor, reference_T: Tensor, old_T: Tensor) -> Tensor:
+    """Times p / p_old, with its gradient: unbiased in value and gradient, also for samples of an older policy."""
+    ratio_T = (logprobs_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratio_T * estimate(reference_T - logprobs_T)
+
+
+KLPenalty = Callable[[Tensor, Tensor, Tensor], Tensor]
+KL_PENALTIES: dict[str, KLPenalty] = {
+    # The plain gradient of k1 is zero on average, it would penalise nothing. Its score-function gradient is k2's.
+    "k1": lambda lp, ref, old: _with_gradient_of(kl_k1(ref - lp), kl_k2(ref - lp)),
+    "k2": lambda lp, ref, old: kl_k2(ref - lp),
+    "k3": lambda lp, ref, old: kl_k3(ref - lp),  # GRPO's; its gradient is another one: that of KL(q || p)
+    "k3+": lambda lp, ref, old: _with_gradient_of(kl_k3(ref - lp), kl_k2(ref - lp)),
+    "k1_weighted": lambda lp, ref, old: _weighted(kl_k1, lp, ref, old),
+    "k3_weighted": lambda lp, ref, old: _weighted(kl_k3, lp, ref, old),  # DeepSeek-V3.2's
+}

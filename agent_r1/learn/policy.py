@@ -50,15 +50,24 @@ class PolicyModel:
         return next(self.model.parameters()).device
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T) of the temperature-scaled distribution, in fp32, at the trained tokens only.
+        """(logprobs_T, entropy_T) of the temperature-scaled distribution, in fp32, at the trained tokens only."""
+        return self.score(self.hidden(pack), pack, temperature=temperature, entropy_gradient=entropy_gradient)
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """[T, D]: the last hidden state that each trained token is predicted from."""
+        with self._autocast():
+            return self._hidden(pack).index_select(0, pack.sources_T)
+
+    def score(
+        self, hidden_TD: Tensor, pack: Pack, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`logprobs`, from hidden states that are there already.
 
         The full [T, V] logits exist only when they fit in `max_logits`; otherwise they are made chunk by chunk, and
         again in the backward pass. The entropy carries a gradient only on request, since keeping it costs [T, V].
         """
-        with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            hidden_TD = self._hidden(pack).index_select(0, pack.sources_T)
-            vocabulary = self._head.weight.shape[0]
-            chunk = max(1, self.max_logits // int(vocabulary))
+        chunk = max(1, self.max_logits // int(self._head.weight.shape[0]))
+        with self._autocast():
             if pack.num_trained <= chunk:
                 return self._score(hidden_TD, pack.targets_T, temperature, entropy_gradient)
             pieces = [
@@ -74,11 +83,29 @@ class PolicyModel:
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
-    def frozen_copy(self) -> PolicyModel:
-        """The policy as it is now, for use as a reference."""
-        other = deepcopy(self)
-        other.model.requires_grad_(False)
-        return other
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """The inverse of `weights`."""
+        expected = self.weights().keys()
+        if expected != weights.keys():
+            raise ConfigError(
+                f"weights of another model: {sorted(expected ^ weights.keys())[0]!r} is in only one of the two"
+            )
+        self.model.load_state_dict(weights, strict=False)  # not strict: tied weights are there once
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._head.weight.shape[1])
+
+    def body_parameters(self) -> list[nn.Parameter]:
+        """Those that hidden states depend on: all but an output head of its own."""
+        return [p for p in self._body.parameters() if p.requires_grad]
+
+    def copy(self) -> PolicyModel:
+        """The same weights in a model of its own: to train as something else, or to freeze."""
+        return deepcopy(self)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def _hidden(self, pack: Pack) -> Tensor:
         output = self._body(
@@ -125,8 +152,7 @@ class PolicyModel:
             lengths=lengths,
             sources_T=every,
             targets_T=token_ids,
-            old_logprobs_T=torch.zeros(8),
-            advantages_T=torch.zeros(8),
+            columns_T=every,
             step_ids_T=every,
             trajectory_ids_T=every,
         )

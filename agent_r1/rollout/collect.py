@@ -85,6 +85,7 @@ class Collector:
             stop=stop,
             error=error,
             seconds=time.perf_counter() - started,
+            next_prompt_ids=episode.next_prompt_ids,
         )
 
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:

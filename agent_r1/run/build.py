@@ -21,11 +21,15 @@ from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Limits, flow_class
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool import BaseTool, get_tool
-from agent_r1.config import EvalConfig, LearnerConfig, RolloutConfig, RunConfig, TaskConfig
+from agent_r1.config import CriticConfig, EvalConfig, LearnerConfig, RolloutConfig, RunConfig, TaskConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
-from agent_r1.learn.learner import Learner, cosine, warmup
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.critic import Critic
+from agent_r1.learn.learner import CriticTraining, Learner
+from agent_r1.learn.optimizer import cosine, warmup
 from agent_r1.learn.policy import PolicyModel
+from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.local import LocalEngine
@@ -106,23 +110,52 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     """The configured row of the table; settings it does not have, or cannot use, are refused."""
     algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
     algorithm.require_group_size(config.rollout.group_size)
+    if config.critic is not None and not algorithm.needs_critic:
+        raise ConfigError(f"algorithm {algorithm.name!r} has no critic: leave the section critic out")
     return algorithm
+
+
+def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
+    settings = config.algorithm
+    penalty = KLInReward(coef=settings.kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)
+    return RewardShaper(
+        process=config.rewards.process,
+        process_weight=config.rewards.process_weight,
+        overlong_limit=config.rollout.max_response_tokens,
+        overlong_buffer=algorithm.overlong_buffer,
+        overlong_penalty=algorithm.overlong_penalty,
+        kl=penalty if settings.kl_coef > 0 and settings.kl_in == "reward" else None,
+    )
 
 
 def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, reference: Model | None) -> Learner:
     settings = config.learner
+    policy = PolicyModel(model.network)
     return Learner(
-        PolicyModel(model.network),
+        policy,
         loss=algorithm.loss,
         lr=settings.lr,
         schedule=warmup(settings.warmup_steps),
         temperature=config.rollout.temperature,
         num_epochs=settings.num_epochs,
         num_minibatches=settings.num_minibatches,
-        kl_coef=config.algorithm.kl_coef,
+        kl_coef=config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
         kl_estimator=config.algorithm.kl_estimator,
         reference=PolicyModel(reference.network.requires_grad_(False)) if reference is not None else None,
+        entropy_coef=config.algorithm.entropy_coef,
+        correction=Correction(**config.correction.model_dump()) if config.correction is not None else None,
+        critic=_critic(config.critic or CriticConfig(), policy, settings.lr) if algorithm.needs_critic else None,
         **_shared_settings(settings),
+    )
+
+
+def _critic(settings: CriticConfig, policy: PolicyModel, policy_lr: float) -> CriticTraining:
+    return CriticTraining(
+        critic=Critic(policy, shared=settings.shared),
+        lr=10 * policy_lr if settings.lr is None else settings.lr,
+        value_clip=settings.value_clip,
+        value_coef=settings.value_coef,
+        warmup_updates=settings.warmup_updates,
     )
 
 
@@ -155,6 +188,14 @@ def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: 
         max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, stop_ids=tuple(renderer.stop_ids)
     )
     return _collector(rollout, task, renderer, sampler, sampling, rollout.group_size)
+
+
+def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
+    """One attempt per row without sampling noise, for algorithms that compare with it."""
+    sampling = Sampling(
+        max_tokens=config.rollout.max_response_tokens, temperature=0.0, stop_ids=tuple(renderer.stop_ids)
+    )
+    return _collector(config.rollout, task, renderer, sampler, sampling, 1)
 
 
 def eval_collector(

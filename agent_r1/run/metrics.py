@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
+from agent_r1.learn.algorithms import is_uniform
 from agent_r1.types import Group, StopReason, Trajectory
 
 Metrics = dict[str, float]
@@ -26,7 +27,8 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
             episodes, lambda t: sum(call.error is not None for s in t.steps for call in s.calls)
         ),
         "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
-        "group/zero_variance": fmean(float(_zero_variance(group)) for group in groups) if groups else 0.0,
+        "group/zero_variance": fmean(float(is_uniform(group)) for group in groups) if groups else 0.0,
+        "group/count": float(len(groups)),
     }
     total = max(1, len(episodes))
     for reason in StopReason:
@@ -66,9 +68,3 @@ def count_tokens(groups: Iterable[Group]) -> int:
 
 def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
     return fmean(value(trajectory) for trajectory in episodes) if episodes else 0.0
-
-
-def _zero_variance(group: Group) -> bool:
-    """No learning signal: every attempt that counts got the same return."""
-    returns = [t.total_reward for t in group.trajectories if not t.stop.is_failure]
-    return len(returns) < 2 or max(returns) - min(returns) < 1e-9

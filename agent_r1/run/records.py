@@ -39,6 +39,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             reward_components=record["reward_components"],
             error=record["error"],
             seconds=record["seconds"],
+            next_prompt_ids=record.get("next_prompt_ids", []),  # records of 0.1 have none
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error

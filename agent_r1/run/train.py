@@ -2,7 +2,7 @@
 
 This is the one place where the flow of the whole system is read:
 
-    rows -> collect -> score -> update -> weights to the engine -> (evaluate, save)
+    collect (rows played and scored) -> credit -> update -> weights to the engine -> (evaluate, save)
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from agent_r1.run.metrics import Metrics
-from agent_r1.types import CreditedTrajectory, Group, TaskRow
+from agent_r1.types import CreditedTrajectory, Group
 
 
 class Parts(Protocol):
     """What the loop is made of. `build.py` makes it from a config, tests from fakes."""
 
-    def next_rows(self, step: int) -> list[TaskRow]: ...
-    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]: ...
-    async def score(self, groups: list[Group]) -> list[Group]: ...
+    async def collect(self, step: int) -> list[Group]: ...
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]: ...
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics: ...
     def sync_weights(self, version: int) -> None: ...
@@ -37,11 +35,10 @@ async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_e
     try:
         for step in range(start + 1, steps + 1):
             began = time.perf_counter()
-            groups = await parts.collect(parts.next_rows(step), step)
-            groups = await parts.score(groups)
+            groups = await parts.collect(step)
             collected = time.perf_counter()
+            updating = True  # from here on state changes: scales of rewards, then weights
             credited = parts.assign_credit(groups)
-            updating = True
             metrics = parts.update(credited)
             parts.sync_weights(step)
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import assign_credit
+from agent_r1.learn.algorithms import assign_credit, is_uniform, trainable
 from agent_r1.learn.learner import Learner
+from agent_r1.learn.rewards import RewardShaper
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
-from agent_r1.run.build import Model, Plan, build_engine, build_learner, eval_collector, train_collector
+from agent_r1.run.build import (
+    Model,
+    Plan,
+    build_engine,
+    build_learner,
+    build_shaper,
+    eval_collector,
+    greedy_collector,
+    train_collector,
+)
 from agent_r1.run.checkpoint import save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
@@ -21,7 +32,7 @@ from agent_r1.run.rng import restore_rng, rng_state
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import Display, eval_summary, step_summary
 from agent_r1.tasks.rows import rows_for_step
-from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
+from agent_r1.types import CreditedTrajectory, Group, Trajectory
 
 EVAL_SEED = "eval"  # evaluation draws the same noise at every step, so that curves differ by the policy alone
 
@@ -36,7 +47,9 @@ class Trainer:
     model: Model
     engine: Engine
     learner: Learner
+    shaper: RewardShaper
     collector: Collector
+    greedy_collector: Collector | None  # for algorithms that compare with a greedy attempt
     eval_collector: Collector
     display: Display
     last_evaluation: Evaluation | None = None
@@ -54,25 +67,57 @@ class Trainer:
             model=model,
             engine=engine,
             learner=build_learner(config, model, plan.algorithm, reference),
+            shaper=build_shaper(config, plan.algorithm),
             collector=train_collector(config, plan.task, model.renderer, engine),
+            greedy_collector=(
+                greedy_collector(config, plan.task, model.renderer, engine) if plan.algorithm.needs_greedy else None
+            ),
             eval_collector=eval_collector(config, plan.task, model.renderer, engine),
             display=display,
         )
 
-    def next_rows(self, step: int) -> list[TaskRow]:
-        return rows_for_step(
-            self.plan.train_rows, step=step, count=self.config.rollout.rows_per_step, seed=self.config.seed
-        )
+    async def collect(self, step: int) -> list[Group]:
+        """Scored groups of this step's rows, a function of (seed, step): resuming repeats nothing.
 
-    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]:
+        With several sampling rounds, rows whose attempts all had the same return are made up for by further rows. They
+        stay in the result, so that what is reported is what the policy does and not what was picked.
+        """
+        wanted = self.config.rollout.rows_per_step
+        groups: list[Group] = []
+        for number in range(self.plan.algorithm.sampling_rounds):
+            missing = wanted - sum(not is_uniform(group) for group in groups)
+            if missing <= 0:
+                break
+            groups += await self._play(step, number, missing)
+        return groups
+
+    async def _play(self, step: int, number: int, count: int) -> list[Group]:
+        # The first round of a step draws what it would draw if there were no others.
+        more = (number,) if number else ()
+        seed = self.config.seed if not number else stable_seed(self.config.seed, "round", number)
+        rows = rows_for_step(self.plan.train_rows, step=step, count=count, seed=seed)
+        noise = stable_seed(self.config.seed, "train", step, *more)
         counter = self._counter(len(rows) * self.collector.group_size)
-        return await self.collector(rows, seed=stable_seed(self.config.seed, "train", step), on_episode=counter)
-
-    async def score(self, groups: list[Group]) -> list[Group]:
-        return await self.plan.task.scorer(groups)
+        if self.greedy_collector is None:
+            return await self.plan.task.scorer(await self.collector(rows, seed=noise, on_episode=counter))
+        played, greedy = await asyncio.gather(
+            self.collector(rows, seed=noise, on_episode=counter),
+            self.greedy_collector(rows, seed=stable_seed(noise, "greedy")),
+        )
+        scored = await self.plan.task.scorer([*played, *greedy])
+        pairs = zip(scored[: len(rows)], scored[len(rows) :], strict=True)
+        return [replace(group, greedy=other.trajectories[0]) for group, other in pairs]
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
-        return assign_credit(groups, self.plan.algorithm)
+        if self.plan.algorithm.sampling_rounds > 1:
+            groups = trainable(groups, varied_only=True)[: self.config.rollout.rows_per_step]
+        return assign_credit(
+            groups,
+            self.plan.algorithm,
+            shaper=self.shaper,
+            values=self.learner.values if self.plan.algorithm.needs_critic else None,
+            kl=self.learner.kl_to_reference if self.shaper.kl is not None else None,
+        )
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)
@@ -106,7 +151,7 @@ class Trainer:
         )
 
     def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
-        metrics |= rollout_metrics(groups, success_reward=self.plan.task.success_reward)
+        metrics |= rollout_metrics(groups, success_reward=self.plan.task.success_reward) | self.shaper.metrics
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         self.run.append_metrics("train", step, metrics)
         if step % self.config.trainer.dump_every == 0:
@@ -122,6 +167,7 @@ class Trainer:
                 f"model.path={self.run.path}"
             )
         self.learner.load_state_dict(state["learner"])
+        self.shaper.load_state_dict(state["shaper"])
         restore_rng(state["rng"])
         step: int = state["step"]
         self.sync_weights(step)
@@ -131,6 +177,7 @@ class Trainer:
         return {
             "step": step,
             "learner": self.learner.state_dict(),
+            "shaper": self.shaper.state_dict(),
             "rng": rng_state(),
         }
 

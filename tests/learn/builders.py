@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn.batch import merge_steps, pack, step_sizes
+from agent_r1.learn.critic import Critic
+from agent_r1.learn.learner import CriticTraining
+from agent_r1.learn.minibatch import on_columns
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,3 +124,99 @@ def random_credited(rng: random.Random, *, kind: str, count: int) -> list[Credit
         advantages = [[rng.uniform(-2.0, 2.0) for _ in s.response_ids] for s in attempt.steps]
         result.append(CreditedTrajectory(trajectory=attempt, advantages=advantages))
     return result
+
+
+# Groups and learners for any row of the table of algorithms.
+
+
+def random_groups(rng: random.Random, *, rows: int = 2, size: int = 3, kind: str = "mixed") -> list[Group]:
+    """Attempts from one prompt, with process rewards on some steps, some truncated, and a greedy one beside them."""
+
+    def attempt(name: str, prompt: list[int]) -> Trajectory:
+        made = random_trajectory(rng, kind=kind, name=name)
+        drawn = made.steps[0].prompt_ids
+        steps = [
+            replace(
+                s,
+                prompt_ids=prompt + s.prompt_ids[len(drawn) :] if s.prompt_ids[: len(drawn)] == drawn else s.prompt_ids,
+                reward=rng.choice([0.0, 0.0, 0.25, -0.5]),
+            )
+            for s in made.steps
+        ]
+        stop = rng.choice([StopReason.ANSWERED, StopReason.ANSWERED, StopReason.MAX_STEPS, StopReason.MAX_TOKENS])
+        last = steps[-1]
+        seen = [*last.prompt_ids, *last.response_ids, rng.randrange(VOCABULARY)]
+        return replace(
+            made,
+            steps=steps,
+            stop=stop,
+            outcome_reward=rng.choice([0.0, 1.0]),
+            next_prompt_ids=seen if stop is StopReason.MAX_STEPS else [],
+        )
+
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(3)] for _ in range(rows)]
+    return [
+        replace(group(*(attempt(f"r{row}t{i}", prompt) for i in range(size))), greedy=attempt(f"r{row}greedy", prompt))
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def on_policy(groups: list[Group], policy: PolicyModel, rng: random.Random, *, noise: float) -> list[Group]:
+    """The same attempts as if (almost) this policy had sampled them: its own log-probs plus some noise."""
+    attempts = [trajectory for each in groups for trajectory in each.trajectories]
+    packs = pack(merge_steps(attempts), 10_000)
+    with torch.no_grad():
+        logprobs_R = on_columns(packs, lambda p: policy.logprobs(p, temperature=1.0)[0], step_sizes(attempts))
+    numbers = iter(logprobs_R.tolist())
+
+    def heard(made: Step) -> Step:
+        return replace(made, response_logprobs=[next(numbers) + rng.gauss(0, noise) for _ in made.response_ids])
+
+    return [
+        replace(each, trajectories=[replace(t, steps=[heard(s) for s in t.steps]) for t in each.trajectories])
+        for each in groups
+    ]
+
+
+def learner_for(name: str, policy: PolicyModel | None = None, *, shared: bool = False, **overrides: Any) -> Learner:
+    """A learner for one row of the table, with the critic it needs."""
+    algorithm, policy = get_algorithm(name), policy or PolicyModel(tiny_model("llama-tied"))
+    settings: dict[str, Any] = {
+        "loss": algorithm.loss,
+        "lr": 1e-3,
+        "temperature": 1.0,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "max_tokens_per_pack": 64,
+        "max_nonfinite_updates": 3,
+        "critic": critic_of(policy, shared=shared) if algorithm.needs_critic else None,
+    }
+    return Learner(policy, **(settings | overrides))
+
+
+def critic_of(policy: PolicyModel, *, shared: bool, seed: int = 5, **overrides: Any) -> CriticTraining:
+    """A critic whose head says something, so that values differ between states."""
+    critic = Critic(policy, shared=shared)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        critic.head.weight.copy_(0.1 * torch.randn(critic.head.weight.shape, generator=generator))
+        critic.head.bias.fill_(0.05)
+    settings: dict[str, Any] = {"lr": 1e-3, "value_clip": 0.5}
+    return CriticTraining(critic=critic, **(settings | overrides))
+
+
+def credit_for(name: str, groups: list[Group], learner: Learner) -> list[CreditedTrajectory]:
+    algorithm = get_algorithm(name)
+    return assign_credit(groups, algorithm, values=learner.values if algorithm.needs_critic else None)
+
+
+def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
+    """Of the last optimizer step: of the policy by name, of the critic under `critic.`."""
+    named = dict(learner.policy.model.named_parameters())
+    if learner.critic is not None:
+        critic = learner.critic.critic
+        named |= {f"critic.head.{name}": p for name, p in critic.head.named_parameters()}
+        if not critic.shared:
+            named |= {f"critic.body.{name}": p for name, p in critic.backbone.model.named_parameters()}
+    return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}

@@ -1,65 +1,235 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from agent_r1.learn.advantages import group_centered
+from agent_r1.learn.advantages import (
+    all_equal,
+    discounted_return,
+    gae,
+    group_centered,
+    leave_one_out,
+    match_states,
+    whiten,
+)
 
 rewards = st.lists(st.floats(-10, 10, allow_nan=False, width=32), min_size=1, max_size=8)
+shares = st.sampled_from([0.0, 0.25, 0.9, 1.0])
+
+
+def double(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+# Groups.
 
 
 def test_group_centered_by_hand() -> None:
     # mean of 0, 0, 1, 1 is 0.5; unbiased std is sqrt(4 * 0.25 / 3) = 0.57735
-    got = group_centered(torch.tensor([0.0, 0.0, 1.0, 1.0]), divide_by_std=True)
+    got = group_centered(double(0, 0, 1, 1), divide_by_std=True)
     assert got.tolist() == pytest.approx([-0.8660, -0.8660, 0.8660, 0.8660], abs=1e-4)
 
 
 def test_without_std_it_is_the_difference_from_the_mean() -> None:
-    assert group_centered(torch.tensor([0.0, 3.0]), divide_by_std=False).tolist() == [-1.5, 1.5]
+    assert group_centered(double(0, 3), divide_by_std=False).tolist() == [-1.5, 1.5]
+
+
+def test_leave_one_out_by_hand() -> None:
+    # others of 1: (4 + 7) / 2 = 5.5; of 4: (1 + 7) / 2 = 4; of 7: (1 + 4) / 2 = 2.5
+    assert leave_one_out(double(1, 4, 7)).tolist() == pytest.approx([-4.5, 0.0, 4.5])
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
 def test_a_group_of_one_gets_zero_and_not_its_reward(divide_by_std: bool) -> None:
-    assert group_centered(torch.tensor([7.0]), divide_by_std=divide_by_std).tolist() == [0.0]
+    assert group_centered(double(7), divide_by_std=divide_by_std).tolist() == [0.0]
+    assert leave_one_out(double(7)).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -2.7, 1e6])
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_a_group_without_variance_gets_exactly_zero(divide_by_std: bool, value: float, size: int) -> None:
+def test_equal_numbers_become_exactly_zero(dtype: torch.dtype, value: float, size: int) -> None:
     # the mean of three times 0.1 is not 0.1 in floating point; the residue must not become a signal
-    got = group_centered(torch.full((size,), value, dtype=torch.float32), divide_by_std=divide_by_std)
-    assert got.tolist() == [0.0] * size
+    same = torch.full((size,), value, dtype=dtype)
+    for got in (
+        group_centered(same, divide_by_std=True),
+        group_centered(same, divide_by_std=False),
+        leave_one_out(same),
+        whiten(same),
+    ):
+        assert got.tolist() == [0.0] * size
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**27])
+def test_returns_that_differ_by_rounding_alone_are_equal(size: float) -> None:
+    # 0.1 + 0.2 + 0.3 = 0.6000000000000001, the other way round it is 0.6; at 1e8 the residue is 1.5e-8
+    forwards, backwards = (0.1 * size + 0.2 * size) + 0.3 * size, (0.3 * size + 0.2 * size) + 0.1 * size
+    assert forwards != backwards
+    same = double(forwards, backwards, forwards)
+    assert all_equal(same)
+    assert group_centered(same, divide_by_std=True).tolist() == [0.0] * 3
+    assert leave_one_out(same).tolist() == [0.0] * 3
+    assert whiten(same).tolist() == [0.0] * 3
+
+
+def test_small_differences_are_still_differences() -> None:
+    assert not all_equal(double(0, 1e-9))
+    assert not all_equal(double(1e8, 1e8 + 0.01))
+    # std of 0 and 1e-4 is 1e-4 / sqrt(2); eps takes 1e-6 / 7.07e-5 = 1.4 % off the advantage of 0.7071
+    assert group_centered(double(0, 1e-4), divide_by_std=True)[1].item() == pytest.approx(0.7071 / 1.01414, rel=1e-4)
 
 
 @given(rewards, st.booleans())
 def test_advantages_of_a_group_sum_to_zero(values: list[float], divide_by_std: bool) -> None:
-    got = group_centered(torch.tensor(values, dtype=torch.float64), divide_by_std=divide_by_std)
-    assert abs(got.sum().item()) < 1e-8
+    assert abs(group_centered(double(*values), divide_by_std=divide_by_std).sum().item()) < 1e-8
+    assert abs(leave_one_out(double(*values)).sum().item()) < 1e-8
 
 
 @given(rewards, st.integers(-100, 100), st.booleans())
 def test_a_constant_added_to_all_rewards_changes_nothing(values: list[float], shift: int, divide_by_std: bool) -> None:
     # multiples of 1/64 stay exact when an integer is added
-    exact = torch.tensor([round(v * 64) / 64 for v in values], dtype=torch.float64)
+    exact = double(*(round(v * 64) / 64 for v in values))
     torch.testing.assert_close(
         group_centered(exact + shift, divide_by_std=divide_by_std),
         group_centered(exact, divide_by_std=divide_by_std),
         rtol=1e-6,
         atol=1e-9,
     )
+    torch.testing.assert_close(leave_one_out(exact + shift), leave_one_out(exact), rtol=1e-6, atol=1e-9)
 
 
 @given(rewards, st.randoms(use_true_random=False), st.booleans())
 def test_advantages_permute_with_the_group(values: list[float], rng: random.Random, divide_by_std: bool) -> None:
     order = list(range(len(values)))
     rng.shuffle(order)
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = double(*values)
     torch.testing.assert_close(
         group_centered(tensor[order], divide_by_std=divide_by_std),
         group_centered(tensor, divide_by_std=divide_by_std)[order],
     )
+    torch.testing.assert_close(leave_one_out(tensor[order]), leave_one_out(tensor)[order])
+
+
+@given(rewards)
+def test_leave_one_out_is_centering_times_n_over_n_minus_1(values: list[float]) -> None:
+    n = len(values)
+    centered = group_centered(double(*values), divide_by_std=False)
+    torch.testing.assert_close(leave_one_out(double(*values)), centered * n / max(1, n - 1))
+
+
+@given(rewards, st.sampled_from([2.0, 64.0, 1024.0]))
+def test_scaling_the_rewards_leaves_grpo_unchanged_up_to_eps(values: list[float], factor: float) -> None:
+    exact = double(*(round(v * 64) / 64 for v in values))
+    scaled = group_centered(exact * factor, divide_by_std=True)
+    # eps is 1e-6 and two multiples of 1/64 that differ have a std of at least 0.004: 3e-4 of the advantage
+    torch.testing.assert_close(scaled, group_centered(exact, divide_by_std=True), rtol=3e-4, atol=0)
+
+
+# Sequences.
+
+
+def test_discounted_return_by_hand() -> None:
+    # 4; 2 + 4 / 2 = 4; 1 + 4 / 2 = 3
+    assert discounted_return(double(1, 2, 4), gamma=0.5).tolist() == [3.0, 4.0, 4.0]
+
+
+def test_gae_by_hand() -> None:
+    # gamma 0.5, lam 0.5, rewards 1, 0, 2, values 2, 4, 1, then 6
+    # deltas: 1 + 2 - 2 = 1;  0 + 0.5 - 4 = -3.5;  2 + 3 - 1 = 4
+    # backwards: 4;  -3.5 + 0.25 * 4 = -2.5;  1 + 0.25 * -2.5 = 0.375
+    got = gae(double(1, 0, 2), double(2, 4, 1), bootstrap=6.0, gamma=0.5, lam=0.5)
+    assert got.tolist() == [0.375, -2.5, 4.0]
+
+
+def test_no_decisions_have_no_advantages() -> None:
+    assert gae(double(), double(), bootstrap=3.0, gamma=1.0, lam=1.0).tolist() == []
+    assert discounted_return(double(), gamma=0.9).tolist() == []
+    assert whiten(double()).tolist() == []
+
+
+@given(rewards, st.integers(0, 2**32), st.floats(-5, 5))
+def test_gae_without_discounting_is_return_minus_value(values: list[float], seed: int, bootstrap: float) -> None:
+    paid = double(*values)
+    critic = torch.randn(len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    got = gae(paid, critic, bootstrap=bootstrap, gamma=1.0, lam=1.0)
+    to_go = [sum(values[k:]) + bootstrap for k in range(len(values))]
+    assert got.tolist() == pytest.approx([g - v for g, v in zip(to_go, critic.tolist(), strict=True)], abs=1e-9)
+
+
+@given(rewards, st.integers(0, 2**32), st.floats(-5, 5), shares)
+def test_gae_with_lam_0_is_the_one_step_error(values: list[float], seed: int, bootstrap: float, gamma: float) -> None:
+    critic = torch.randn(len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    got = gae(double(*values), double(*critic), bootstrap=bootstrap, gamma=gamma, lam=0.0)
+    after = [*critic[1:], bootstrap]
+    wanted = [r + gamma * n - v for r, n, v in zip(values, after, critic, strict=True)]
+    assert got.tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+@given(rewards, shares)
+def test_the_discounted_return_is_gae_of_a_critic_that_says_zero(values: list[float], gamma: float) -> None:
+    nothing = torch.zeros(len(values), dtype=torch.float64)
+    torch.testing.assert_close(
+        discounted_return(double(*values), gamma=gamma),
+        gae(double(*values), nothing, bootstrap=0.0, gamma=gamma, lam=1.0),
+    )
+
+
+# Whitening.
+
+
+def test_whiten_by_hand() -> None:
+    # 1, 2, 3: mean 2, unbiased std 1
+    assert whiten(double(1, 2, 3)).tolist() == pytest.approx([-1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("numbers", [(5.0,), (2.0, 2.0)])
+def test_whitening_what_does_not_vary_gives_zero(numbers: tuple[float, ...]) -> None:
+    assert whiten(double(*numbers)).tolist() == [0.0] * len(numbers)
+
+
+@given(rewards)
+def test_whitened_numbers_have_mean_0_and_std_1(values: list[float]) -> None:
+    exact = double(*(round(v * 64) / 64 for v in values))
+    got = whiten(exact)
+    assert abs(got.mean().item()) < 1e-9
+    assert all_equal(exact) or got.std().item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e8, 1e150])
+def test_no_scale_of_rewards_gives_nan_or_inf(scale: float) -> None:
+    numbers = double(1, 2, 2, 5) * scale
+    for got in (group_centered(numbers, divide_by_std=True), leave_one_out(numbers), whiten(numbers)):
+        assert all(map(math.isfinite, got.tolist()))
+
+
+# States.
+
+
+def test_equal_states_get_the_same_number() -> None:
+    states = [(1, 2), (3,), (1, 2), (), (3,), ()]
+    assert match_states(states, similarity=None) == [0, 1, 0, 2, 1, 2]
+
+
+def test_similar_states_join_the_first_group_whose_first_member_is_alike() -> None:
+    # ratio = 2 * matching / total letters: abcd and abcx 6 / 8, abxx and abcd 4 / 8, abxx and abcx 6 / 8
+    states = ["abcd", "abcx", "abxx", "abcx"]
+    assert match_states(states, similarity=0.75) == [0, 0, 1, 0]  # abcx is no first member, so abxx founds a group
+    assert match_states(states, similarity=0.5) == [0, 0, 0, 0]
+    assert match_states(states, similarity=0.8) == [0, 1, 2, 1]
+    assert match_states(states, similarity=None) == [0, 1, 2, 1]
+
+
+def test_frequent_elements_count_in_long_states() -> None:
+    # difflib would ignore elements that make up over 1 % of a sequence of 200: all of these
+    states = [(3, *[1, 2] * 150), (4, *[1, 2] * 150)]
+    assert match_states(states, similarity=0.95) == [0, 0]
+
+
+def test_a_prompt_and_a_text_are_never_the_same_state() -> None:
+    assert match_states([(1, 2), "12", (1, 2)], similarity=0.5) == [0, 1, 0]

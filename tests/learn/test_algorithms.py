@@ -1,110 +1,135 @@
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn.algorithms import ALGORITHMS, as_demonstrations, assign_credit, get_algorithm, supervised_loss
+from agent_r1.learn.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    as_demonstrations,
+    assign_credit,
+    get_algorithm,
+    is_uniform,
+    supervised_loss,
+    trainable,
+)
+from agent_r1.learn.credit import Values
 from agent_r1.learn.losses import Counts, LossInputs
-from agent_r1.types import StopReason
+from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.types import Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import group, step, trajectory
+from tests.learn.episodes import critic, episode, flat
 
 GRPO = get_algorithm("grpo")
 
 
 def inputs(logprobs: list[float], old: list[float], advantages: list[float], *, tokens: int) -> LossInputs:
-    ids = torch.zeros(len(logprobs), dtype=torch.long)
+    """One step of one trajectory, whose tokens may be part of a larger optimizer step."""
+    sizes = torch.full((len(logprobs),), float(len(logprobs)))
     return LossInputs(
         logprobs_T=torch.tensor(logprobs),
         old_logprobs_T=torch.tensor(old),
         advantages_T=torch.tensor(advantages),
-        step_ids_T=ids,
-        trajectory_ids_T=ids,
+        importance_T=torch.ones(len(logprobs)),
+        step_ids_T=torch.zeros(len(logprobs), dtype=torch.long),
+        step_sizes_T=sizes,
+        trajectory_sizes_T=sizes,
         counts=Counts(tokens=tokens, steps=1, trajectories=1),
     )
 
 
-def test_every_token_of_every_step_gets_the_advantage_of_its_trajectory() -> None:
-    two_steps = trajectory(step([1], [2, 3]), step([4], [5]), reward=1.0)
-    one_step = trajectory(step([1], [2]), reward=0.0)
-    won, lost = assign_credit([group(two_steps, one_step)], GRPO)
-    # rewards 1 and 0: mean 0.5, unbiased std 1/sqrt(2), so the advantages are +-0.5 * sqrt(2)
-    a = pytest.approx(0.7071, abs=1e-4)
-    assert won.advantages == [[a, a], [a]]
-    assert lost.advantages == [[-won.advantages[0][0]]]
+# The table.
 
 
-def test_process_rewards_count_towards_the_return() -> None:
-    with_process = trajectory(replace(step([1], [2]), reward=0.25), reward=0.5)
-    plain = trajectory(step([1], [2]), reward=0.75)
-    # 0.25 + 0.5 equals 0.75, so nobody is better
-    assert [c.advantages for c in assign_credit([group(with_process, plain)], GRPO)] == [[[0.0]], [[0.0]]]
-
-
-def test_failed_trajectories_enter_neither_the_statistics_nor_the_result() -> None:
-    good, bad = trajectory(step([1], [2]), reward=1.0, name="good"), trajectory(step([1], [2]), name="bad")
-    broken = trajectory(step([1], [2]), reward=math.nan, name="broken", stop=StopReason.ERROR)
-    late = trajectory(step([1], [2]), reward=-50.0, name="late", stop=StopReason.TIMEOUT)
-    with_failures = assign_credit([group(good, broken, bad, late)], GRPO)
-    assert with_failures == assign_credit([group(good, bad)], GRPO)
-
-
-def test_groups_are_compared_only_with_themselves() -> None:
-    high = group(trajectory(step([1], [2]), reward=100.0), trajectory(step([1], [2]), reward=101.0))
-    low = group(trajectory(step([1], [2]), reward=0.0), trajectory(step([1], [2]), reward=1.0))
-    values = [c.advantages[0][0] for c in assign_credit([high, low], GRPO)]
-    assert values[0] == pytest.approx(values[2])
-    assert values[1] == pytest.approx(values[3])
-
-
-def test_trajectories_in_which_nothing_was_sampled_are_left_out() -> None:
-    nothing = trajectory(reward=5.0, stop=StopReason.MAX_TOKENS)
-    silent = trajectory(step([1], []), reward=5.0)
-    pair = [trajectory(step([1], [2]), reward=1.0), trajectory(step([1], [2]))]
-    assert assign_credit([group(nothing, *pair, silent)], GRPO) == assign_credit([group(*pair)], GRPO)
-    assert assign_credit([group(nothing), group()], GRPO) == []
-
-
-def test_a_group_of_one_and_a_group_without_variance_get_zero() -> None:
-    alone = group(trajectory(step([1], [2, 3]), reward=1.0))
-    same = group(*(trajectory(step([1], [2]), reward=0.1) for _ in range(3)))
-    assert [c.advantages for c in assign_credit([alone, same], GRPO)] == [[[0.0, 0.0]], [[0.0]], [[0.0]], [[0.0]]]
-
-
-def test_a_reward_that_is_not_a_number_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"trajectory 'x' .* reward nan"):
-        assign_credit([group(trajectory(step([1], [2]), reward=math.nan, name="x"))], GRPO)
-
-
-def test_critic_values_must_come_exactly_when_they_are_used() -> None:
-    with pytest.raises(ConfigError, match="does not use a critic, but values are given"):
-        assign_credit([], GRPO, values={})
-
-
-def test_demonstrations_have_advantage_one_on_every_response_token() -> None:
-    ok = trajectory(step([1], [2, 3]), step([9], [4]))
-    failed = trajectory(step([1], [2]), stop=StopReason.ERROR)
-    assert [c.advantages for c in as_demonstrations([ok, failed])] == [[[1.0, 1.0], [1.0]]]
-
-
-def test_unknown_algorithms_and_settings_say_what_was_meant() -> None:
-    with pytest.raises(ConfigError, match=r"unknown algorithm 'gpro'\. Did you mean 'grpo'\?"):
-        get_algorithm("gpro")
-    with pytest.raises(ConfigError, match=r"algorithm 'grpo' has no setting 'clip_hihg'\. Did you mean 'clip_high'\?"):
-        get_algorithm("grpo", clip_hihg=0.3)
+@pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
+def test_every_row_can_be_configured_completely(row: Algorithm) -> None:
+    for function in (row.credit, row.loss):
+        for parameter in inspect.signature(function).parameters.values():
+            assert parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+    names = [set(inspect.signature(f).parameters) - {"groups", "inputs"} for f in (row.credit, row.loss)]
+    assert not names[0] & names[1], "one name must not be two settings"
+    # its own values are settings it accepts, and setting them changes nothing
+    assert row.with_settings(**row.settings).settings == row.settings
 
 
 def test_settings_reach_the_function_they_belong_to() -> None:
-    changed = get_algorithm("grpo", clip_high=0.5, divide_by_std=False)
-    assert changed.settings == {"divide_by_std": False, "clip_low": 0.2, "clip_high": 0.5}
+    changed = get_algorithm("grpo", clip_high=0.5, divide_by_std=False, overlong_penalty=2)
+    assert changed.settings == {
+        "divide_by_std": False,
+        "clip_low": 0.2,
+        "clip_high": 0.5,
+        "dual_clip": None,
+        "aggregation": "token",
+        "horizon": 256,
+        "sampling_rounds": 1,
+        "overlong_buffer": 0.2,
+        "overlong_penalty": 2.0,
+    }
     pair = group(trajectory(step([1], [2]), reward=2.0), trajectory(step([1], [2])))
     assert [c.advantages for c in assign_credit([pair], changed)] == [[[1.0]], [[-1.0]]]
     # ratio 2 is clipped to 1.5
     assert changed.loss(inputs([0.0], [-math.log(2)], [1.0], tokens=1)).loss.item() == pytest.approx(-1.5)
     assert ALGORITHMS["grpo"].settings["clip_high"] == 0.2
+
+
+def test_settings_can_be_changed_twice() -> None:
+    twice = get_algorithm("ppo", gamma=0.5, clip_low=0.1).with_settings(gamma=0.25)
+    assert (twice.settings["gamma"], twice.settings["clip_low"], twice.settings["lam"]) == (0.25, 0.1, 1.0)
+
+
+def test_whole_numbers_are_accepted_for_fractions() -> None:
+    changed = get_algorithm("ppo", gamma=1, dual_clip=3)
+    assert [type(changed.settings[name]) for name in ("gamma", "dual_clip")] == [float, float]
+    assert get_algorithm("ppo", dual_clip=None).settings["dual_clip"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("ppo", {"gamma": True}, r"algorithm 'ppo': setting gamma=True: .*valid number"),
+        ("ppo", {"gamma": "0.9"}, r"setting gamma='0.9': .*valid number"),
+        ("ppo", {"gamma": None}, r"setting gamma=None: .*valid number"),
+        ("ppo", {"gamma": math.nan}, r"setting gamma=nan is not a finite number"),
+        ("ppo", {"dual_clip": math.inf}, r"setting dual_clip=inf is not a finite number"),
+        ("ppo", {"gamma": 1.01}, r"setting gamma=1.01: .*less than or equal to 1"),
+        ("steppo", {"lam": -0.1}, r"setting lam=-0.1: .*greater than or equal to 0"),
+        ("ppo", {"whiten_batch": 1}, r"setting whiten_batch=1: .*valid boolean"),
+        ("grpo", {"divide_by_std": "yes"}, r"setting divide_by_std='yes': .*valid boolean"),
+        ("grpo", {"clip_low": -0.2}, r"setting clip_low=-0.2: .*greater than or equal to 0"),
+        ("grpo", {"clip_low": 1.5}, r"setting clip_low=1.5: .*less than or equal to 1"),
+        ("grpo", {"dual_clip": 1}, r"setting dual_clip=1: .*greater than 1"),
+        ("grpo", {"horizon": 0}, r"setting horizon=0: .*greater than or equal to 1"),
+        ("grpo", {"horizon": 8.0}, r"setting horizon=8.0: .*valid integer"),
+        ("grpo", {"aggregation": "tokens"}, r"setting aggregation='tokens': .*'token', 'step', 'trajectory'"),
+        ("cispo", {"weight_cap": 0}, r"setting weight_cap=0: .*greater than 0"),
+        ("dapo", {"sampling_rounds": 0}, r"setting sampling_rounds=0: .*greater than or equal to 1"),
+        ("dapo", {"sampling_rounds": True}, r"setting sampling_rounds=True: .*valid integer"),
+        ("dapo", {"overlong_buffer": 1.5}, r"setting overlong_buffer=1.5: .*less than or equal to 1"),
+        ("dapo", {"overlong_penalty": -1}, r"setting overlong_penalty=-1: .*greater than or equal to 0"),
+        ("gigpo", {"anchor": "text"}, r"setting anchor='text': .*'prompt' or 'observation'"),
+        ("gigpo", {"similarity": 2}, r"setting similarity=2: .*less than or equal to 1"),
+        ("rloo", {"divide_by_std": True}, r"algorithm 'rloo' has no setting 'divide_by_std'"),
+        ("grpo", {"clip_hihg": 0.3}, r"algorithm 'grpo' has no setting 'clip_hihg'\. Did you mean 'clip_high'\?"),
+        ("grpo", {"name": "x"}, r"algorithm 'grpo' has no setting 'name'"),
+        ("grpo", {"inputs": 1}, r"algorithm 'grpo' has no setting 'inputs'"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ALGORITHMS[name].with_settings(**settings)
+
+
+def test_an_unknown_algorithm_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown algorithm 'grp'\. Did you mean 'grpo'\?"):
+        get_algorithm("grp")
 
 
 def test_grpo_refuses_groups_it_cannot_learn_from() -> None:
@@ -117,3 +142,171 @@ def test_losses_divide_by_the_count_of_the_whole_step() -> None:
     batch = inputs([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0], tokens=8)
     assert GRPO.loss(batch).loss.item() == pytest.approx(-2 / 8)
     assert supervised_loss(batch).loss.item() == pytest.approx(3 / 8)
+
+
+# Which trajectories count.
+
+
+def test_failed_trajectories_enter_neither_the_statistics_nor_the_result() -> None:
+    good, bad = trajectory(step([1], [2]), reward=1.0, name="good"), trajectory(step([1], [2]), name="bad")
+    broken = trajectory(step([1], [2]), reward=math.nan, name="broken", stop=StopReason.ERROR)
+    late = trajectory(step([1], [2]), reward=-50.0, name="late", stop=StopReason.TIMEOUT)
+    with_failures = assign_credit([group(good, broken, bad, late)], GRPO)
+    assert with_failures == assign_credit([group(good, bad)], GRPO)
+
+
+def test_trajectories_in_which_nothing_was_sampled_are_left_out() -> None:
+    nothing = trajectory(reward=5.0, stop=StopReason.MAX_TOKENS)
+    silent = trajectory(step([1], []), reward=5.0)
+    pair = [trajectory(step([1], [2]), reward=1.0), trajectory(step([1], [2]))]
+    assert assign_credit([group(nothing, *pair, silent)], GRPO) == assign_credit([group(*pair)], GRPO)
+    assert assign_credit([group(nothing), group()], GRPO) == []
+
+
+def test_groups_are_compared_only_with_themselves() -> None:
+    high, low = group(episode([1], 100.0), episode([1], 101.0)), group(episode([1], 0.0), episode([1], 1.0))
+    numbers = [c.advantages[0][0] for c in assign_credit([high, low], GRPO)]
+    assert numbers[:2] == pytest.approx(numbers[2:])
+
+
+@pytest.mark.parametrize("name", ["grpo", "remax"])
+def test_a_reward_that_is_not_a_number_is_refused_by_name(name: str) -> None:
+    bad = group(trajectory(step([1], [2]), reward=math.nan, name="x"))
+    with pytest.raises(DataError, match=r"trajectory 'x' .* reward nan"):
+        assign_credit([replace(bad, greedy=episode([1]))], get_algorithm(name))
+
+
+def test_uniform_groups_are_those_without_two_different_returns_that_count() -> None:
+    one, other = episode([1], 1.0), episode([1], 0.0)
+    assert not is_uniform(group(one, other))
+    assert is_uniform(group(one, one))
+    assert is_uniform(group(one))
+    assert is_uniform(group())
+    # 0.1 + 0.2 and 0.3 differ in the last bit
+    assert is_uniform(group(episode([1, 1], rewards=[0.1, 0.2]), episode([1], 0.3)))
+    # neither a failure nor an attempt without a token has a say
+    assert is_uniform(group(one, episode([1], 0.0, stop=StopReason.ERROR), episode([0], 0.0), episode([], 0.0)))
+
+
+def test_dynamic_sampling_leaves_uniform_groups_out() -> None:
+    varied = group(episode([1], 1.0, name="a"), episode([1], 0.0, name="b"))
+    uniform = group(episode([1], 1.0), episode([1], 1.0))
+    assert trainable([uniform, varied], varied_only=True) == [varied]
+    assert [c.trajectory.trajectory_id for c in assign_credit([uniform, varied], get_algorithm("dapo"))] == ["a", "b"]
+    assert len(assign_credit([uniform, varied], get_algorithm("dapo", sampling_rounds=1))) == 4
+
+
+def test_demonstrations_have_advantage_one_on_every_response_token() -> None:
+    ok = trajectory(step([1], [2, 3]), step([9], [4]))
+    failed = trajectory(step([1], [2]), stop=StopReason.ERROR)
+    assert [c.advantages for c in as_demonstrations([ok, failed])] == [[[1.0, 1.0], [1.0]]]
+
+
+# What is asked, and of whom.
+
+
+def test_critic_values_must_come_exactly_when_they_are_used() -> None:
+    with pytest.raises(ConfigError, match="does not use a critic, but values are given"):
+        assign_credit([], GRPO, values=critic())
+    with pytest.raises(ConfigError, match="'ppo' needs a critic, but values are missing"):
+        assign_credit([], get_algorithm("ppo"))
+
+
+def test_critic_and_reference_are_asked_for_the_trajectories_that_count() -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def zeros(what: str, trajectories: Sequence[Trajectory]) -> list[PerToken]:
+        asked.append((what, [one.trajectory_id for one in trajectories]))
+        return [[[0.0] * len(s.response_ids) for s in one.steps] for one in trajectories]
+
+    def values(trajectories: Sequence[Trajectory]) -> list[Values]:
+        return [Values(per_token=rows, bootstrap=0.0) for rows in zeros("values", trajectories)]
+
+    groups = [
+        group(episode([1], name="a"), episode([1], name="failed", stop=StopReason.ERROR)),
+        group(episode([0], name="silent")),
+        group(episode([2], name="b")),
+    ]
+    shaper = RewardShaper(kl=KLInReward(coef=0.1))
+    assign_credit(groups, get_algorithm("ppo"), shaper=shaper, values=values, kl=partial(zeros, "kl"))
+    assert asked == [("kl", ["a", "b"]), ("values", ["a", "b"])]
+
+
+def test_a_critic_that_forgets_a_trajectory_is_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        assign_credit([group(episode([1]), episode([1]))], get_algorithm("ppo"), values=critic([[0.0]]))
+
+
+def test_a_greedy_attempt_pays_no_kl_and_shares_the_scale_of_process_rewards() -> None:
+    played = replace(group(episode([1], 1.0, rewards=[2.0])), greedy=episode([1], 1.0, rewards=[4.0]))
+    shaper = RewardShaper(process="largest_return", kl=KLInReward(coef=0.5))
+    (got,) = assign_credit([played], get_algorithm("remax"), shaper=shaper, kl=lambda asked: [[[1.0]] for _ in asked])
+    # divided by 4: 1 + 0.5 - 0.5 * 1 = 1 against 1 + 1 = 2
+    assert got.advantages == [[pytest.approx(-1.0, abs=1e-5)]]
+    assert shaper.metrics["reward_kl"] == 1.0
+
+
+def test_a_greedy_attempt_matters_only_to_algorithms_that_compare_with_it() -> None:
+    pair = group(episode([1], 1.0, rewards=[1.0]), episode([1], 0.0))
+    shaper = RewardShaper(process="largest_return")
+    assign_credit([replace(pair, greedy=episode([1], rewards=[100.0]))], GRPO, shaper=shaper)
+    assert shaper.metrics["process_scale"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_equal_greedy_attempts_of_two_groups_are_not_confused() -> None:
+    first = replace(group(episode([1], 3.0)), greedy=episode([1], 1.0))
+    second = replace(group(episode([1], 3.0)), greedy=episode([1], 1.0, stop=StopReason.ERROR))
+    third = replace(group(episode([1], 3.0)), greedy=episode([1], 1.0))
+    got = assign_credit([first, second, third], get_algorithm("remax"))
+    assert [flat(item.advantages) for item in got] == [[2.0], [0.0], [2.0]]
+
+
+def test_remax_without_greedy_attempts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1 of 2 groups have no greedy attempt .* set Group\.greedy"):
+        assign_credit([group(episode([1])), replace(group(episode([1])), greedy=episode([1]))], get_algorithm("remax"))
+
+
+# Nothing breaks.
+
+LONG = [1] * 200
+BATCHES: dict[str, list[list[Trajectory]]] = {
+    "nothing": [],
+    "no attempts": [[]],
+    "one trajectory": [[episode([3], 1.0)]],
+    "one token": [[episode([1], 1.0)]],
+    "groups of one": [[episode([2], 1.0)], [episode([1, 2], 0.0)]],
+    "no variance": [[episode([2], 1.0), episode([1, 1], 1.0)], [episode([1], 1.0)]],
+    "all zero": [[episode([2]), episode([1, 1])]],
+    "empty responses": [[episode([0, 2, 0], 1.0, rewards=[1.0, 2.0, 3.0]), episode([2, 0, 0], 0.0)]],
+    "no tokens at all": [[episode([0, 0], 1.0), episode([], 1.0)], [episode([0], 0.0)]],
+    "200 steps": [[episode(LONG, 1.0, rewards=[0.1] * 200), episode(LONG, 0.0), episode([5], 1.0)]],
+    "huge": [[episode([2], 1e8), episode([2], -1e8, rewards=[1e8])], [episode([1], 1e8), episode([1], 1e8 + 1e-6)]],
+    "tiny": [[episode([2], 1e-12), episode([2], 0.0)], [episode([1], 1.0), episode([1], 1.0 + 1e-15)]],
+    "astronomic": [[episode([2], 1e150), episode([1], -1e150)]],
+    "cut off": [[episode([2, 1], 1.0, stop=StopReason.MAX_STEPS), episode([1], 0.0, stop=StopReason.MAX_TOKENS)]],
+    "all failed": [[episode([2], 1.0, stop=StopReason.ERROR), episode([1], 0.0, stop=StopReason.TIMEOUT)]],
+}
+
+
+@pytest.mark.parametrize("attempts", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_row_breaks_on_an_odd_batch(name: str, attempts: list[list[Trajectory]]) -> None:
+    row = ALGORITHMS[name]
+
+    def values(asked: Sequence[Trajectory]) -> list[Values]:
+        return [Values(per_token=[[0.5] * len(s.response_ids) for s in one.steps], bootstrap=0.25) for one in asked]
+
+    groups: list[Group] = [replace(group(*each), greedy=episode([1], 0.5)) for each in attempts]
+    for item in assign_credit(groups, row, values=values if row.needs_critic else None):
+        assert all(map(math.isfinite, flat(item.advantages)))
+        assert all(target is None or math.isfinite(target) for target in flat(item.value_targets or []))
+        assert [len(numbers) for numbers in item.advantages] == [len(s.response_ids) for s in item.trajectory.steps]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++_baseline", "gigpo"])
+@pytest.mark.parametrize("odd", ["one trajectory", "groups of one", "no variance", "all zero"])
+def test_rows_that_compare_learn_nothing_where_nothing_differs(name: str, odd: str) -> None:
+    # GiGPO without discounting: with it, equal outcomes are worth less the later they come
+    row = get_algorithm(name, gamma=1.0) if name == "gigpo" else ALGORITHMS[name]
+    for item in assign_credit([group(*each) for each in BATCHES[odd]], row):
+        assert set(flat(item.advantages)) == {0.0}

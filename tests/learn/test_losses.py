@@ -1,111 +1,331 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from agent_r1.learn.losses import MAX_LOG_RATIO, clipped_surrogate, kl_k1, kl_k2, kl_k3, supervised
+from agent_r1.learn.losses import (
+    KL_PENALTIES,
+    MAX_LOG_RATIO,
+    Aggregation,
+    Counts,
+    LossInputs,
+    LossOutput,
+    cispo,
+    clipped_surrogate,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    step_log_ratio,
+    token_weights,
+    value_loss,
+    weighted_likelihood,
+)
+
+LN2 = math.log(2)
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
+
+
+def leaf(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def slope(loss: Tensor, by: Tensor) -> list[float]:
+    (gradient,) = torch.autograd.grad(loss, by)
+    slopes: list[float] = gradient.tolist()
+    return slopes
+
+
+def approx(*values: float) -> Any:
+    return pytest.approx(list(values), abs=1e-12)
+
+
+# How much each token counts.
+
+
+def two_trajectories(importance: Tensor | None = None) -> LossInputs:
+    """Trajectory 0 has steps of 2 and 1 tokens, trajectory 1 one step of 1: 4 tokens, 3 steps, 2 trajectories."""
+    zeros = numbers(0, 0, 0, 0)
+    return LossInputs(
+        logprobs_T=zeros,
+        old_logprobs_T=zeros,
+        advantages_T=zeros,
+        importance_T=torch.ones_like(zeros) if importance is None else importance,
+        step_ids_T=torch.tensor([0, 0, 1, 2]),
+        step_sizes_T=numbers(2, 2, 1, 1),
+        trajectory_sizes_T=numbers(3, 3, 3, 1),
+        counts=Counts(tokens=4, steps=3, trajectories=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token", [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ("step", [1 / 3 / 2, 1 / 3 / 2, 1 / 3, 1 / 3]),
+        ("trajectory", [1 / 2 / 3, 1 / 2 / 3, 1 / 2 / 3, 1 / 2]),
+        ("constant", [1 / (2 * 10)] * 4),
+    ],
+)
+def test_token_weights_by_hand(aggregation: Aggregation, expected: list[float]) -> None:
+    got = token_weights(two_trajectories(), aggregation=aggregation, horizon=10)
+    assert got.tolist() == approx(*expected)
+    # all but "constant" are means: the weights of an optimizer step sum to 1
+    assert got.sum().item() == pytest.approx(1.0 if aggregation != "constant" else 0.2)
+
+
+def test_importance_multiplies_the_weights_and_leaves_the_denominators_alone() -> None:
+    got = token_weights(two_trajectories(numbers(2, 0, 1, 0.5)), aggregation="token", horizon=10)
+    assert got.tolist() == approx(2 / 4, 0, 1 / 4, 0.5 / 4)
+
+
+# PPO-clip.
+
+
+def surrogate(ratios: list[float], advantages: list[float], **settings: Any) -> tuple[LossOutput, list[float]]:
+    """Every token with weight 1; returns the derivatives by the log-ratio too."""
+    log_ratio = leaf(*(math.log(ratio) for ratio in ratios))
+    out = clipped_surrogate(log_ratio, numbers(*advantages), torch.ones(len(ratios)).double(), **(CLIP | settings))
+    return out, slope(out.loss, log_ratio)
 
 
 def test_clipped_surrogate_by_hand() -> None:
-    # ratios: e^0 = 1, e^ln2 = 2 (clipped to 1.2), e^-ln2 = 0.5 (advantage < 0: clipped to 0.8)
-    logprobs = torch.tensor([-1.0, -1.0, -1.0])
-    old = logprobs - torch.log(torch.tensor([1.0, 2.0, 0.5]))
-    advantages = torch.tensor([1.0, 1.0, -1.0])
-    out = clipped_surrogate(logprobs, old, advantages, num_tokens=3, clip_low=0.2, clip_high=0.2)
-    # minus the mean of 1 * 1, 1.2 * 1 and 0.8 * (-1)
-    assert out.loss.item() == pytest.approx(-1.4 / 3)
+    #                ratio   A    ratio * A   clipped * A   minimum   slope of -minimum by the log-ratio
+    #   untouched      1     2       2            2            2      -A * ratio = -2
+    #   too good       2     1       2            1.2          1.2     0: the clip stops it
+    #   too bad        0.5  -1      -0.5         -0.8         -0.8     0
+    #   harmless       2    -1      -2           -1.2         -2      +2: a bad token that became likelier
+    #   harmless       0.5   1       0.5          0.8          0.5    -0.5
+    out, slopes = surrogate([1, 2, 0.5, 2, 0.5], [2, 1, -1, -1, 1])
+    assert out.loss.item() == pytest.approx(-(2 + 1.2 - 0.8 - 2 + 0.5))
+    assert slopes == approx(-2, 0, 0, 2, -0.5)
     assert out.sums["clip_fraction"].item() == 2
-    # k3 of the log-ratios 0, ln 2, -ln 2: 0, 2 - ln2 - 1, 0.5 + ln2 - 1; they sum to 0.5
-    assert out.sums["approx_kl"].item() == pytest.approx(0.5)
+    # k3 of the log-ratios 0, ln 2, -ln 2, ln 2, -ln 2: 0 + 2 * (2 - ln2 - 1) + 2 * (0.5 + ln2 - 1) = 1
+    assert out.sums["approx_kl"].item() == pytest.approx(1.0)
     assert out.maxima["ratio_max"].item() == pytest.approx(2.0)
-    assert out.maxima["log_ratio_max"].item() == pytest.approx(math.log(2))
+    assert out.maxima["log_ratio_max"].item() == pytest.approx(LN2)
+    assert "dual_clip_fraction" not in out.sums
 
 
-def test_a_ratio_on_the_harmless_side_is_not_clipped() -> None:
-    # ratio 2 with advantage -1: min(-2, -1.2) = -2, and ratio 0.5 with advantage 1: min(0.5, 0.8) = 0.5
-    logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
-    old = -torch.log(torch.tensor([2.0, 0.5]))
-    out = clipped_surrogate(logprobs, old, torch.tensor([-1.0, 1.0]), num_tokens=1, clip_low=0.2, clip_high=0.2)
-    assert out.loss.item() == pytest.approx(1.5)
-    assert out.sums["clip_fraction"].item() == 0
-    out.loss.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([2.0, -0.5])  # -A * ratio
+def test_weights_multiply_each_term() -> None:
+    log_ratio = leaf(0, 0)
+    out = clipped_surrogate(log_ratio, numbers(1, -3), numbers(0.5, 0.25), **CLIP)
+    assert out.loss.item() == pytest.approx(-(0.5 * 1 - 0.25 * 3))
+    assert slope(out.loss, log_ratio) == approx(-0.5, 0.75)
 
 
-def test_clip_higher_leaves_more_room_upwards() -> None:
-    old = -torch.log(torch.tensor([1.25]))
-    out = clipped_surrogate(torch.zeros(1), old, torch.ones(1), num_tokens=1, clip_low=0.2, clip_high=0.28)
-    assert out.loss.item() == pytest.approx(-1.25)
+def test_clip_higher_leaves_more_room_upwards_and_none_downwards() -> None:
+    # 1.25 is inside [0.8, 1.28] and outside [0.8, 1.2]; 0.75 is below both
+    out, slopes = surrogate([1.25, 0.75], [1, -1], clip_high=0.28)
+    assert out.loss.item() == pytest.approx(-(1.25 - 0.8))
+    assert slopes == approx(-1.25, 0)
+    assert out.sums["clip_fraction"].item() == 1
+
+
+def test_dual_clip_bounds_what_a_bad_token_can_cost() -> None:
+    # ratio 5, A = -1: without it -min(-5, -1.2) = 5 and slope 5; with c = 3 the cost is 3 and the slope 0.
+    # ratio 2, A = -1: 2 < 3, untouched. ratio 5, A = 1: the bound is for negative advantages alone.
+    out, slopes = surrogate([5, 2, 5], [-1, -1, 1], dual_clip=3.0)
+    assert out.loss.item() == pytest.approx(3 + 2 - 1.2)
+    assert slopes == approx(0, 2, 0)
+    assert out.sums["dual_clip_fraction"].item() == 1
+    assert out.sums["clip_fraction"].item() == 1  # the good token
 
 
 def test_huge_ratios_stay_finite_and_stop_pushing() -> None:
-    logprobs = torch.tensor([0.0, -1e4, 0.0], requires_grad=True)
-    old = torch.tensor([-1e4, 0.0, -math.inf])
-    out = clipped_surrogate(logprobs, old, torch.tensor([-1.0, 1.0, 1.0]), num_tokens=3, clip_low=0.2, clip_high=0.2)
+    log_ratio = torch.tensor([1e4, -1e4, math.inf, -math.inf], requires_grad=True)
+    out = clipped_surrogate(log_ratio, torch.tensor([-1.0, 1.0, 1.0, -1.0]), torch.ones(4) / 4, **CLIP)
     out.loss.backward()
     assert torch.isfinite(out.loss)
+    assert torch.isfinite(out.sums["approx_kl"])
     assert out.maxima["ratio_max"].item() == pytest.approx(math.exp(MAX_LOG_RATIO))
-    assert logprobs.grad is not None
-    assert torch.isfinite(logprobs.grad).all()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.tolist() == [0, 0, 0, 0]
 
 
 def test_a_loss_over_no_tokens_is_zero() -> None:
     nothing = torch.zeros(0, requires_grad=True)
-    out = clipped_surrogate(nothing, torch.zeros(0), torch.zeros(0), num_tokens=5, clip_low=0.2, clip_high=0.2)
+    out = clipped_surrogate(nothing, torch.zeros(0), torch.zeros(0), **CLIP)
+    out.loss.backward()
     assert out.loss.item() == 0
     assert out.maxima == {}
+    assert step_log_ratio(nothing, torch.zeros(0, dtype=torch.long), torch.zeros(0)).numel() == 0
+    assert value_loss(nothing, torch.zeros(0), torch.zeros(0), num_targets=0, clip=0.5).item() == 0
 
 
-def test_gradient_does_not_depend_on_the_micro_batch_split() -> None:
-    torch.manual_seed(0)
-    logprobs, old, advantages = torch.randn(3, 12).unbind()
-
-    def gradient(splits: list[int]) -> torch.Tensor:
-        leaf = logprobs.clone().requires_grad_()
-        for lp, o, a in zip(leaf.split(splits), old.split(splits), advantages.split(splits), strict=True):
-            clipped_surrogate(lp, o, a, num_tokens=12, clip_low=0.2, clip_high=0.2).loss.backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    torch.testing.assert_close(gradient([12]), gradient([1, 4, 7]), rtol=0, atol=0)
+# One ratio per step.
 
 
-def test_supervised_with_advantage_one_is_cross_entropy() -> None:
-    logprobs = torch.tensor([-1.0, -3.0])
-    out = supervised(logprobs, torch.ones(2), num_tokens=4)
-    assert out.loss.item() == pytest.approx((1 + 3) / 4)
-    assert out.sums["nll"].item() == pytest.approx(4.0)
+def test_the_ratio_of_a_step_is_the_geometric_mean_of_its_tokens() -> None:
+    # step 0: (ln 2 + ln 8) / 2 = ln 4; step 1: ln 3 alone
+    log_ratio = leaf(math.log(2), math.log(8), math.log(3))
+    got = step_log_ratio(log_ratio, torch.tensor([0, 0, 1]), numbers(2, 2, 1))
+    assert got.exp().tolist() == approx(4, 4, 3)
+    # the gradient flows through the mean: a weighted sum 1 * m0 + 2 * m0 + 5 * m1 has slopes 3/2, 3/2 and 5
+    assert slope((got * numbers(1, 2, 5)).sum(), log_ratio) == approx(1.5, 1.5, 5)
+
+
+def test_the_clipped_objective_of_a_step_by_hand() -> None:
+    # one step of two tokens, A = 1, weights 1/2, ratios 1 and 1.21: the step's ratio is sqrt(1.21) = 1.1, unclipped.
+    # loss = -1.1; each token's slope = -(ratio * sum of weights) / length = -1.1 / 2
+    log_ratio = leaf(0, math.log(1.21))
+    mean = step_log_ratio(log_ratio, torch.tensor([0, 0]), numbers(2, 2))
+    out = clipped_surrogate(mean, numbers(1, 1), numbers(0.5, 0.5), **CLIP)
+    assert out.loss.item() == pytest.approx(-1.1)
+    assert slope(out.loss, log_ratio) == approx(-0.55, -0.55)
+    # clipped at 1.05 neither token is pushed any more, not even the one whose own ratio is 1
+    mean = step_log_ratio(log_ratio, torch.tensor([0, 0]), numbers(2, 2))
+    out = clipped_surrogate(mean, numbers(1, 1), numbers(0.5, 0.5), clip_low=0.05, clip_high=0.05)
+    assert out.loss.item() == pytest.approx(-1.05)
+    assert slope(out.loss, log_ratio) == approx(0, 0)
+    assert out.sums["clip_fraction"].item() == 2
+
+
+# Likelihoods.
+
+
+def test_weighted_likelihood_by_hand() -> None:
+    # -(0.5 * 2 * -1 + 0.25 * -1 * -3) = 1 - 0.75; slopes -weight * advantage
+    logprobs = leaf(-1, -3)
+    loss = weighted_likelihood(logprobs, numbers(2, -1), numbers(0.5, 0.25))
+    assert loss.item() == pytest.approx(0.25)
+    assert slope(loss, logprobs) == approx(-1, 0.25)
+
+
+def test_cispo_by_hand() -> None:
+    # ratios 2 and 8, cap 5: importance 2 and 5. loss = -(2 * 1 * -1 + 5 * -1 * -3) = 2 - 15.
+    # The importance is a number: slopes are -importance * A, without a term for the derivative of the ratio.
+    logprobs = leaf(-1, -3)
+    old = numbers(-1 - LN2, -3 - 3 * LN2)
+    loss = cispo(logprobs, old, numbers(1, -1), numbers(1, 1), cap=5.0)
+    assert loss.item() == pytest.approx(2 - 15)
+    assert slope(loss, logprobs) == approx(-2, 5)
+
+
+# The critic's loss.
+
+
+def test_value_loss_by_hand() -> None:
+    # errors 1 and -2 over 2 targets: (1 + 4) / 2 / 2; slopes error / targets; the third is not asked
+    values = leaf(1, 0, 7)
+    loss = value_loss(values, numbers(0, 0, 0), numbers(0, 2, math.nan), num_targets=2, clip=None)
+    assert loss.item() == pytest.approx(1.25)
+    assert slope(loss, values) == approx(0.5, -1, 0)
+
+
+def test_value_clipping_takes_the_larger_error() -> None:
+    # clip 0.5 around old value 0, all targets 2
+    #   value 1    near 0.5: errors 1 and 2.25    -> 2.25, no slope: it has moved far enough towards the target
+    #   value 0.3  near 0.3: errors equal 2.89    -> slope 0.3 - 2
+    #   value -1   near -0.5: errors 9 and 6.25   -> 9, slope -3: it moved the wrong way
+    values = leaf(1, 0.3, -1)
+    loss = value_loss(values, numbers(0, 0, 0), numbers(2, 2, 2), num_targets=1, clip=0.5)
+    assert loss.item() == pytest.approx((2.25 + 2.89 + 9) / 2)
+    assert slope(loss, values) == approx(0, -1.7, -3)
+
+
+def test_a_critic_that_is_asked_nowhere_has_no_loss_and_no_gradient() -> None:
+    values = leaf(1, 2)
+    loss = value_loss(values, numbers(0, 0), numbers(math.nan, math.nan), num_targets=0, clip=0.5)
+    assert loss.item() == 0
+    assert slope(loss, values) == [0, 0]
+
+
+# KL penalties.
 
 
 def test_kl_estimators_by_hand() -> None:
     # log q - log p = ln 2: k1 = -ln 2, k2 = (ln 2)^2 / 2, k3 = 2 - ln 2 - 1
-    d = torch.tensor([math.log(2)])
-    assert kl_k1(d).item() == pytest.approx(-math.log(2))
-    assert kl_k2(d).item() == pytest.approx(math.log(2) ** 2 / 2)
-    assert kl_k3(d).item() == pytest.approx(1 - math.log(2))
+    d = numbers(LN2)
+    assert kl_k1(d).item() == pytest.approx(-LN2)
+    assert kl_k2(d).item() == pytest.approx(LN2**2 / 2)
+    assert kl_k3(d).item() == pytest.approx(1 - LN2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "slope_by_logprob"),
+    [
+        # log p = -1, log q = log p + ln 2, old = log p - ln 3 (so p / old = 3); d log q - log p = ln 2
+        ("k1", -LN2, -LN2),  # score function: log p - log q
+        ("k2", LN2**2 / 2, -LN2),  # d/dlp of (lp - lq)^2 / 2 = lp - lq
+        ("k3", 1 - LN2, 1 - 2),  # d/dlp of q/p - (lq - lp) - 1 = 1 - q/p
+        ("k3+", 1 - LN2, -LN2),  # k3's value with k2's gradient
+        ("k1_weighted", 3 * -LN2, 3 * -LN2 + 3),  # w * k1: w' = w, k1' = 1
+        ("k3_weighted", 3 * (1 - LN2), 3 * (1 - LN2) + 3 * (1 - 2)),
+    ],
+)
+def test_kl_penalties_by_hand(name: str, value: float, slope_by_logprob: float) -> None:
+    logprob = leaf(-1)
+    penalty = KL_PENALTIES[name](logprob, numbers(-1 + LN2), numbers(-1 - math.log(3)))
+    assert penalty.item() == pytest.approx(value)
+    assert slope(penalty.sum(), logprob) == approx(slope_by_logprob)
+
+
+def test_the_table_of_penalties_is_the_one_tested() -> None:
+    assert set(KL_PENALTIES) == {"k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"}
+
+
+class Categorical:
+    """Policy p(theta), reference q and sampler old over five outcomes; expectations are exact sums."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(3, 5, dtype=torch.float64, generator=generator)
+        self.theta = rows[0].clone().requires_grad_()
+        self.logp = self.theta.log_softmax(-1)
+        self.logq, self.old = rows[1].log_softmax(-1), rows[2].log_softmax(-1)
+
+    def gradient(self, of: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(of, self.theta, retain_graph=True)
+        return gradient
+
+    def expected(self, name: str, sampler: Tensor) -> Tensor:
+        """Samples are given, so what they are drawn from carries no gradient."""
+        sampler = sampler.detach()
+        return (sampler.exp() * KL_PENALTIES[name](self.logp, self.logq, sampler)).sum()
+
+    @property
+    def kl(self) -> Tensor:
+        return (self.logp.exp() * (self.logp - self.logq)).sum()
+
+    @property
+    def reverse_kl(self) -> Tensor:
+        return (self.logq.exp() * (self.logq - self.logp)).sum()
 
 
 @given(st.integers(0, 10_000))
-def test_k1_and_k3_are_unbiased_and_k2_has_the_gradient_of_the_kl(seed: int) -> None:
-    # the expectation over all outcomes of p, exactly: sum of p * estimate
-    torch.manual_seed(seed)
-    logits, q = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
-    logp, logq = logits.log_softmax(-1), q.log_softmax(-1)
-    p = logp.exp()
-    kl = (p * (logp - logq)).sum()
-    for estimator in (kl_k1, kl_k3):
-        torch.testing.assert_close((p * estimator(logq - logp)).sum(), kl)
-    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    # as a loss the samples are given, so p carries no gradient
-    (k2,) = torch.autograd.grad((p.detach() * kl_k2(logq - logp)).sum(), logits, retain_graph=True)
-    (k1,) = torch.autograd.grad((p.detach() * kl_k1(logq - logp)).sum(), logits)
-    torch.testing.assert_close(k2, expected)
-    torch.testing.assert_close(k1, torch.zeros_like(k1), atol=1e-12, rtol=0)  # why k1 is no penalty
+def test_on_policy_every_penalty_but_k3_has_the_gradient_of_the_kl(seed: int) -> None:
+    c = Categorical(seed)
+    for name in KL_PENALTIES:
+        target = c.reverse_kl if name == "k3" else c.kl
+        torch.testing.assert_close(c.gradient(c.expected(name, c.logp)), c.gradient(target), rtol=1e-9, atol=1e-12)
+        if name != "k2":  # the one whose value is biased
+            torch.testing.assert_close(c.expected(name, c.logp), c.kl, rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(0, 10_000))
+def test_the_weighted_penalties_are_unbiased_for_samples_of_another_policy(seed: int) -> None:
+    c = Categorical(seed)
+    for name in ("k1_weighted", "k3_weighted"):
+        torch.testing.assert_close(c.expected(name, c.old), c.kl, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(c.gradient(c.expected(name, c.old)), c.gradient(c.kl), rtol=1e-9, atol=1e-12)
+
+
+def test_the_others_are_not_and_plain_k1_would_penalise_nothing() -> None:
+    c = Categorical(0)
+    for name in ("k1", "k2", "k3", "k3+"):
+        assert not torch.allclose(c.gradient(c.expected(name, c.old)), c.gradient(c.kl), rtol=1e-2)
+    plain = (c.logp.detach().exp() * kl_k1(c.logq - c.logp)).sum()
+    torch.testing.assert_close(c.gradient(plain), torch.zeros(5).double(), rtol=0, atol=1e-12)
 
 
 @given(st.floats(-1e6, 1e6))
@@ -113,3 +333,13 @@ def test_k3_is_never_negative_and_never_overflows(value: float) -> None:
     got = kl_k3(torch.tensor(value)).item()
     assert math.isfinite(got)
     assert got >= -1e-6
+
+
+@pytest.mark.parametrize("name", KL_PENALTIES)
+def test_penalties_stay_finite_for_a_reference_far_away(name: str) -> None:
+    logprob = torch.tensor([-1.0, -90.0], requires_grad=True)
+    penalty = KL_PENALTIES[name](logprob, torch.tensor([-95.0, -1.0]), torch.tensor([-60.0, -1.0]))
+    penalty.sum().backward()
+    assert torch.isfinite(penalty).all()
+    assert logprob.grad is not None
+    assert torch.isfinite(logprob.grad).all()

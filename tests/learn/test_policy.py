@@ -12,24 +12,20 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch import Pack, merge_steps, pack
 from agent_r1.learn.policy import PolicyModel
-from agent_r1.types import CreditedTrajectory
-from tests.learn.builders import VOCABULARY, random_credited, step, tiny_model, trajectory
+from tests.learn.builders import VOCABULARY, random_trajectory, step, tiny_model, trajectory
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen2-sliding", "qwen3", "gemma3"]
 
 
 def one_pack(seed: int, *, count: int = 5) -> Pack:
-    (packed,) = pack(merge_steps(random_credited(random.Random(seed), kind="mixed", count=count)), 10_000)
+    rng = random.Random(seed)
+    (packed,) = pack(merge_steps(random_trajectory(rng, kind="mixed", name="t") for _ in range(count)), 10_000)
     return packed
 
 
 def pack_of(*sequences: list[int]) -> Pack:
     """Everything after the first token of each sequence is a response."""
-    items = [
-        CreditedTrajectory(trajectory=trajectory(step(ids[:1], ids[1:])), advantages=[[1.0] * (len(ids) - 1)])
-        for ids in sequences
-    ]
-    (packed,) = pack(merge_steps(items), 10_000)
+    (packed,) = pack(merge_steps(trajectory(step(ids[:1], ids[1:])) for ids in sequences), 10_000)
     return packed
 
 
@@ -77,7 +73,7 @@ def test_what_a_tool_answers_changes_nothing_that_was_said_before() -> None:
 
     def logprobs(tool_text: list[int]) -> list[float]:
         attempt = trajectory(step([1, 2], [3, 4]), step([1, 2, 3, 4, *tool_text], [5]))
-        (packed,) = pack(merge_steps([CreditedTrajectory(trajectory=attempt, advantages=[[1.0, 1.0], [1.0]])]), 100)
+        (packed,) = pack(merge_steps([attempt]), 100)
         assert packed.lengths == (7 + len(tool_text) - 2,)  # merged
         with torch.no_grad():
             values: list[float] = policy.logprobs(packed, temperature=1.0)[0].tolist()
@@ -169,16 +165,42 @@ def test_tied_weights_are_handed_over_once_under_their_own_names() -> None:
     torch.testing.assert_close(other.lm_head.weight, tied.weights()["model.embed_tokens.weight"], rtol=0, atol=0)
 
 
-def test_a_frozen_copy_does_not_follow_the_policy() -> None:
-    policy = PolicyModel(tiny_model())
-    reference = policy.frozen_copy()
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_copy_does_not_follow_the_policy(family: str) -> None:
+    policy = PolicyModel(tiny_model(family))
+    copy = policy.copy()
     packed = one_pack(0)
     with torch.no_grad():
-        before = reference.logprobs(packed, temperature=1.0)[0]
+        before = copy.logprobs(packed, temperature=1.0)[0]
         for parameter in policy.model.parameters():
             parameter.add_(0.1)
-        assert reference.logprobs(packed, temperature=1.0)[0].tolist() == before.tolist()
-    assert not any(p.requires_grad for p in reference.model.parameters())
+        assert copy.logprobs(packed, temperature=1.0)[0].tolist() == before.tolist()
+    # and what is tied in the one is tied in the other
+    assert copy.weights().keys() == policy.weights().keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_can_be_handed_over_exactly(family: str) -> None:
+    policy, other = PolicyModel(tiny_model(family)), PolicyModel(tiny_model(family, seed=1))
+    other.load_weights(policy.weights())
+    with torch.no_grad():
+        got, expected = (each.logprobs(one_pack(0), temperature=1.0)[0].tolist() for each in (other, policy))
+    assert got == expected
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights of another model: 'lm_head\.weight' is in only one of the two"):
+        PolicyModel(tiny_model("llama")).load_weights(PolicyModel(tiny_model("llama-tied")).weights())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_depend_on_the_body_and_on_nothing_else(family: str) -> None:
+    policy = PolicyModel(tiny_model(family))
+    hidden_TD = policy.hidden(one_pack(0))
+    assert hidden_TD.shape == (one_pack(0).num_trained, policy.hidden_size)
+    hidden_TD.sum().backward()
+    body = {id(p) for p in policy.body_parameters()}
+    assert {id(p) for p in policy.model.parameters() if p.grad is not None} == body
 
 
 def test_half_precision_weights_become_fp32_masters() -> None:

@@ -25,19 +25,12 @@ class Fake:
         if self.fail == (f"second {event}" if again else event):
             raise asyncio.CancelledError
 
-    def next_rows(self, step: int) -> list[TaskRow]:
-        self._note(f"rows {step}")
-        return [ROW]
-
-    async def collect(self, rows: list[TaskRow], step: int) -> list[Group]:
+    async def collect(self, step: int) -> list[Group]:
         self._note(f"collect {step}")
-        return [Group(row=row, trajectories=[]) for row in rows]
-
-    async def score(self, groups: list[Group]) -> list[Group]:
-        self._note("score")
-        return groups
+        return [Group(row=ROW, trajectories=[])]
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
+        self._note("credit")
         return []
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
@@ -64,7 +57,7 @@ def run(parts: Fake, *, start: int = 0, steps: int = 3) -> None:
 
 
 def one_step(step: int) -> list[str]:
-    return [f"rows {step}", f"collect {step}", "score", "update", f"weights {step}", f"report {step}"]
+    return [f"collect {step}", "credit", "update", f"weights {step}", f"report {step}"]
 
 
 def test_each_step_samples_scores_updates_and_only_then_changes_the_sampler() -> None:
@@ -91,14 +84,14 @@ def test_cancelling_while_sampling_saves_the_last_finished_step() -> None:
     parts = Fake(fail="collect 2")
     with pytest.raises(asyncio.CancelledError):
         run(parts)
-    assert parts.events == [*one_step(1), "rows 2", "collect 2", "save 1"]
+    assert parts.events == [*one_step(1), "collect 2", "save 1"]
 
 
 def test_nothing_is_saved_when_a_later_update_was_torn() -> None:
     parts = Fake(fail="second update")
     with pytest.raises(asyncio.CancelledError):
         run(parts)
-    assert parts.events == [*one_step(1), "rows 2", "collect 2", "score", "update"]
+    assert parts.events == [*one_step(1), "collect 2", "credit", "update"]
 
 
 def test_a_step_whose_numbers_could_not_be_written_is_not_saved_either() -> None:
@@ -113,4 +106,4 @@ def test_nothing_is_saved_when_no_step_finished() -> None:
     parts = Fake(fail="collect 1")
     with pytest.raises(asyncio.CancelledError):
         run(parts)
-    assert parts.events == ["rows 1", "collect 1"]
+    assert parts.events == ["collect 1"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agent_r1.agent import tool
-from agent_r1.types import TaskRow, Trajectory
+from agent_r1.agent import AgentEnv, tool
+from agent_r1.types import Action, Observation, TaskRow, Trajectory, Transition
 from tests.chatml import tokenizer
 
 
@@ -28,6 +28,19 @@ def rows(split: str, count: int = 20) -> list[TaskRow]:
 async def double(number: int) -> str:
     """Twice a number."""
     return str(2 * number)
+
+
+class Endless(AgentEnv):
+    """Asks on and on, and pays a little for every vowel."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.messages = list(row.prompt)
+        return Observation(messages=list(self.messages))
+
+    async def step(self, action: Action) -> Transition:
+        self.messages += [{"role": "assistant", "content": action.text}, {"role": "user", "content": "and?"}]
+        paid = 0.1 * sum(char in "aeiou" for char in action.text)
+        return Transition(observation=Observation(messages=list(self.messages)), reward=paid)
 
 
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:

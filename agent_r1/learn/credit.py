@@ -1,0 +1,286 @@
+"""Credit: scored trajectories in, one advantage per response token out.
+
+Each function reads what its formula (`advantages.py`) needs off a whole batch of groups and spreads the result over
+tokens. Nothing here knows models, losses or which algorithm runs; the table in `algorithms.py` names them.
+
+Only what the policy sampled takes part: rewards, values and advantages exist for response tokens alone, so text of
+tools can enter no return, no recursion and no statistic. A step in which nothing was sampled took no decision; what it
+earned was already handed to the decision before it (`rewards.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, whiten
+from agent_r1.types import PerToken, Trajectory
+
+Share = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """What a critic says about one trajectory."""
+
+    per_token: PerToken  # of the state before each response token
+    bootstrap: float  # of the state a truncated episode would have gone on from; read for no other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A trajectory with all that credit may be computed from."""
+
+    trajectory: Trajectory
+    rewards: PerToken  # each on the token that earned it; their sum is the return
+    values: PerToken | None = None  # of the critic, before each response token
+    bootstrap: float = 0.0  # of the critic, where a truncated episode would have gone on; 0 if it terminated
+    baseline: float | None = None  # return of the greedy attempt at the same row
+
+    @property
+    def total(self) -> float:
+        return sum(chain.from_iterable(self.rewards))
+
+    @property
+    def decisions(self) -> list[int]:
+        """The steps in which something was sampled."""
+        return [k for k, step in enumerate(self.trajectory.steps) if step.response_ids]
+
+    def spread(self, per_decision: Sequence[float]) -> PerToken:
+        """One number per decision, at each of its tokens."""
+        numbers = iter(per_decision)
+        return [[next(numbers)] * len(s.response_ids) if s.response_ids else [] for s in self.trajectory.steps]
+
+    def unflatten(self, per_token: Sequence[float]) -> PerToken:
+        numbers = iter(per_token)
+        return [[next(numbers) for _ in step.response_ids] for step in self.trajectory.steps]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    advantages: PerToken
+    value_targets: list[list[float | None]] | None = None  # None where the critic is not asked
+
+
+ScoredGroups = Sequence[Sequence[Scored]]
+# All groups of the batch in, the same nesting out: some algorithms normalise over the whole batch.
+CreditFunction = Callable[..., list[list[Credit]]]
+
+
+# Trajectory level: one number for all tokens.
+
+
+def group_return(groups: ScoredGroups, *, divide_by_std: bool) -> list[list[Credit]]:
+    """Compare the returns inside each group."""
+    return [_broadcast(group, group_centered(_returns(group), divide_by_std=divide_by_std)) for group in groups]
+
+
+def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
+    """Compare each return with the mean of the others in its group."""
+    return [_broadcast(group, leave_one_out(_returns(group))) for group in groups]
+
+
+def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
+    """REINFORCE++ with baseline: returns minus their group's mean, then whitened over the tokens of the batch."""
+    centered = [group_centered(_returns(group), divide_by_std=False) for group in groups]
+    per_token = [
+        [[value] * item.trajectory.num_response_tokens for item, value in zip(group, values.tolist(), strict=True)]
+        for group, values in zip(groups, centered, strict=True)
+    ]
+    return _whitened_tokens(groups, per_token)
+
+
+def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
+    """ReMax: the return minus that of the greedy attempt. Without one (it failed) there is nothing to compare with."""
+    return [
+        [_constant(item, 0.0 if item.baseline is None else item.total - item.baseline) for item in group]
+        for group in groups
+    ]
+
+
+# Step level: one number for all tokens of a step.
+
+
+def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:
+    """REINFORCE on the step-level MDP: the discounted return from each step on, whitened over all steps."""
+    returns = [[discounted_return(_step_rewards(item), gamma=gamma) for item in group] for group in groups]
+    normalised = iter(_normalise(returns, whiten_batch))
+    return [[Credit(advantages=item.spread(next(normalised))) for item in group] for group in groups]
+
+
+def step_gae(
+    groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
+) -> list[list[Credit]]:
+    """StepPO: GAE whose decisions are whole responses. V is read, and trained, at the last prompt token of a step."""
+    advantages = []
+    for group in groups:
+        for item in group:
+            values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
+            bootstrap = item.bootstrap if bootstrap_truncated else 0.0
+            advantages.append(gae(_step_rewards(item), values_K, bootstrap=bootstrap, gamma=gamma, lam=lam))
+    normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
+    return [
+        [
+            Credit(advantages=item.spread(next(normalised)), value_targets=_at_step_starts(item, next(raw)))
+            for item in group
+        ]
+        for group in groups
+    ]
+
+
+def anchored_return(
+    groups: ScoredGroups,
+    *,
+    divide_by_std: bool,
+    step_weight: NotNegative,
+    gamma: Share,
+    anchor: Literal["prompt", "observation"],
+    similarity: Share | None,
+) -> list[list[Credit]]:
+    """GiGPO: the group's return advantage, plus a comparison of what followed from equal states of its attempts.
+
+    `anchor` says what a state is: the exact prompt, or only what the env showed last, for worlds in which different
+    histories lead to the same place. For the latter an env can name the state that an action was taken in, as
+    `info["anchor"]` of its transition. Where nothing was named or shown (the first step, an env without feedback) a
+    state is its prompt.
+    """
+    result = []
+    for group in groups:
+        episode = group_centered(_returns(group), divide_by_std=divide_by_std).tolist()
+        steps = _anchored_steps(group, gamma, divide_by_std, anchor, similarity)
+        result.append(
+            [
+                Credit(advantages=item.spread([whole + step_weight * part for part in parts]))
+                for item, whole, parts in zip(group, episode, steps, strict=True)
+            ]
+        )
+    return result
+
+
+def _anchored_steps(
+    group: Sequence[Scored], gamma: float, divide_by_std: bool, anchor: str, similarity: float | None
+) -> list[list[float]]:
+    """[attempt][decision]: how the return from there compares with those from equal states of the group."""
+    returns_N = torch.cat([discounted_return(_step_rewards(item), gamma=gamma) for item in group])
+    numbers = match_states([_state(item, k, anchor) for item in group for k in item.decisions], similarity=similarity)
+    advantages_N = torch.zeros_like(returns_N)
+    numbers_N = torch.tensor(numbers)
+    for number in set(numbers):
+        same_N = numbers_N == number
+        advantages_N[same_N] = group_centered(returns_N[same_N], divide_by_std=divide_by_std)
+    flat = iter(advantages_N.tolist())
+    return [[next(flat) for _ in item.decisions] for item in group]
+
+
+def _state(item: Scored, k: int, anchor: str) -> Hashable:
+    steps = item.trajectory.steps
+    shown = ""
+    if anchor == "observation":
+        shown = str(steps[k].info.get("anchor", steps[k - 1].feedback if k > 0 else ""))
+    return shown or tuple(steps[k].prompt_ids)
+
+
+# Token level.
+
+
+def token_return(groups: ScoredGroups, *, gamma: Share) -> list[list[Credit]]:
+    """REINFORCE++: the discounted return from each token on, across steps, whitened over the tokens of the batch."""
+    per_token = [
+        [discounted_return(_token_rewards(item), gamma=_token_discounts(item, gamma)).tolist() for item in group]
+        for group in groups
+    ]
+    return _whitened_tokens(groups, per_token)
+
+
+def token_gae(
+    groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
+) -> list[list[Credit]]:
+    """PPO: GAE over all tokens of the policy in order; the recursion runs on across steps and skips tool text."""
+    advantages = []
+    for item in chain.from_iterable(groups):
+        values_K = torch.tensor(list(chain.from_iterable(_values(item))), dtype=torch.float64)
+        bootstrap = item.bootstrap if bootstrap_truncated else 0.0
+        discounts = _token_discounts(item, gamma)
+        advantages.append(gae(_token_rewards(item), values_K, bootstrap=bootstrap, gamma=discounts, lam=lam))
+    normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
+    return [
+        [
+            Credit(advantages=item.unflatten(next(normalised)), value_targets=_at_every_token(item, next(raw)))
+            for item in group
+        ]
+        for group in groups
+    ]
+
+
+# Reading and spreading.
+
+
+def _returns(group: Sequence[Scored]) -> Tensor:
+    return torch.tensor([item.total for item in group], dtype=torch.float64)
+
+
+def _step_rewards(item: Scored) -> Tensor:
+    return torch.tensor([sum(item.rewards[k]) for k in item.decisions], dtype=torch.float64)
+
+
+def _token_rewards(item: Scored) -> Tensor:
+    return torch.tensor(list(chain.from_iterable(item.rewards)), dtype=torch.float64)
+
+
+def _token_discounts(item: Scored, gamma: float) -> list[float]:
+    """Time passes when the env answers, not while the policy speaks: only the last token of a step is discounted. So
+    gamma means the same for long and short responses, and for algorithms with credit per token and per step."""
+    return [
+        gamma if position == len(step.response_ids) - 1 else 1.0
+        for step in item.trajectory.steps
+        for position in range(len(step.response_ids))
+    ]
+
+
+def _values(item: Scored) -> PerToken:
+    assert item.values is not None  # `assign_credit` sees to it
+    return item.values
+
+
+def _constant(item: Scored, value: float) -> Credit:
+    return Credit(advantages=item.spread([value] * len(item.decisions)))
+
+
+def _broadcast(group: Sequence[Scored], values_G: Tensor) -> list[Credit]:
+    return [_constant(item, value) for item, value in zip(group, values_G.tolist(), strict=True)]
+
+
+def _normalise(nested: Sequence[Sequence[Tensor]], whiten_batch: bool) -> Iterator[list[float]]:
+    """Every number of the batch whitened with all others, or left as it is; one list per trajectory."""
+    flat = [numbers for group in nested for numbers in group]
+    if not flat:
+        return iter(())
+    whole_N = torch.cat(flat)
+    parts = (whiten(whole_N) if whiten_batch else whole_N).split([len(numbers) for numbers in flat])
+    return (part.tolist() for part in parts)
+
+
+def _whitened_tokens(groups: ScoredGroups, per_token: list[list[list[float]]]) -> list[list[Credit]]:
+    tensors = [[torch.tensor(numbers, dtype=torch.float64) for numbers in group] for group in per_token]
+    normalised = _normalise(tensors, True)
+    return [[Credit(advantages=item.unflatten(next(normalised))) for item in group] for group in groups]
+
+
+def _at_every_token(item: Scored, advantages_K: Tensor) -> list[list[float | None]]:
+    advantages = item.unflatten(advantages_K.tolist())
+    return [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(advantages, _values(item), strict=True)]
+
+
+def _at_step_starts(item: Scored, advantages_K: Tensor) -> list[list[float | None]]:
+    """The first response token of a step is predicted from the last prompt token: there the critic is asked."""
+    targets: list[list[float | None]] = [[None] * len(step.response_ids) for step in item.trajectory.steps]
+    for k, advantage in zip(item.decisions, advantages_K.tolist(), strict=True):
+        targets[k][0] = advantage + _values(item)[k][0]
+    return targets

@@ -1,0 +1,80 @@
+"""The critic: the value of the state before each response token, as a linear head on hidden states.
+
+With a backbone of its own it is a second model, trained apart from the policy. Shared, it reads the policy's hidden
+states and its gradient also shapes the policy's body. Knows packs and models; knows no rewards and no advantages.
+
+Shape suffixes: T = trained tokens of a pack, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agent_r1.learn.batch import Pack
+from agent_r1.learn.policy import PolicyModel
+from agent_r1.types import Step, Trajectory
+
+
+class Critic:
+    def __init__(self, policy: PolicyModel, *, shared: bool) -> None:
+        self.shared = shared
+        self.backbone = policy if shared else policy.copy()
+        self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.head.weight)  # it knows nothing yet: V = 0 everywhere, not noise
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are its own."""
+        return [*self.head.parameters(), *([] if self.shared else self.backbone.body_parameters())]
+
+    def values(self, pack: Pack, policy_hidden_TD: Tensor | None = None, *, head_only: bool = False) -> Tensor:
+        """[T] in fp32. A shared critic reads `policy_hidden_TD` if the pass was made already.
+
+        `head_only` keeps the gradient out of a shared body: that one belongs to the policy.
+        """
+        body_learns = torch.is_grad_enabled() and not (head_only and self.shared)
+        with torch.set_grad_enabled(body_learns):
+            hidden_TD = policy_hidden_TD if self.shared and policy_hidden_TD is not None else self.backbone.hidden(pack)
+        values_T: Tensor = self.head((hidden_TD if body_learns else hidden_TD.detach()).float())[:, 0]
+        return values_T
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {} if self.shared else {"backbone": dict(self.backbone.weights())}
+        return {"head": self.head.state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.head.load_state_dict(state["head"])
+        if not self.shared:
+            self.backbone.load_weights(state["backbone"])
+
+
+def with_last_state(trajectory: Trajectory) -> Trajectory:
+    """A truncated trajectory plus one step for the state it would have gone on from.
+
+    The step's single token is never trained on; the critic's value before it is what a truncated return is completed
+    with. If the next prompt is not known (the response itself was cut off), that state is all that was seen so far.
+    """
+    if not (trajectory.stop.is_truncated and trajectory.steps):
+        return trajectory
+    last = trajectory.steps[-1]
+    prompt_ids = trajectory.next_prompt_ids or last.prompt_ids + last.response_ids
+    return replace(
+        trajectory,
+        steps=[*trajectory.steps, Step(prompt_ids=prompt_ids, response_ids=[0], response_logprobs=[0.0])],
+    )
+
+
+def explained_variance(values: Sequence[float], targets: Sequence[float]) -> float:
+    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows the mean alone. 0 where all
+    targets are equal, since there is nothing to explain."""
+    if len(targets) < 2:
+        return 0.0
+    values_N, targets_N = torch.tensor(values, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
+    variance = float(targets_N.var())
+    return 1.0 - float((targets_N - values_N).var()) / variance if variance > 1e-12 else 0.0

@@ -1,0 +1,211 @@
+"""Rewards on tokens: every reward of a trajectory is put on the response token that earned it.
+
+    process reward of a tool call    on the last token of that call
+    the rest of a step's reward      on the last token of the step
+    outcome reward                   on the last token of the trajectory
+    overlong penalty                 on the last token of the step that was nearly cut off
+    KL to the reference, if wanted   on every token, its own share
+
+Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models and no algorithms. Two
+pieces of state, saved with the run: the running scale of process rewards and the adaptive KL coefficient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+from agent_r1.types import PerToken, Step, Trajectory
+
+ProcessScaling = Literal["raw", "off", "largest_return", "running_std"]
+TINY = 1e-6
+
+
+def zeros(trajectory: Trajectory) -> PerToken:
+    return [[0.0] * len(step.response_ids) for step in trajectory.steps]
+
+
+def process_rewards(trajectory: Trajectory) -> PerToken:
+    """What env and tools paid on the way."""
+    placed = zeros(trajectory)
+    for index, step in enumerate(trajectory.steps):
+        for call in step.calls:
+            if call.reward:
+                _put(placed, index, call.reward, at=_last_token(call.token_span, step))
+        rest = step.reward - sum(call.reward for call in step.calls)
+        if rest:
+            _put(placed, index, rest)
+    return placed
+
+
+def outcome_rewards(trajectory: Trajectory) -> PerToken:
+    placed = zeros(trajectory)
+    _put(placed, len(placed) - 1, trajectory.outcome_reward)
+    return placed
+
+
+def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, penalty: float) -> PerToken:
+    """DAPO's soft punishment (arXiv:2503.14476, section 3.4), per response: nothing up to `limit * (1 - buffer)`
+    tokens, from there linearly down to `-penalty` at the limit, where a response is cut off."""
+    placed = zeros(trajectory)
+    allowed = limit * (1 - buffer)
+    for index, step in enumerate(trajectory.steps):
+        length = len(step.response_ids)
+        if penalty and (length > allowed or length >= limit):
+            share = 1.0 if length >= limit else (length - allowed) / (limit - allowed)
+            _put(placed, index, -penalty * share)
+    return placed
+
+
+def largest_return(batch: Sequence[PerToken]) -> float:
+    """The published scale: the largest absolute sum of process rewards from any token of the batch to its end."""
+    return max((abs(value) for placed in batch for value in _sums_to_end(placed)), default=0.0)
+
+
+@dataclass(slots=True)
+class RunningStd:
+    """Standard deviation of everything seen so far (Welford), so that one odd batch cannot change the scale much."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (value - self.mean)
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class KLInReward:
+    """The coefficient of a KL penalty on the rewards; with a target it adapts (arXiv:1909.08593, section 2.2)."""
+
+    coef: float
+    target: float | None = None  # KL per token to aim at; None: the coefficient stays
+    horizon: int = 10_000  # trajectories over which the coefficient follows
+
+    def adapt(self, kl: float, trajectories: int) -> None:
+        if self.target is not None:
+            error = min(0.2, max(-0.2, kl / self.target - 1))
+            # A batch beyond the horizon counts as one horizon: the coefficient must never turn negative.
+            self.coef *= 1 + error * min(1.0, trajectories / self.horizon)
+
+
+@dataclass(kw_only=True)
+class RewardShaper:
+    """All of the above in order, for one batch at a time."""
+
+    process: ProcessScaling = "raw"
+    process_weight: float = 1.0
+    overlong_limit: int = 1  # tokens at which a response is cut off
+    overlong_buffer: float = 0.0  # share of the limit in which the penalty grows
+    overlong_penalty: float = 0.0
+    kl: KLInReward | None = None
+    running: RunningStd = field(default_factory=RunningStd)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
+
+    def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
+        """`kl` is log pi - log reference of every response token, when a KL penalty is wanted; None for a trajectory
+        that was not sampled from pi (a greedy one), whose log-ratios would estimate nothing."""
+        if (kl is None) != (self.kl is None):
+            raise ValueError("a KL in the reward needs the log-probs of the reference, and nothing else does")
+        process = [process_rewards(trajectory) for trajectory in batch]
+        scale = self.process_weight * self._scale(process)
+        self.metrics = {"process_scale": scale} if any(map(_any, process)) else {}
+        rewards = [
+            _add(_scaled(steps, scale), outcome_rewards(trajectory), self._overlong(trajectory))
+            for trajectory, steps in zip(batch, process, strict=True)
+        ]
+        return rewards if kl is None else self._penalised(rewards, kl)
+
+    def state_dict(self) -> dict[str, Any]:
+        running = {"count": self.running.count, "mean": self.running.mean, "squares": self.running.squares}
+        return {"running": running, "kl_coef": None if self.kl is None else self.kl.coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.running = RunningStd(**state["running"])
+        if self.kl is not None and state["kl_coef"] is not None:
+            self.kl.coef = state["kl_coef"]
+
+    def _scale(self, process: Sequence[PerToken]) -> float:
+        return _SCALES[self.process](process, self.running)
+
+    def _overlong(self, trajectory: Trajectory) -> PerToken:
+        return overlong_penalties(
+            trajectory, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
+        )
+
+    def _penalised(self, rewards: list[PerToken], kl: Sequence[PerToken | None]) -> list[PerToken]:
+        assert self.kl is not None
+        penalised = [
+            one if other is None else _add(one, _scaled(other, -self.kl.coef))
+            for one, other in zip(rewards, kl, strict=True)
+        ]
+        sampled = [placed for placed in kl if placed is not None]
+        flat = [value for placed in sampled for step in placed for value in step]
+        mean = sum(flat) / max(1, len(flat))
+        self.metrics |= {"reward_kl": mean, "reward_kl_coef": self.kl.coef}
+        self.kl.adapt(mean, len(sampled))
+        return penalised
+
+
+def _by_largest_return(process: Sequence[PerToken], running: RunningStd) -> float:
+    return 1.0 / (largest_return(process) + TINY)
+
+
+def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
+    for placed in process:
+        for value in _sums_to_end(placed):
+            running.add(value)
+    return 1.0 / running.value if running.value > TINY else 1.0
+
+
+_SCALES: dict[str, Callable[[Sequence[PerToken], RunningStd], float]] = {
+    "raw": lambda process, running: 1.0,
+    "off": lambda process, running: 0.0,
+    "largest_return": _by_largest_return,
+    "running_std": _by_running_std,
+}
+
+
+def _put(placed: PerToken, index: int, amount: float, at: int = -1) -> None:
+    """On token `at` of step `index`. A step without tokens took no decision: what it earned goes to the last decision
+    before it, and is nobody's if there was none."""
+    while index >= 0 and not placed[index]:
+        index -= 1
+    if index >= 0:
+        placed[index][at] += amount
+
+
+def _last_token(span: tuple[int, int] | None, step: Step) -> int:
+    if span is None or not 0 < span[1] <= len(step.response_ids):
+        return -1
+    return span[1] - 1
+
+
+def _sums_to_end(placed: PerToken) -> list[float]:
+    sums, running = [], 0.0
+    for value in reversed(list(chain.from_iterable(placed))):
+        running += value
+        sums.append(running)
+    return sums
+
+
+def _any(placed: PerToken) -> bool:
+    return any(map(any, placed))
+
+
+def _scaled(placed: PerToken, factor: float) -> PerToken:
+    return [[factor * value for value in step] for step in placed]
+
+
+def _add(*parts: PerToken) -> PerToken:
+    return [[sum(values) for values in zip(*steps, strict=True)] for steps in zip(*parts, strict=True)]

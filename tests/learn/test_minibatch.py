@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from agent_r1.errors import DataError
+from agent_r1.learn.batch import Pack
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.minibatch import MiniBatch, correct, culprits, layout, on_columns, prepare
+from agent_r1.types import CreditedTrajectory
+from tests.learn.builders import random_credited, step, trajectory
+
+CPU = torch.device("cpu")
+
+
+def made(credited: Sequence[CreditedTrajectory], **overrides: Any) -> MiniBatch:
+    settings: dict[str, Any] = {"max_tokens": 1000, "device": CPU, "is_mine": lambda index: True, "keep_idle": False}
+    return prepare(credited, **(settings | overrides))
+
+
+def with_values(item: CreditedTrajectory) -> CreditedTrajectory:
+    """Asked at the first token of each step."""
+    zeros = [[0.0] * len(row) for row in item.advantages]
+    targets = [[1.0 if i == 0 else None for i in range(len(row))] for row in item.advantages]
+    return replace(item, values=zeros, value_targets=targets)
+
+
+def three() -> list[CreditedTrajectory]:
+    """2 + 1 tokens, 1 token whose advantage is 0, and a trajectory without any: 4 tokens, 3 steps, 2 trajectories."""
+    first = trajectory(step([1], [2, 3], [-0.1, -0.2]), step([9], [8], [-0.3]), name="first")
+    idle = trajectory(step([4], [5], [-0.4]), name="idle")
+    empty = trajectory(step([6], []), name="empty")
+    return [
+        CreditedTrajectory(trajectory=first, advantages=[[1.0, 2.0], [3.0]]),
+        CreditedTrajectory(trajectory=idle, advantages=[[0.0]]),
+        CreditedTrajectory(trajectory=empty, advantages=[[]]),
+    ]
+
+
+def test_counts_are_of_everything_and_packs_of_what_can_teach() -> None:
+    batch = made(three())
+    assert (batch.counts.tokens, batch.counts.steps, batch.counts.trajectories) == (4, 3, 2)
+    assert batch.num_segments == 2  # both of `first`: its second prompt is a new one
+    assert [p.columns_T.tolist() for p in batch.packs] == [[0, 1, 2]]
+    assert made(three(), keep_idle=True).num_segments == 3
+
+
+def test_columns_by_hand() -> None:
+    columns = made(three()).columns
+    assert columns.old_logprobs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert columns.advantages_R.tolist() == [1, 2, 3, 0]
+    assert columns.step_sizes_R.tolist() == [2, 2, 1, 1]
+    assert columns.trajectory_sizes_R.tolist() == [3, 3, 3, 1]
+    assert columns.importance_R.tolist() == [1, 1, 1, 1]
+    assert columns.values_R is columns.targets_R is None
+    taken = columns.at(torch.tensor([3, 0]))
+    assert taken.advantages_R.tolist() == [0, 1]
+
+
+def test_targets_count_only_where_the_critic_is_asked() -> None:
+    batch = made([with_values(item) for item in three()], keep_idle=True)
+    assert batch.num_targets == 3  # one per step with a response
+    assert batch.columns.targets_R is not None
+    assert batch.columns.targets_R.isnan().tolist() == [False, True, False, False]
+    assert made(three()).num_targets == 0
+
+
+def test_values_for_some_trajectories_alone_are_refused() -> None:
+    # left in, the columns of values would be shorter than the others and every later token would read another's value
+    first, *rest = three()
+    with pytest.raises(DataError, match="some trajectories of the batch have values and others do not: 'first'"):
+        made([first, *map(with_values, rest)])
+
+
+def test_ranks_share_the_counts_and_divide_the_packs() -> None:
+    credited = random_credited(random.Random(0), kind="mixed", count=5)
+    whole = made(credited, keep_idle=True)
+    shares = [made(credited, keep_idle=True, is_mine=lambda i, r=rank: i % 2 == r) for rank in (0, 1)]
+    assert all(share.counts == whole.counts for share in shares)
+    assert all(share.num_segments == whole.num_segments for share in shares)
+    held = [i for share in shares for part in share.packs for i in part.columns_T.tolist()]
+    assert sorted(held) == sorted(i for part in whole.packs for i in part.columns_T.tolist())
+    assert {i % 2 for part in shares[1].packs for i in part.trajectory_ids_T.tolist()} == {1}
+
+
+def test_a_model_is_asked_on_its_own_columns_and_nowhere_else() -> None:
+    batch = made(three())
+
+    def ask(part: Pack) -> torch.Tensor:
+        return part.targets_T.float()
+
+    asked = on_columns(batch.packs, ask, batch.columns.advantages_R)
+    assert asked[:3].tolist() == [2, 3, 8]
+    assert math.isnan(asked[3])  # idle
+    assert on_columns([], ask, torch.zeros(2)).isnan().all()
+    assert on_columns([], ask, torch.zeros(0)).numel() == 0
+
+
+def test_a_correction_replaces_the_old_logprobs_and_keeps_the_samplers() -> None:
+    batch = made(three())
+    corrected = correct(batch, Correction(kind="truncate"), lambda part: torch.zeros(part.num_trained)).columns
+    assert corrected.old_logprobs_R[:3].tolist() == [0, 0, 0]
+    assert corrected.sampler_logprobs_R is batch.columns.old_logprobs_R
+    # ratios e^0.1, e^0.2, e^0.3; the idle token was not asked about and keeps weight 1
+    assert corrected.importance_R.tolist() == pytest.approx([math.exp(0.1), math.exp(0.2), math.exp(0.3), 1])
+
+
+def test_the_layout_counts_packs_segments_steps_and_tokens() -> None:
+    batch = made(three(), keep_idle=True, max_tokens=5)
+    # segments [1 2 3], [9 8], [4 5] into packs of 5: (3 + 2) and (2)
+    assert layout(batch.packs) == {"packs": 2, "segments": 3, "steps": 3, "tokens_trained": 4, "tokens_computed": 7}
+    assert layout([]) == {"packs": 0, "segments": 0, "steps": 0, "tokens_trained": 0, "tokens_computed": 0}
+
+
+@pytest.mark.parametrize("column", ["old_logprobs_R", "advantages_R", "importance_R", "values_R", "targets_R"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_whatever_number_is_not_finite_its_trajectory_is_named(column: str, value: float) -> None:
+    batch = made([with_values(item) for item in three()], keep_idle=True, max_tokens=3)
+    logprobs = [torch.zeros(part.num_trained) for part in batch.packs]
+    assert culprits(batch, logprobs) == []
+    poisoned = getattr(batch.columns, column).clone()
+    poisoned[3] = value
+    named = culprits(batch.with_columns(**{column: poisoned}), logprobs)
+    # a target that is NaN is how "not asked" is written
+    assert named == ([] if column == "targets_R" and math.isnan(value) else ["idle"])

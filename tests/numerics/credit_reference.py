@@ -1,0 +1,358 @@
+"""What every algorithm's credit is, spelled out in plain loops over numbers.
+
+Written from the definitions in the papers and in the published Agent-R1; where this project departs from them, it says
+DEVIATION. Slow on purpose, and shares nothing with `agent_r1.learn` but the types: the fast code is compared with it.
+Positions count the response tokens of an episode, over all its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+from agent_r1.types import Group, Trajectory
+
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class Episode:
+    name: str
+    step_of: list[int]  # per token
+    rewards: list[float]  # per token
+    paid: float  # by env and scorer, before any shaping
+    prompts: list[tuple[int, ...]]  # per step
+    shown: list[str]  # per step: what the env said after it
+    values: list[float] = field(default_factory=list)  # per token
+    bootstrap: float = 0.0
+    greedy_return: float | None = None
+    advantages: list[float] = field(default_factory=list)  # the result, per token
+    targets: list[float | None] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        result = 0.0
+        for reward in self.rewards:
+            result += reward
+        return result
+
+    @property
+    def acted(self) -> list[int]:
+        """Steps in which the policy said something, in order."""
+        return sorted(set(self.step_of))
+
+    def step_reward(self, k: int) -> float:
+        return sum(r for r, step in zip(self.rewards, self.step_of, strict=True) if step == k)
+
+    def spread(self, per_step: Mapping[int, float]) -> None:
+        self.advantages = [per_step[k] for k in self.step_of]
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How rewards are put together; the defaults leave them as they are."""
+
+    process_scale: Callable[[list[list[float]]], float] = lambda per_token: 1.0
+    overlong: tuple[int, float, float] | None = None  # limit, buffer, penalty
+    kl: Mapping[str, list[float]] = field(default_factory=dict)  # by name of the episode, per token
+    kl_coef: float = 0.0
+
+
+def published_scale(per_token: list[list[float]]) -> float:
+    """One over the largest absolute sum of process rewards from a token to the end, over the batch (plus 1e-6)."""
+    largest = 0.0
+    for row in per_token:
+        for start in range(len(row)):
+            largest = max(largest, abs(sum(row[start:])))
+    return 1 / (largest + 1e-6)
+
+
+def counts(one: Trajectory) -> bool:
+    return one.stop.value not in ("timeout", "error") and any(s.response_ids for s in one.steps)
+
+
+def step_of_token(one: Trajectory) -> list[int]:
+    return [k for k, step in enumerate(one.steps) for _ in step.response_ids]
+
+
+def process_per_token(one: Trajectory) -> list[float]:
+    """A call's reward on its last token, the rest of the step's on the step's last token.
+
+    DEVIATION from the published code, which loses it: a step without tokens pays the last token before it. What came
+    before the first token of all is paid to nobody: no decision had been taken.
+    """
+    step_of = step_of_token(one)
+    placed = [0.0] * len(step_of)
+    for k, step in enumerate(one.steps):
+        so_far = sum(1 for number in step_of if number <= k)  # tokens up to the end of this step
+        first = so_far - len(step.response_ids)
+        rest = step.reward
+        for call in step.calls:
+            rest -= call.reward
+            position = so_far - 1
+            if call.token_span is not None and 1 <= call.token_span[1] <= len(step.response_ids):
+                position = first + call.token_span[1] - 1
+            if position >= 0:
+                placed[position] += call.reward
+        if so_far > 0:
+            placed[so_far - 1] += rest
+    return placed
+
+
+def overlong_per_token(one: Trajectory, limit: int, buffer: float, penalty: float) -> list[float]:
+    placed = []
+    for step in one.steps:
+        size = len(step.response_ids)
+        free = limit * (1 - buffer)
+        if size >= limit:
+            loss = penalty
+        elif size <= free:
+            loss = 0.0
+        else:
+            loss = penalty * (size - free) / (limit - free)
+        placed += [-loss if i == size - 1 else 0.0 for i in range(size)]
+    return placed
+
+
+def read(groups: Sequence[Group], shaping: Shaping, *, with_greedy: bool) -> list[list[Episode]]:
+    """The trajectories that count, with all their rewards on tokens."""
+    groups = [group for group in groups if any(map(counts, group.trajectories))]
+    kept = [[one for one in group.trajectories if counts(one)] for group in groups]
+    baselines = [group.greedy for group in groups if with_greedy and group.greedy is not None and counts(group.greedy)]
+    scale = shaping.process_scale([process_per_token(one) for one in [*(t for g in kept for t in g), *baselines]])
+
+    def rewards(one: Trajectory) -> list[float]:
+        result = [scale * reward for reward in process_per_token(one)]
+        result[-1] += one.outcome_reward
+        if shaping.overlong is not None:
+            for position, loss in enumerate(overlong_per_token(one, *shaping.overlong)):
+                result[position] += loss
+        for position, ratio in enumerate(shaping.kl.get(one.trajectory_id, [])):
+            result[position] -= shaping.kl_coef * ratio
+        return result
+
+    result: list[list[Episode]] = []
+    for group, attempts in zip(groups, kept, strict=True):
+        greedy_return = None
+        if with_greedy and group.greedy is not None and counts(group.greedy):
+            greedy_return = sum(rewards(group.greedy))
+        result.append(
+            [
+                Episode(
+                    name=one.trajectory_id,
+                    step_of=step_of_token(one),
+                    rewards=rewards(one),
+                    paid=sum(step.reward for step in one.steps) + one.outcome_reward,
+                    prompts=[tuple(step.prompt_ids) for step in one.steps],
+                    shown=[
+                        str(one.steps[k].info.get("anchor", one.steps[k - 1].feedback if k else ""))
+                        for k in range(len(one.steps))
+                    ],
+                    greedy_return=greedy_return,
+                )
+                for one in attempts
+            ]
+        )
+    return result
+
+
+# Normalisations. DEVIATION: numbers that do not differ (rounding apart) become 0; published: a single one keeps its
+# raw reward in a group, and is NaN when whitened.
+
+
+def mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def std(numbers: Sequence[float]) -> float:
+    middle = mean(numbers)
+    return float((sum((x - middle) ** 2 for x in numbers) / (len(numbers) - 1)) ** 0.5)
+
+
+def same(numbers: Sequence[float]) -> bool:
+    return not numbers or max(numbers) - min(numbers) <= 1e-12 * max(1.0, *(abs(x) for x in numbers))
+
+
+def normalised(numbers: Sequence[float], *, divide: bool, eps: float) -> list[float]:
+    if same(numbers):
+        return [0.0 for _ in numbers]
+    return [(x - mean(numbers)) / (std(numbers) + eps if divide else 1.0) for x in numbers]
+
+
+def whiten_tokens(groups: list[list[Episode]]) -> None:
+    everyone = [episode for group in groups for episode in group]
+    whitened = iter(normalised([a for e in everyone for a in e.advantages], divide=True, eps=1e-8))
+    for episode in everyone:
+        episode.advantages = [next(whitened) for _ in episode.advantages]
+
+
+def whiten_steps(groups: list[list[Episode]]) -> None:
+    """Each step once, however many tokens it has."""
+    everyone = [episode for group in groups for episode in group]
+    per_step = [{k: e.advantages[e.step_of.index(k)] for k in e.acted} for e in everyone]
+    whitened = iter(normalised([a for steps in per_step for a in steps.values()], divide=True, eps=1e-8))
+    for episode, steps in zip(everyone, per_step, strict=True):
+        episode.spread({k: next(whitened) for k in steps})
+
+
+# The rows.
+
+
+def group_relative(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        returns = [episode.total for episode in group]
+        for episode, a in zip(group, normalised(returns, divide=settings["divide_by_std"], eps=1e-6), strict=True):
+            episode.advantages = [a for _ in episode.rewards]
+
+
+def dynamic(groups: list[list[Episode]], settings: Settings) -> None:
+    """DAPO leaves groups out whose attempts all were paid alike."""
+    groups[:] = [group for group in groups if not same([episode.paid for episode in group])]
+    group_relative(groups, settings)
+
+
+def rloo(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        for i, episode in enumerate(group):
+            others = [other.total for j, other in enumerate(group) if j != i]
+            a = episode.total - mean(others) if others else 0.0
+            episode.advantages = [a for _ in episode.rewards]
+
+
+def remax(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        for episode in group:
+            known = episode.greedy_return is not None
+            a = episode.total - (episode.greedy_return or 0.0) if known else 0.0
+            episode.advantages = [a for _ in episode.rewards]
+
+
+def reinforce(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        for episode in group:
+            episode.spread(step_returns(episode, settings["gamma"]))
+    if settings["whiten_batch"]:
+        whiten_steps(groups)
+
+
+def step_returns(episode: Episode, gamma: float) -> dict[int, float]:
+    acted = episode.acted
+    return {
+        k: sum(gamma**later * episode.step_reward(acted[i + later]) for later in range(len(acted) - i))
+        for i, k in enumerate(acted)
+    }
+
+
+def reinforce_plus_plus(groups: list[list[Episode]], settings: Settings) -> None:
+    gamma = settings["gamma"]
+    for group in groups:
+        for e in group:
+            size = len(e.rewards)
+            e.advantages = [sum(discount(e, t, u, gamma) * e.rewards[u] for u in range(t, size)) for t in range(size)]
+    whiten_tokens(groups)
+
+
+def reinforce_plus_plus_baseline(groups: list[list[Episode]], settings: Settings) -> None:
+    group_relative(groups, {"divide_by_std": False})
+    whiten_tokens(groups)
+
+
+def discount(episode: Episode, t: int, u: int, gamma: float) -> float:
+    """From token t to token u. DEVIATION: gamma is per step, so it counts the steps that end in between."""
+    return float(gamma ** (episode.acted.index(episode.step_of[u]) - episode.acted.index(episode.step_of[t])))
+
+
+def token_gae(e: Episode, after: float, gamma: float, lam: float) -> list[float]:
+    """A_t = sum over u >= t of lam^(u-t) d(t, u) (r_u + d(u, u+1) V_{u+1} - V_u), d the discount between tokens."""
+    size = len(e.rewards)
+    known = [*e.values, after]
+    ahead = [discount(e, u, u + 1, gamma) if u + 1 < size else gamma for u in range(size)]
+    errors = [e.rewards[u] + ahead[u] * known[u + 1] - known[u] for u in range(size)]
+    return [sum(lam ** (u - t) * discount(e, t, u, gamma) * errors[u] for u in range(t, size)) for t in range(size)]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], after: float, gamma: float, lam: float) -> list[float]:
+    """A_t = sum over l of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l})."""
+    known = [*values, after]
+    errors = [rewards[t] + gamma * known[t + 1] - known[t] for t in range(len(rewards))]
+    return [sum((gamma * lam) ** (u - t) * errors[u] for u in range(t, len(errors))) for t in range(len(errors))]
+
+
+def ppo(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        for e in group:
+            after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
+            e.advantages = token_gae(e, after, settings["gamma"], settings["lam"])
+            e.targets = [a + v for a, v in zip(e.advantages, e.values, strict=True)]
+    if settings["whiten_batch"]:
+        whiten_tokens(groups)
+
+
+def steppo(groups: list[list[Episode]], settings: Settings) -> None:
+    for group in groups:
+        for e in group:
+            after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
+            firsts = [e.step_of.index(k) for k in e.acted]
+            values = [e.values[first] for first in firsts]
+            advantages = gae([e.step_reward(k) for k in e.acted], values, after, settings["gamma"], settings["lam"])
+            e.spread(dict(zip(e.acted, advantages, strict=True)))
+            e.targets = [None for _ in e.rewards]
+            for first, advantage, value in zip(firsts, advantages, values, strict=True):
+                e.targets[first] = advantage + value
+    if settings["whiten_batch"]:
+        whiten_steps(groups)
+
+
+def gigpo(groups: list[list[Episode]], settings: Settings) -> None:
+    group_relative(groups, settings)
+    for group in groups:
+        states: list[list[tuple[Episode, int]]] = []  # episodes and steps that were in the same state
+        for episode in group:
+            for k in episode.acted:
+                home = next((s for s in states if equal_state(s[0], (episode, k), settings)), None)
+                if home is None:
+                    states.append([(episode, k)])
+                else:
+                    home.append((episode, k))
+        bonus: dict[tuple[str, int], float] = {}
+        for state in states:
+            returns = [step_returns(episode, settings["gamma"])[k] for episode, k in state]
+            parts = normalised(returns, divide=settings["divide_by_std"], eps=1e-6)
+            bonus |= {(episode.name, k): part for (episode, k), part in zip(state, parts, strict=True)}
+        for e in group:
+            e.advantages = [
+                a + settings["step_weight"] * bonus[e.name, k] for a, k in zip(e.advantages, e.step_of, strict=True)
+            ]
+
+
+def equal_state(a: tuple[Episode, int], b: tuple[Episode, int], settings: Settings) -> bool:
+    first, second = state_of(*a, settings["anchor"]), state_of(*b, settings["anchor"])
+    if settings["similarity"] is None or first == second:
+        return bool(first == second)
+    return bool(SequenceMatcher(None, first, second, autojunk=False).ratio() >= settings["similarity"])
+
+
+def state_of(episode: Episode, k: int, anchor: str) -> Any:
+    """DEVIATION: where the env showed nothing, the prompt; else all silent states would be one."""
+    if anchor == "observation" and episode.shown[k]:
+        return episode.shown[k]
+    return episode.prompts[k]
+
+
+REFERENCES: dict[str, Callable[[list[list[Episode]], Settings], None]] = {
+    "grpo": group_relative,
+    "dr_grpo": group_relative,
+    "dapo": dynamic,
+    "gspo": group_relative,
+    "cispo": group_relative,
+    "rloo": rloo,
+    "remax": remax,
+    "reinforce": reinforce,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++_baseline": reinforce_plus_plus_baseline,
+    "ppo": ppo,
+    "steppo": steppo,
+    "gigpo": gigpo,
+}

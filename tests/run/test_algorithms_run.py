@@ -1,0 +1,145 @@
+"""Every algorithm of the table through the whole pipeline, and what the trainer does for those that need more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from agent_r1.config import load_config
+from agent_r1.errors import ConfigError
+from agent_r1.learn import ALGORITHMS
+from agent_r1.run.build import build_algorithm, build_plan
+from agent_r1.run.checkpoint import list_checkpoints
+from agent_r1.run.commands import run_training
+from agent_r1.run.records import read_trajectories
+from agent_r1.run.run_dir import RunDir
+from agent_r1.types import StopReason
+
+MINI = str(Path(__file__).parent / "mini")
+TIMING = ("time", "tokens_per_second")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_warm_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("AGENT_R1_CACHE")
+    os.environ["AGENT_R1_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    torch.set_num_threads(1)
+    yield
+    os.environ.pop("AGENT_R1_CACHE")
+    if before is not None:
+        os.environ["AGENT_R1_CACHE"] = before
+
+
+def trained(path: Path, *overrides: str, resume: bool = False) -> RunDir:
+    config = load_config(MINI, overrides)
+    run = RunDir.open(path) if resume else RunDir.create(path, config)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        run_training(run.config, build_plan(run.config), run, Console(file=nowhere), resume=resume)
+    return run
+
+
+def numbers(run: RunDir) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in record.items() if not key.startswith(TIMING)} for record in run.read_metrics()
+    ]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains_evaluates_and_saves(name: str, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", f"algorithm.name={name}", "trainer.steps=2")
+    steps = run.read_metrics("train")
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["nonfinite_updates"] == 0 for record in steps)
+    assert sum(record["optimizer_steps"] for record in steps) > 0
+    assert [step for step, _ in list_checkpoints(run.checkpoints)] == [2]
+
+
+# Untrained bytes, so that most responses are cut or end at once, in a world that only max_steps ends.
+ENDLESS = ["task.env=task.Endless", "task.tools=[]", "sft.demos=null", "rollout.max_response_tokens=100"]
+RESUMED = {
+    "critic": ["algorithm.name=ppo", "critic.warmup_updates=1"],
+    "shared critic": ["algorithm.name=steppo", "critic.shared=true", *ENDLESS],
+    "adaptive KL in the reward": [
+        "algorithm.name=reinforce++",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_target=0.001",
+        "algorithm.kl_horizon=50",
+    ],
+    "running scale of process rewards": ["rewards.process=running_std", *ENDLESS],
+    "sampling rounds and epochs": ["algorithm.name=dapo", "learner.num_epochs=2", "learner.num_minibatches=2"],
+    "correction": ["correction.kind=truncate"],
+}
+
+
+@pytest.mark.parametrize("overrides", RESUMED.values(), ids=RESUMED)
+def test_what_an_algorithm_remembers_survives_a_resume(overrides: list[str], tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", *overrides)
+    expected = numbers(whole)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000004")
+    again = trained(tmp_path / "cut", resume=True)
+    assert numbers(again) == expected
+
+
+def test_dynamic_sampling_makes_up_for_rows_that_teach_nothing(tmp_path: Path) -> None:
+    # Greedy-like sampling: attempts at a row are all alike, so no group varies and every round is used.
+    cold = ["sft.demos=null", "rollout.temperature=0.001", "trainer.steps=1", "rollout.max_response_tokens=4"]
+    rounds = trained(tmp_path / "rounds", "algorithm.name=dapo", "algorithm.settings.sampling_rounds=3", *cold)
+    assert rounds.read_metrics("train")[0]["group/count"] == 3 * 3  # rounds x rows
+    assert rounds.read_metrics("train")[0]["empty_update"] == 1
+    assert len(list(read_trajectories(tmp_path / "rounds" / "trajectories", "train_*"))) == 3 * 3 * 4
+    once = trained(tmp_path / "once", *cold)
+    assert once.read_metrics("train")[0]["group/count"] == 3
+
+
+def test_an_episode_cut_at_max_steps_remembers_where_it_would_have_gone_on(tmp_path: Path) -> None:
+    trained(tmp_path / "run", "algorithm.name=steppo", "rollout.max_steps=1", "trainer.steps=1", *ENDLESS)
+    cut = [t for t in read_trajectories(tmp_path / "run" / "trajectories", "train_*") if t.stop is StopReason.MAX_STEPS]
+    assert cut
+    for trajectory in cut:
+        seen = trajectory.steps[-1].prompt_ids + trajectory.steps[-1].response_ids
+        assert trajectory.next_prompt_ids[: len(seen)] == seen
+        assert len(trajectory.next_prompt_ids) > len(seen)  # the tool's answer and the next generation prompt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.lr=1e-3"], "'grpo' has no critic"),
+        (["algorithm.settings.clip_high=wide"], r"clip_high='wide'"),
+        (["algorithm.settings.sampling_rounds=0"], r"sampling_rounds=0"),
+        (
+            ["algorithm.name=remax", "algorithm.settings.sampling_rounds=2", "rollout.group_size=1"],
+            "one attempt never does",
+        ),
+        (["algorithm.name=gigpo", "algorithm.settings.anchor=place"], r"anchor='place'"),
+    ],
+)
+def test_settings_an_algorithm_cannot_use_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_algorithm(load_config(MINI, overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.kl_in=reward"], "algorithm.kl_in does nothing without algorithm.kl_coef"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"], "set algorithm.kl_in=reward"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k2"], "always k1"),
+        (["algorithm.kl_horizon=5"], "does nothing without algorithm.kl_target"),
+        (["correction.floor=0.5", "correction.kind=truncate"], "floor does nothing"),
+        (["correction.cap=3"], "correction.kind is missing"),
+        (["rewards.process=largest"], "rewards.process"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(MINI, overrides)
