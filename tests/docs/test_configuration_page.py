@@ -1,0 +1,33 @@
+"""The settings that docs/configuration.md lists are those of the config, with their defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agent_r1.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardsConfig, Section
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+SECTIONS: dict[str, type[Section]] = {
+    "algorithm": AlgorithmConfig,
+    "rewards": RewardsConfig,
+    "critic": CriticConfig,
+    "correction": CorrectionConfig,
+}
+
+
+def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
+    shown: dict[str, Any] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.removeprefix("| `").partition("` | ")
+        if line.startswith("| `") and name.split(".")[0] in SECTIONS:
+            default = rest.split(" | ")[0]
+            shown[name] = "required" if default == "(required)" else yaml.safe_load(default.strip("`"))
+    actual = {
+        f"{name}.{key}": "required" if field.is_required() else field.default
+        for name, section in SECTIONS.items()
+        for key, field in section.model_fields.items()
+    }
+    assert shown == actual

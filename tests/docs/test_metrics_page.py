@@ -1,0 +1,52 @@
+"""docs/metrics.md names every number that a training step reports."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.critic import Critic
+from agent_r1.learn.learner import CriticTraining
+from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.run.metrics import rollout_metrics
+from agent_r1.types import Trajectory
+from tests.learn.builders import group, step, tiny_model, trajectory
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+LAYOUT = {"packs", "segments", "packing_efficiency", "trajectories", "lr", "optimizer_steps"}  # speak for themselves
+FAMILIES = ("stop/", "reward_part/")
+
+
+def episode(name: str, reward: float) -> Trajectory:
+    return trajectory(step([1, 2], [3, 4]), step([1, 2, 3, 4, 5], [6]), reward=reward, name=name)
+
+
+def test_everything_an_update_reports_is_explained() -> None:
+    policy = PolicyModel(tiny_model())
+    algorithm = get_algorithm("ppo", dual_clip=3.0)
+    learner = Learner(
+        policy,
+        loss=algorithm.loss,
+        lr=1e-3,
+        temperature=1.0,
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_tokens_per_pack=64,
+        max_nonfinite_updates=3,
+        kl_coef=0.1,
+        reference=policy.copy(),
+        correction=Correction(kind="reject"),
+        critic=CriticTraining(critic=Critic(policy, shared=False), lr=1e-3),
+    )
+    paid = trajectory(replace(step([1, 2], [3, 4]), reward=0.2), name="paid")  # a process reward
+    groups = [group(episode("right", 1.0), episode("wrong", 0.0), paid)]
+    shaper = RewardShaper(process="running_std", kl=KLInReward(coef=0.1, target=0.1))
+    credited = assign_credit(groups, algorithm, shaper=shaper, values=learner.values, kl=learner.kl_to_reference)
+    reported = {*learner.update(credited), *rollout_metrics(groups, success_reward=1.0), *shaper.metrics}
+    explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))
+    assert {name for name in reported - explained - LAYOUT if not name.startswith(FAMILIES)} == set()
+    assert {"value_loss", "importance_rejected", "process_scale", "reward_kl", "kl_to_reference"} <= reported
