@@ -78,9 +78,9 @@ class AlgorithmConfig(Section):
 class RewardsConfig(Section):
     """Process rewards (of env steps and tool calls) beside the outcome reward."""
 
-    # raw: as paid; off: not trained on; largest_return: divided by the batch's largest absolute sum of them to the end
-    # of an episode (as published); running_std: divided by the standard deviation of these sums so far
-    process: Literal["raw", "off", "largest_return", "running_std"] = "raw"
+    # raw: as paid; ignored: not trained on; largest_return: divided by the batch's largest absolute sum of them to the
+    # end of an episode (as published); running_std: divided by the standard deviation of these sums so far
+    process: Literal["raw", "ignored", "largest_return", "running_std"] = "raw"
     process_weight: float = Field(default=1.0, gt=0)
 
 
@@ -289,16 +289,35 @@ def _check_together(config: RunConfig) -> None:
             f"engine.max_cached_tokens ({config.engine.max_cached_tokens}) cannot hold one context of "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
         )
-    if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
-        raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
-    if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":
-        raise ConfigError("algorithm.kl_estimator is of a KL in the loss; in the reward it is always k1. Leave it out")
-    if config.correction is not None and config.correction.floor and config.correction.kind == "truncate":
-        raise ConfigError("correction.floor does nothing with correction.kind=truncate; use kind=reject")
+    _check_training(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples > 1 with eval.temperature = 0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
         raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature = 0 (greedy); set a temperature")
+
+
+def _check_training(config: RunConfig) -> None:
+    if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
+        raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
+    if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":
+        raise ConfigError("algorithm.kl_estimator is of a KL in the loss; in the reward it is always k1. Leave it out")
+    if config.rewards.process == "ignored" and config.rewards.process_weight != 1:
+        raise ConfigError("rewards.process_weight does nothing with rewards.process=ignored")
+    if config.critic is not None and config.critic.value_coef != 1 and not config.critic.shared:
+        raise ConfigError("critic.value_coef does nothing for a critic with its own optimizer; set critic.shared=true")
+    _check_correction(config.correction)
+
+
+def _check_correction(correction: CorrectionConfig | None) -> None:
+    if correction is None:
+        return
+    if correction.floor and correction.kind == "truncate":
+        raise ConfigError("correction.floor does nothing with correction.kind=truncate; use kind=reject")
+    if not correction.floor < 1 <= correction.cap:
+        raise ConfigError(
+            f"correction.floor={correction.floor:g}, cap={correction.cap:g}: where sampler and learner agree the "
+            "weight is 1, so the floor must be below 1 and the cap not"
+        )
 
 
 def _explain(error: Any) -> str:

@@ -4,8 +4,9 @@
 
 This is the loop one writes first, in its two forms. `FreshPrefill` gives each turn the whole prompts anew;
 `CarriedCache` keeps the keys and values of the batch from turn to turn. Both are written to be fast: finished episodes
-leave the batch, and the calls of a turn run concurrently. Prompts, tools and limits are those `collect` plays with; the
-log-probs that training needs are not computed here, which is in the baseline's favour.
+leave the batch, and the calls of a turn run concurrently. `generate` runs on the event loop's own thread: no tool is at
+work during it, so another thread would have nothing to do meanwhile. Prompts, tools and limits are those of
+`collect`; the log-probs that training needs are not computed here, which is in the baseline's favour.
 
 Shape suffixes: B = active episodes, L = columns of the batch so far.
 """

@@ -13,11 +13,17 @@ second ("refilled") more are played than run at once: `collect` starts one when 
 batch after another.
 
 The tools wait before they answer: heavy-tailed, the k-th call of a run the same time on every side. Sides take turns
-within a repeat, so that another load of the machine hits all of them; the ratio reported is the median of the ratios
-within repeats. Only tokens sampled for active episodes count, not what `generate` pads finished ones with.
+within a repeat, each repeat starting with the next one, so that another load of the machine hits all of them; the ratio
+reported is the median of the ratios within repeats. Only tokens sampled for active episodes count, not what `generate`
+pads finished ones with.
 
 What attempts at one row have in common, `collect` computes once. The tiny policy often says the same thing eight times,
-so this helps more here than it would a policy that says much and varies it; `--group-size 1` measures without.
+so this helps more here than it would a policy that says much and varies it. The third setting ("unshared") is the
+second with as many rows, one attempt at each: there `collect` has nothing to share.
+
+Torch has one thread on every side (or `--threads`). The loops compute on the event loop's thread; the engine of
+`collect` computes on a thread of its own, beside the one that renders, parses and calls tools, so it can keep a second
+core partly busy. Hence every run is given by its wall time and by its CPU time, that of all threads together.
 """
 
 from __future__ import annotations
@@ -70,6 +76,7 @@ class Run:
     latency_ms: float
     repeat: int
     seconds: float
+    cpu_seconds: float  # of all threads
     tokens: int  # sampled responses
     steps: int  # model calls
     episodes: int
@@ -78,6 +85,10 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def cpu_tokens_per_second(self) -> float:
+        return self.tokens / self.cpu_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +152,14 @@ def build_contest(config: RunConfig, model: Model, *, episodes: int, at_once: in
     )
 
 
+def one_attempt_each(contest: Contest, rows: Sequence[TaskRow]) -> Contest:
+    """As many episodes, of as many of these rows: without groups."""
+    episodes = len(contest.rows) * contest.collector.group_size
+    if len(rows) < episodes:
+        raise SystemExit(f"{episodes} episodes of one row each need as many rows; the recipe has {len(rows)}")
+    return replace(contest, rows=list(rows[:episodes]), collector=replace(contest.collector, group_size=1))
+
+
 def _as_played(trajectory: Trajectory) -> Played:
     return Played(
         prompts=[step.prompt_ids for step in trajectory.steps],
@@ -189,15 +208,16 @@ async def time_batch(contest: Contest, side: str, latency_ms: float, repeat: int
     """The delays depend on the repeat alone: all sides of one repeat get the same ones."""
     make_env = env_maker(latency_ms, seed=repeat)
     before = asdict(contest.engine.stats)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     played = await contest.play(side, make_env, seed=repeat)
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     after = asdict(contest.engine.stats)
     return Run(
         side=side,
         latency_ms=latency_ms,
         repeat=repeat,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         tokens=sum(episode.tokens for episode in played),
         steps=sum(len(episode.responses) for episode in played),
         episodes=len(played),
@@ -209,25 +229,31 @@ async def time_all(contest: Contest, latencies: Sequence[float], repeats: int) -
     runs = []
     for latency_ms in latencies:
         for repeat in range(repeats):
-            for side in SIDES:
+            for side in order(repeat):
                 runs.append(await time_batch(contest, side, latency_ms, repeat))
     return runs
+
+
+def order(repeat: int) -> tuple[str, ...]:
+    """The sides, each of them first in its turn."""
+    first = repeat % len(SIDES)
+    return SIDES[first:] + SIDES[:first]
 
 
 def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
     """Medians over the repeats of one latency."""
     of_side = {side: [run for run in runs if (run.side, run.latency_ms) == (side, latency_ms)] for side in SIDES}
-    speeds = {side: [run.tokens_per_second for run in of_side[side]] for side in SIDES}
+    by_wall = {side: [run.tokens_per_second for run in of_side[side]] for side in SIDES}
+    by_cpu = {side: [run.cpu_tokens_per_second for run in of_side[side]] for side in SIDES}
     ours = of_side["collect"]
     engine = [run.engine for run in ours if run.engine is not None]
     return {
         "latency_ms": latency_ms,
         "repeats": len(ours),
-        "tokens_per_second": {side: round(median(speeds[side])) for side in SIDES},
-        "collect_over": {
-            side: round(median(a / b for a, b in zip(speeds["collect"], speeds[side], strict=True)), 2)
-            for side in SIDES[1:]
-        },
+        "tokens_per_second": {side: round(median(by_wall[side])) for side in SIDES},
+        "collect_over": _ratios(by_wall),
+        "cpu_tokens_per_second": {side: round(median(by_cpu[side])) for side in SIDES},
+        "cpu_collect_over": _ratios(by_cpu),
         "steps_per_episode": {
             side: round(sum(run.steps for run in of_side[side]) / sum(run.episodes for run in of_side[side]), 2)
             for side in SIDES
@@ -236,15 +262,22 @@ def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
     }
 
 
+def _ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
+    """Of `collect` to the others, medians of those within a repeat."""
+    ours = speeds["collect"]
+    return {side: round(median(a / b for a, b in zip(ours, speeds[side], strict=True)), 2) for side in SIDES[1:]}
+
+
 def show(summary: Sequence[dict[str, Any]], setting: str) -> None:
     print(setting)
     print(
         f"{'tool latency':>12} {'collect':>9} {'carried':>9} {'afresh':>9}   tokens/s      collect over carried, afresh"
     )
     for row in summary:
-        speed, over = row["tokens_per_second"], row["collect_over"]
-        cells = " ".join(f"{speed[side]:>9}" for side in SIDES)
-        print(f"{row['latency_ms']:>9g} ms {cells} {over['carried']:>26.2f}x {over['afresh']:>7.2f}x")
+        for label, kind in ((f"{row['latency_ms']:g} ms", ""), ("by CPU time", "cpu_")):
+            speed, over = row[f"{kind}tokens_per_second"], row[f"{kind}collect_over"]
+            cells = " ".join(f"{speed[side]:>9}" for side in SIDES)
+            print(f"{label:>12} {cells} {over['carried']:>26.2f}x {over['afresh']:>7.2f}x")
     engine, steps = summary[0]["engine"], summary[0]["steps_per_episode"]["collect"]
     print(
         f"collect: {steps} steps per episode; of the prompt tokens {engine['prefilled_tokens']} computed, "
@@ -284,7 +317,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, help="attempts at one row, instead of the recipe's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--latencies", default="0,50,500", help="mean milliseconds of a tool call, separated by commas")
-    parser.add_argument("--refill-latencies", default="50", help="likewise, in the second setting")
+    parser.add_argument("--refill-latencies", default="50", help="likewise, in the other settings")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, of every side")
     parser.add_argument("--out", type=Path, help="folder for both files instead of benchmarks/results and docs")
     return parser.parse_args(words)
@@ -299,13 +332,18 @@ async def main(words: Sequence[str]) -> None:
     at_once, total = options.episodes, options.episodes * options.refills
     refilled = build_contest(config, model, episodes=total, at_once=at_once)
     contest = replace(refilled, rows=refilled.rows[: at_once // config.rollout.group_size])
-    await check_agreement(refilled)  # also the first run of every side, which pays for what is made once
-    runs = await time_all(contest, _numbers(options.latencies), options.repeats)
-    refilled_runs = await time_all(refilled, _numbers(options.refill_latencies), options.repeats)
+    unshared = one_attempt_each(refilled, build_task(config).train_rows())
+    for each in (refilled, unshared):
+        await check_agreement(each)  # also the first run of every side, which pays for what is made once
+    latencies, refill_latencies = _numbers(options.latencies), _numbers(options.refill_latencies)
+    runs = await time_all(contest, latencies, options.repeats)
+    refilled_runs = await time_all(refilled, refill_latencies, options.repeats)
+    unshared_runs = await time_all(unshared, refill_latencies, options.repeats)
     await contest.engine.close()
 
-    summary = [summarise(runs, latency_ms) for latency_ms in _numbers(options.latencies)]
-    refilled_summary = [summarise(refilled_runs, latency_ms) for latency_ms in _numbers(options.refill_latencies)]
+    summary = [summarise(runs, latency_ms) for latency_ms in latencies]
+    refilled_summary = [summarise(refilled_runs, latency_ms) for latency_ms in refill_latencies]
+    unshared_summary = [summarise(unshared_runs, latency_ms) for latency_ms in refill_latencies]
     results, docs = (options.out, options.out) if options.out else (RESULTS, DOCS)
     results.mkdir(parents=True, exist_ok=True)
     result = {
@@ -318,13 +356,16 @@ async def main(words: Sequence[str]) -> None:
         "episodes": at_once,
         "summary": summary,
         "refilled": {"episodes": total, "at_once": at_once, "summary": refilled_summary},
+        "unshared": {"episodes": total, "at_once": at_once, "group_size": 1, "summary": unshared_summary},
         "runs": [_recorded(run) for run in runs],
         "refilled_runs": [_recorded(run) for run in refilled_runs],
+        "unshared_runs": [_recorded(run) for run in unshared_runs],
     }
     (results / "collect.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(summary, docs / "collect.png")
     show(summary, f"{at_once} episodes, all at once")
     show(refilled_summary, f"{total} episodes, {at_once} at once")
+    show(unshared_summary, f"{total} episodes of a row each, {at_once} at once: nothing to share")
 
 
 def _numbers(words: str) -> list[float]:
@@ -332,7 +373,8 @@ def _numbers(words: str) -> list[float]:
 
 
 def _recorded(run: Run) -> dict[str, Any]:
-    return asdict(run) | {"tokens_per_second": run.tokens_per_second}
+    speeds = {"tokens_per_second": run.tokens_per_second, "cpu_tokens_per_second": run.cpu_tokens_per_second}
+    return asdict(run) | speeds
 
 
 if __name__ == "__main__":

@@ -91,9 +91,7 @@ class Episode:
                 f"episode.act was called {'after the episode had ended' if self._closed else 'while another call runs'}"
             )
         if len(self.steps) >= self.limits.max_steps:
-            next_prompt_ids = self._render(observation, tools or [])
-            if len(next_prompt_ids) < self.limits.max_context_tokens:
-                self.next_prompt_ids = next_prompt_ids
+            self.next_prompt_ids = self._unanswered(observation, tools or [])
             raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
         prompt_ids = self._render(observation, tools or [])
         self._acting = True
@@ -101,6 +99,17 @@ class Episode:
             return await self._sample(prompt_ids)
         finally:
             self._acting = False
+
+    def _unanswered(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
+        """The prompt that would have come next, for a critic. None if it cannot be had: the episode is over anyway."""
+        shown = self.messages
+        try:
+            prompt_ids = self._render(observation, tools)
+        except Exception:  # noqa: BLE001 (nobody was to see it, so what is wrong with it does not matter)
+            return []
+        finally:
+            self.messages = shown
+        return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
 
     async def _sample(self, prompt_ids: list[int]) -> Action:
         room = self.limits.max_context_tokens - len(prompt_ids)

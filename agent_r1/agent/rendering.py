@@ -19,11 +19,11 @@ import json
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError
 
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ToolSchemas = Sequence[Mapping[str, Any]]
+Result = TypeVar("Result")
 
 MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
 MAX_RECENT = 256  # results kept of each step of the work: members of a group often see, say and are told the same
+MAX_KEPT = 65_536  # characters such a result may be made from, an id counting as four: long ones are seldom shared
 
 # A template is a program that expects certain roles, keys and types; these are its ways to refuse.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -78,13 +80,13 @@ class Renderer:
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
         control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
-        self._tools_seen: tuple[list[Any], list[Any], str] | None = None  # see _known_tools
-        self._written_from = lru_cache(MAX_RECENT)(self._write_from)
-        self._ids_of = lru_cache(MAX_RECENT)(self._tokenise)
-        self._text_of = lru_cache(MAX_RECENT)(self._spell)
-        self._span_of = lru_cache(MAX_RECENT)(self._find_span)
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
+        self._tools_from = _remembering(lambda tools: self._special.defuse(json.loads(tools)))
+        self._written_from = _remembering(self._write_from)
+        self._ids_of = _remembering(self._tokenise)
+        self._text_of = _remembering(self._spell)
+        self._span_of = _remembering(self._find_span)
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
@@ -249,21 +251,22 @@ class Renderer:
     ) -> str:
         """What the template writes, look-alikes defused, with `SLOT` for the content of message `slot`."""
         shown = messages if slot is None else with_slot(messages, slot)
+        tools_as_json = f"[{', '.join(map(_as_json, tools))}]"
         try:
-            as_json, tools_as_json = json.dumps(shown), self._known_tools(tools)[2]
+            as_json = json.dumps(shown)
         except (TypeError, ValueError):  # not JSON: images, say
-            return self._write(messages, tools, slot, generation_prompt)
+            return self._write(messages, tools_as_json, slot, generation_prompt)
         return self._written_from(as_json, tools_as_json, slot, generation_prompt)
 
     def _write_from(self, messages: str, tools: str, slot: int | None, generation_prompt: bool) -> str:
-        return self._write(json.loads(messages), json.loads(tools), slot, generation_prompt)
+        return self._write(json.loads(messages), tools, slot, generation_prompt)
 
-    def _write(self, messages: list[Message], tools: ToolSchemas, slot: int | None, generation_prompt: bool) -> str:
+    def _write(self, messages: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
         safe = [(self._control if is_from_tool(m) else self._special).defuse(m) for m in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 safe if slot is None else with_slot(safe, slot),
-                tools=self._known_tools(tools)[1] or None,
+                tools=self._tools_from(tools) or None,
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -277,13 +280,6 @@ class Renderer:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _known_tools(self, tools: ToolSchemas) -> tuple[list[Any], list[Any], str]:
-        """The schemas as given, with a cut in every look-alike, and as JSON. A run shows the same ones all the time."""
-        given = list(tools)
-        if self._tools_seen is None or self._tools_seen[0] != given:
-            self._tools_seen = (deepcopy(given), self._special.defuse(given), json.dumps(given))
-        return self._tools_seen
 
     def _try_template(self, messages: list[Message], *, slot: int | None = None, generation_prompt: bool) -> str:
         try:
@@ -408,6 +404,29 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         tools_shown=tools_shown,
         problems=tuple(problem for problem, holds in checks.items() if not holds),
     )
+
+
+def _remembering(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function`, computed once for arguments that come again soon, unless they are long."""
+    recent = lru_cache(MAX_RECENT)(function)
+
+    def call(*arguments: Hashable) -> Result:
+        size = sum(
+            len(each) * (1 if isinstance(each, str) else 4) for each in arguments if isinstance(each, str | tuple)
+        )
+        return recent(*arguments) if size <= MAX_KEPT else function(*arguments)
+
+    return call
+
+
+def _as_json(tool: Mapping[str, Any]) -> str:
+    """As JSON, schemas are told apart as templates show them: 1 is not True, and the order of keys counts."""
+    try:
+        return json.dumps(tool)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"a tool schema cannot be written as JSON: {error}. Use strings, numbers, lists and dicts: {tool!r:.300}"
+        ) from error
 
 
 def _snapshot(observation: Observation, extends: Turn | None) -> Observation:

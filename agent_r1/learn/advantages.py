@@ -87,7 +87,7 @@ def match_states(states: Sequence[Hashable], *, similarity: float | None) -> lis
     for state in states:
         number = known.get(state)
         if number is None and similarity is not None:
-            number = next((i for i, first in enumerate(firsts) if _alike(first, state, similarity)), None)
+            number = _first_alike(firsts, state, similarity)
         if number is None:
             number = len(firsts)
             firsts.append(state)
@@ -108,6 +108,12 @@ def all_equal(values_N: Tensor) -> bool:
     return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
 
 
-def _alike(a: Any, b: Any, threshold: float) -> bool:
-    matcher = SequenceMatcher(None, a, b, autojunk=False)  # autojunk would ignore frequent elements, silently
-    return matcher.quick_ratio() >= threshold and matcher.ratio() >= threshold
+def _first_alike(firsts: Sequence[Any], state: Any, threshold: float) -> int | None:
+    matcher = SequenceMatcher(None, autojunk=False)  # autojunk would ignore frequent elements, silently
+    matcher.set_seq2(state)  # indexed once; the others are compared with it
+    for number, first in enumerate(firsts):
+        matcher.set_seq1(first)
+        # Cheap upper bounds first: the ratio itself takes time in proportion to the product of both lengths.
+        if all(bound() >= threshold for bound in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
+            return number
+    return None

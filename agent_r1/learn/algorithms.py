@@ -43,6 +43,9 @@ class Algorithm:
     needs_critic: bool = False
     needs_greedy: bool = False  # one greedy attempt per row, to compare with
     min_group_size: int = 1  # below it there is nothing to learn from
+    # A ratio clipped this near to 1 must not see that sampler and learner compute log-probs differently.
+    own_old_logprobs: bool = False
+    on_policy_only: bool = False  # its loss has no ratio: wrong from the second optimizer step of a batch on
     # ---- settings
     sampling_rounds: Count = 1  # times rows are sampled until enough groups have attempts of different return (DAPO)
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
@@ -62,8 +65,28 @@ class Algorithm:
             )
         hints = _hints_of(self.credit) | _hints_of(self.loss) | _OWN_SETTINGS
         checked = {name: self._checked(name, value, hints[name]) for name, value in settings.items()}
+        self._refuse_idle(checked)
         own = {name: value for name, value in checked.items() if name in _OWN_SETTINGS}
         return replace(self, credit=_bind(self.credit, checked), loss=_bind(self.loss, checked), **own)
+
+    def _refuse_idle(self, settings: Mapping[str, Any]) -> None:
+        """Settings that do nothing beside the others."""
+        before, after = self.settings, {**self.settings, **settings}
+        changed = {name for name, value in settings.items() if value != before[name]}
+        if "horizon" in changed and after["aggregation"] != "constant":
+            raise ConfigError(
+                f"horizon does nothing with aggregation={after['aggregation']}; it belongs to aggregation=constant"
+            )
+        if "overlong_buffer" in changed and not after["overlong_penalty"]:
+            raise ConfigError("overlong_buffer does nothing without overlong_penalty; set that too")
+
+    def require_updates(self, updates_per_batch: int) -> None:
+        """Called with the configured epochs times mini-batches, before anything is sampled."""
+        if self.on_policy_only and updates_per_batch > 1:
+            raise ConfigError(
+                f"{self.name} has no importance ratio, so only the first of {updates_per_batch} updates of a batch "
+                "would be right. Set learner.num_epochs=1 and learner.num_minibatches=1, or use rloo or cispo."
+            )
 
     def require_group_size(self, group_size: int) -> None:
         """Called with the configured size, before anything is sampled."""
@@ -201,7 +224,14 @@ _ROWS = [
         sampling_rounds=3,
         overlong_penalty=1.0,
     ),
-    Algorithm(name="gspo", paper="arXiv:2507.18071", credit=_GROUP, loss=_STEP_CLIP, min_group_size=2),
+    Algorithm(
+        name="gspo",
+        paper="arXiv:2507.18071",
+        credit=_GROUP,
+        loss=_STEP_CLIP,
+        min_group_size=2,
+        own_old_logprobs=True,
+    ),
     Algorithm(
         name="cispo",
         paper="arXiv:2506.13585",
@@ -216,12 +246,14 @@ _ROWS = [
         credit=credit.greedy_difference,
         loss=partial(reinforce, **_WEIGHTING),
         needs_greedy=True,
+        on_policy_only=True,
     ),
     Algorithm(
         name="reinforce",
         paper="10.1007/BF00992696",
         credit=partial(credit.step_return, gamma=1.0, whiten_batch=True),
         loss=partial(reinforce, **_WEIGHTING),
+        on_policy_only=True,
     ),
     Algorithm(name="reinforce++", paper="arXiv:2501.03262", credit=partial(credit.token_return, gamma=1.0), loss=_CLIP),
     Algorithm(
@@ -244,6 +276,7 @@ _ROWS = [
         credit=partial(credit.step_gae, **_GAE),
         loss=_STEP_CLIP,
         needs_critic=True,
+        own_old_logprobs=True,
     ),
     Algorithm(
         name="gigpo",
@@ -335,7 +368,7 @@ def _scored(trajectory: Trajectory, rewards: PerToken, values: Values | None, ba
         trajectory=trajectory,
         rewards=rewards,
         values=None if values is None else values.per_token,
-        bootstrap=0.0 if values is None or not trajectory.stop.is_truncated else values.bootstrap,
+        bootstrap=None if values is None else values.bootstrap,
         baseline=baseline,
     )
 

@@ -31,7 +31,7 @@ class Values:
     """What a critic says about one trajectory."""
 
     per_token: PerToken  # of the state before each response token
-    bootstrap: float  # of the state a truncated episode would have gone on from; read for no other
+    bootstrap: float | None = None  # of the state a truncated episode would have gone on from; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Scored:
     trajectory: Trajectory
     rewards: PerToken  # each on the token that earned it; their sum is the return
     values: PerToken | None = None  # of the critic, before each response token
-    bootstrap: float = 0.0  # of the critic, where a truncated episode would have gone on; 0 if it terminated
+    bootstrap: float | None = None  # of the critic, where a truncated episode would have gone on; None: not known
     baseline: float | None = None  # return of the greedy attempt at the same row
 
     @property
@@ -123,8 +123,8 @@ def step_gae(
     for group in groups:
         for item in group:
             values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
-            bootstrap = item.bootstrap if bootstrap_truncated else 0.0
-            advantages.append(gae(_step_rewards(item), values_K, bootstrap=bootstrap, gamma=gamma, lam=lam))
+            after = _value_after(item, values_K) if bootstrap_truncated else 0.0
+            advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=gamma, lam=lam))
     normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
     return [
         [
@@ -206,9 +206,9 @@ def token_gae(
     advantages = []
     for item in chain.from_iterable(groups):
         values_K = torch.tensor(list(chain.from_iterable(_values(item))), dtype=torch.float64)
-        bootstrap = item.bootstrap if bootstrap_truncated else 0.0
+        after = _value_after(item, values_K) if bootstrap_truncated else 0.0
         discounts = _token_discounts(item, gamma)
-        advantages.append(gae(_token_rewards(item), values_K, bootstrap=bootstrap, gamma=discounts, lam=lam))
+        advantages.append(gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
     normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
     return [
         [
@@ -247,6 +247,15 @@ def _token_discounts(item: Scored, gamma: float) -> list[float]:
 def _values(item: Scored) -> PerToken:
     assert item.values is not None  # `assign_credit` sees to it
     return item.values
+
+
+def _value_after(item: Scored, values_K: Tensor) -> float:
+    """Of the state after the last decision: 0 if the episode terminated, else the critic's value there. Where that
+    state is not known (a response cut in half, a prompt that outgrew the context) the value at the last decision has
+    to do: it is the nearest at which the critic was ever trained."""
+    if not item.trajectory.stop.is_truncated:
+        return 0.0
+    return float(values_K[-1]) if item.bootstrap is None else item.bootstrap
 
 
 def _constant(item: Scored, value: float) -> Credit:

@@ -8,7 +8,7 @@ Shape suffixes: T = trained tokens of a pack, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,26 +55,22 @@ class Critic:
 
 
 def with_last_state(trajectory: Trajectory) -> Trajectory:
-    """A truncated trajectory plus one step for the state it would have gone on from.
+    """A truncated trajectory plus one step for the state it would have gone on from, if that is known.
 
     The step's single token is never trained on; the critic's value before it is what a truncated return is completed
-    with. If the next prompt is not known (the response itself was cut off), that state is all that was seen so far.
+    with.
     """
-    if not (trajectory.stop.is_truncated and trajectory.steps):
+    if not (trajectory.stop.is_truncated and trajectory.next_prompt_ids):
         return trajectory
-    last = trajectory.steps[-1]
-    prompt_ids = trajectory.next_prompt_ids or last.prompt_ids + last.response_ids
-    return replace(
-        trajectory,
-        steps=[*trajectory.steps, Step(prompt_ids=prompt_ids, response_ids=[0], response_logprobs=[0.0])],
-    )
+    last = Step(prompt_ids=trajectory.next_prompt_ids, response_ids=[0], response_logprobs=[0.0])
+    return replace(trajectory, steps=[*trajectory.steps, last])
 
 
-def explained_variance(values: Sequence[float], targets: Sequence[float]) -> float:
+def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
     """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows the mean alone. 0 where all
     targets are equal, since there is nothing to explain."""
-    if len(targets) < 2:
+    if targets_N.numel() < 2:
         return 0.0
-    values_N, targets_N = torch.tensor(values, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
+    values_N, targets_N = values_N.double(), targets_N.double()
     variance = float(targets_N.var())
     return 1.0 - float((targets_N - values_N).var()) / variance if variance > 1e-12 else 0.0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError, TrainingError, did_you_mean
-from agent_r1.learn.batch import Pack, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch import Pack, column, merge_steps, nested, pack, split_evenly
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.credit import Values
 from agent_r1.learn.critic import Critic, explained_variance, with_last_state
@@ -26,12 +26,12 @@ from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_lo
 from agent_r1.learn.minibatch import (
     Columns,
     MiniBatch,
-    correct,
-    correction_report,
     culprits,
     layout,
+    mismatch_report,
     on_columns,
     prepare,
+    with_own_logprobs,
 )
 from agent_r1.learn.optimizer import Optimizer, Schedule
 from agent_r1.learn.parallel import OneProcess
@@ -73,7 +73,8 @@ class Learner:
     kl_estimator: str = "k3"
     reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
     entropy_coef: float = 0.0
-    correction: Correction | None = None
+    own_old_logprobs: bool = False  # ratios to the learner's log-probs from before the update, not the sampler's
+    correction: Correction | None = None  # implies that, and weights tokens by the disagreement
     critic: CriticTraining | None = None
     ranks: OneProcess = field(default_factory=OneProcess)
     updates: int = field(default=0, init=False)
@@ -128,7 +129,7 @@ class Learner:
                 skipped += not self._optimize(batch, tally)
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
         metrics |= self._batch_metrics(credited, filled) | self._critic_metrics(credited)
-        self.updates += 1
+        self.updates += bool(filled)
         return metrics | {
             "lr": self._optimizer.lr,
             "optimizer_steps": float(self.optimizer_steps),
@@ -142,26 +143,27 @@ class Learner:
         """What the critic says of every state in which a token was sampled, and of where truncated episodes stopped."""
         assert self.critic is not None  # whoever asks has built one
         extended = [with_last_state(trajectory) for trajectory in trajectories]
-        asked = nested(self._ask(extended, self.critic.critic.values), extended)
+        values_R = self._ask(extended, self.critic.critic.values)
+        if not bool(values_R.isfinite().all()):
+            raise TrainingError(
+                f"the critic gives values that are not finite after {self.updates} updates; try a lower critic.lr"
+            )
+        asked = nested(values_R, extended)
         steps = [len(trajectory.steps) for trajectory in trajectories]
         return [
-            Values(per_token=rows[:count], bootstrap=rows[count][0] if len(rows) > count else 0.0)
+            Values(per_token=rows[:count], bootstrap=rows[count][0] if len(rows) > count else None)
             for count, rows in zip(steps, asked, strict=True)
         ]
 
     @torch.no_grad()
     def kl_to_reference(self, trajectories: Sequence[Trajectory]) -> list[PerToken]:
-        """log pi_old - log reference at every response token: the k1 estimate that a KL in the reward adds up."""
+        """log pi - log reference at every response token: the k1 estimate that a KL in the reward adds up.
+
+        Both by the learner's own kernels: against the sampler's log-probs even equal policies would differ by noise.
+        """
         assert self.reference is not None
-        reference = self.reference
-        logprobs_R = self._ask(trajectories, lambda p: reference.logprobs(p, temperature=self.temperature)[0])
-        return [
-            [
-                [old - new for old, new in zip(step.response_logprobs, row, strict=True)]
-                for step, row in zip(trajectory.steps, rows, strict=True)
-            ]
-            for trajectory, rows in zip(trajectories, nested(logprobs_R, trajectories), strict=True)
-        ]
+        own, other = self._logprobs_of(self.policy), self._logprobs_of(self.reference)
+        return nested(self._ask(trajectories, lambda part: own(part) - other(part)), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
         """For the engine: the live weights by name, tied ones once."""
@@ -208,8 +210,8 @@ class Learner:
             is_mine=self.ranks.is_mine,
             keep_idle=everything or self.critic is not None,
         )
-        if self.correction is not None:
-            batch = correct(batch, self.correction, self._logprobs_of(self.policy))
+        if self.correction is not None or self.own_old_logprobs:
+            batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)
         if self.kl_coef > 0 and self.reference is not None:
             reference_R = on_columns(batch.packs, self._logprobs_of(self.reference), batch.columns.old_logprobs_R)
             batch = batch.with_columns(reference_logprobs_R=reference_R)
@@ -279,8 +281,8 @@ class Learner:
             # An estimate from what the sampler drew, so it is corrected like the loss. The entropy is no estimate.
             loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / batch.counts.tokens
             sums["kl_to_reference"] = kl_T.detach().sum()
-        if self.correction is not None:
-            more, most = correction_report(columns)
+        if columns.sampler_logprobs_R is not None:
+            more, most = mismatch_report(columns)
             sums, maxima = sums | more, maxima | most
         return LossOutput(loss=loss, sums=sums, maxima=maxima), logprobs_T
 
@@ -317,20 +319,15 @@ class Learner:
 
     def _critic_metrics(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         """How good the values were that this batch's advantages were computed with."""
-        pairs = [
-            (value, target)
-            for item in credited
-            for row in zip(item.values or [], item.value_targets or [], strict=True)
-            for value, target in zip(*row, strict=True)
-            if target is not None
-        ]
-        if not pairs:
+        values_R = column([item.values or [] for item in credited])
+        targets_R = column([item.value_targets or [] for item in credited])
+        asked_R = ~targets_R.isnan()
+        if not bool(asked_R.any()):
             return {}
-        values, targets = zip(*pairs, strict=True)
         return {
-            "explained_variance": explained_variance(values, targets),
-            "value_mean": sum(values) / len(values),
-            "value_target_mean": sum(targets) / len(targets),
+            "explained_variance": explained_variance(values_R[asked_R], targets_R[asked_R]),
+            "value_mean": float(values_R[asked_R].mean()),
+            "value_target_mean": float(targets_R[asked_R].mean()),
             "critic_warming_up": float(self.is_warming_up),
         }
 

@@ -131,19 +131,20 @@ def on_columns(packs: Sequence[Pack], model: Callable[[Pack], Tensor], like_R: T
     return result_R
 
 
-def correct(batch: MiniBatch, correction: Correction, logprobs: Callable[[Pack], Tensor]) -> MiniBatch:
-    """Weights for the disagreement of sampler and learner; from then on the learner's log-probs are the old ones."""
+def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], correction: Correction | None) -> MiniBatch:
+    """From now on the learner's log-probs are the old ones; `correction` weights tokens by the disagreement."""
     sampler_R = batch.columns.old_logprobs_R
     learner_R = on_columns(batch.packs, logprobs, sampler_R)
     importance_R = batch.columns.importance_R.clone()
-    for part in batch.packs:
-        index_T = part.columns_T
-        importance_R[index_T] = correction.weights(learner_R[index_T], sampler_R[index_T], part.step_ids_T)
+    if correction is not None:
+        for part in batch.packs:
+            index_T = part.columns_T
+            importance_R[index_T] = correction.weights(learner_R[index_T], sampler_R[index_T], part.step_ids_T)
     return batch.with_columns(old_logprobs_R=learner_R, importance_R=importance_R, sampler_logprobs_R=sampler_R)
 
 
-def correction_report(columns: Columns) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima over a pack's tokens: the weights, and the disagreement that they correct for."""
+def mismatch_report(columns: Columns) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and maxima over a pack's tokens: how far sampler and learner disagree, and the weights that correct it."""
     assert columns.sampler_logprobs_R is not None
     sums, maxima = ratio_report(columns.old_logprobs_R - columns.sampler_logprobs_R)
     return {

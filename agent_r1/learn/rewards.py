@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from agent_r1.types import PerToken, Step, Trajectory
 
-ProcessScaling = Literal["raw", "off", "largest_return", "running_std"]
+ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
 
 
@@ -170,7 +170,7 @@ def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
 
 _SCALES: dict[str, Callable[[Sequence[PerToken], RunningStd], float]] = {
     "raw": lambda process, running: 1.0,
-    "off": lambda process, running: 0.0,
+    "ignored": lambda process, running: 0.0,
     "largest_return": _by_largest_return,
     "running_std": _by_running_std,
 }

@@ -24,6 +24,10 @@ class ScoringError(AgentR1Error, RuntimeError):
     """A model could not score an episode; the episode fails with it, the run goes on."""
 
 
+class OutOfAttempts(ScoringError):
+    """Every attempt failed in a way that may pass: the fault lies with who was asked, not with what was asked."""
+
+
 class TransientError(ScoringError):
     """This attempt failed, the next may not. A scorer raises it to be asked again."""
 
@@ -52,14 +56,14 @@ class Attempts:
             )
 
     async def run(self, attempt: Callable[[], Awaitable[T]], *, who: str) -> T:
-        """The result of the first attempt that succeeds; ScoringError after the last. Other errors are not repeated."""
+        """The result of the first attempt that succeeds, or OutOfAttempts. Other errors are not repeated."""
         for number in range(self.attempts):
             try:
                 return await attempt()
             except TRANSIENT as error:
                 if number + 1 == self.attempts:
                     tried = f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"
-                    raise ScoringError(f"{who} failed after {tried}; the last: {describe(error)}") from error
+                    raise OutOfAttempts(f"{who} failed after {tried}; the last: {describe(error)}") from error
                 # Never all at once again: those that failed together would only fail together once more.
                 pause = self.backoff_seconds * 2**number * _JITTER.uniform(0.5, 1.5)
                 await asyncio.sleep(pause + (error.wait_seconds if isinstance(error, TransientError) else 0.0))
@@ -69,7 +73,7 @@ class Attempts:
 class PerLoop(Generic[T]):
     """One T for all overlapping calls of an event loop: made for the first of them, closed after the last."""
 
-    def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]]) -> None:
+    def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> None:
         self._make = make
         self._close = close
         self._shared: dict[asyncio.AbstractEventLoop, tuple[T, set[object]]] = {}
@@ -87,4 +91,5 @@ class PerLoop(Generic[T]):
             users.remove(user)
             if not users:
                 del self._shared[loop]
-                await self._close(shared)
+                if self._close is not None:
+                    await self._close(shared)

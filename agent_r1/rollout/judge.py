@@ -27,10 +27,10 @@ import httpx
 from agent_r1.agent.guard import describe, guarded, mended
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.attempts import Attempts, PerLoop, ScoringError, TransientError
+from agent_r1.rollout.reward import MAX_CONCURRENT
 from agent_r1.types import Message, TaskRow, Trajectory
 
 MAX_SHOWN_CHARS = 500  # of a server's text in an error
-MAX_RETRY_AFTER = 60.0  # seconds; a server that asks for more is taken to mean no
 
 JudgePrompt = Callable[[TaskRow, Trajectory], list[Message]]
 
@@ -98,10 +98,11 @@ class LLMJudge:
     temperature: float | None = 0.0  # None, here and below: not sent
     max_tokens: int | None = 1024
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # other fields of the request
-    max_concurrent: int = 16  # requests at once; the time of an attempt runs only then
+    max_concurrent: int = MAX_CONCURRENT  # requests at once: with fewer, queueing takes from the episode's time
     attempts: int = 3
     seconds_per_attempt: float = 8.0
     backoff_seconds: float = 0.5
+    max_retry_after: float = 10.0  # seconds; a server that asks for a longer wait is taken to mean no
     _patience: Attempts = field(init=False, repr=False, compare=False)
     _clients: PerLoop[_Client] = field(init=False, repr=False, compare=False)
 
@@ -110,13 +111,17 @@ class LLMJudge:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"LLMJudge needs a base_url such as http://localhost:8000/v1: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.path.endswith("/completions"):
+        plain = url.copy_with(userinfo=b"", query=None, fragment=None)  # the rest may hold a secret, and is not shown
+        if plain != url or url.scheme not in ("http", "https") or not url.host or url.path.endswith("/completions"):
             raise ConfigError(
-                "LLMJudge needs a base_url such as http://localhost:8000/v1, without user, password and "
-                f"/chat/completions: got {url.copy_with(userinfo=b'')}"
+                "LLMJudge needs a base_url such as http://localhost:8000/v1, without user, password, query and "
+                f"/chat/completions: got {plain}"
             )
-        if self.max_concurrent < 1:
-            raise ConfigError(f"LLMJudge needs max_concurrent of at least 1, got {self.max_concurrent}")
+        if self.max_concurrent < 1 or not self.max_retry_after >= 0:
+            raise ConfigError(
+                "LLMJudge needs max_concurrent of at least 1 and max_retry_after not negative: "
+                f"got {self.max_concurrent} and {self.max_retry_after}"
+            )
         self._key()
         patience = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
         object.__setattr__(self, "_patience", patience)
@@ -154,24 +159,44 @@ class LLMJudge:
         return self._verdict(response, key)
 
     def _verdict(self, response: httpx.Response, key: str | None) -> float:
-        text = response.text if key is None else response.text.replace(key, "***")  # some servers say it back
-        _check_status(response, _shown(text))
+        def hide(text: str) -> str:  # some servers say the key back
+            return text if key is None else text.replace(key, "***")
+
+        self._check_status(response, _shown(hide(response.text)))
         try:
-            choice = json.loads(text)["choices"][0]
+            choice = json.loads(response.text)["choices"][0]
             verdict = choice["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            raise TransientError(f"the answer is no chat completion: {_shown(text)}") from error
+            raise TransientError(f"the answer is no chat completion: {_shown(hide(response.text))}") from error
         if not isinstance(verdict, str):
-            raise TransientError(f"the answer has no text, but content={verdict!r:.80}")
+            raise TransientError(f"the answer has no text, but content={hide(repr(verdict)):.80}")
         try:
             score = float(self.parse(verdict))
-        except ValueError as error:
-            cut = choice.get("finish_reason") == "length"
-            hint = "; it was cut off, so raise max_tokens" if cut else ""
-            raise TransientError(f"cannot read the verdict {_shown(verdict)}: {error}{hint}") from error
+        except Exception as error:
+            hint = "; it was cut off, so raise max_tokens" if choice.get("finish_reason") == "length" else ""
+            reason = f"{type(error).__name__}: {hide(str(error))}{hint}"
+            kind = TransientError if isinstance(error, ValueError) else ScoringError
+            failure = kind(f"cannot read the verdict {_shown(hide(verdict))}: {reason}")
+            raise failure.with_traceback(error.__traceback__) from error
         if not math.isfinite(score):
-            raise ScoringError(f"parse made {score} of the verdict {_shown(verdict)}; scores must be finite numbers")
+            said = _shown(hide(verdict))
+            raise ScoringError(f"parse made {score} of the verdict {said}; scores must be finite numbers")
         return score
+
+    def _check_status(self, response: httpx.Response, shown: str) -> None:
+        status = response.status_code
+        if status == 200:
+            return
+        said = f"the server answered {status}: {shown}"
+        if status != 429 and status < 500:  # the same request would be refused again
+            raise ScoringError(said)
+        try:
+            wait = max(0.0, float(response.headers.get("Retry-After", "0")))
+        except ValueError:  # a date: rare, and clocks differ; the backoff has to do
+            wait = 0.0
+        if wait > self.max_retry_after:  # now, with what was said: later it would only be a time limit that ran out
+            raise ScoringError(f"{said} (asked to wait {wait:g} s, more than max_retry_after={self.max_retry_after:g})")
+        raise TransientError(said, wait_seconds=wait)
 
 
 class _Client:
@@ -184,22 +209,6 @@ class _Client:
 
     async def close(self) -> None:
         await self.http.aclose()
-
-
-def _check_status(response: httpx.Response, shown: str) -> None:
-    status = response.status_code
-    if status == 200:
-        return
-    said = f"the server answered {status}: {shown}"
-    if status != 429 and status < 500:  # the same request would be refused again
-        raise ScoringError(said)
-    try:
-        wait = max(0.0, float(response.headers.get("Retry-After", "0")))
-    except ValueError:  # a date: rare, and clocks differ; the backoff has to do
-        wait = 0.0
-    if not wait <= MAX_RETRY_AFTER:
-        raise ScoringError(f"{said} (asked to wait {wait:g} s)")
-    raise TransientError(said, wait_seconds=wait)
 
 
 def _shown(text: str) -> str:

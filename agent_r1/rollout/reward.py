@@ -4,7 +4,7 @@ A reward is a function `reward(row, trajectory) -> float | dict`, sync or async.
 called "reward" is what is trained on, the others are reported. A reward that raises, hangs or returns NaN fails its
 own episode, loudly, and not the run.
 
-Rewards of several parts: `shaping.py`. Models that score: `reward_model.py`, `judge.py`.
+Rewards of several parts: `shaping.py`. Models that score: `reward_model.py`, `classifier_reward.py`, `judge.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agent_r1.types import Group, TaskRow, Trajectory
 logger = logging.getLogger(__name__)
 
 SYNC_THREADS = 4
+MAX_CONCURRENT = 64
 
 RewardValue = float | Mapping[str, float]
 RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardValue]]
@@ -35,7 +36,7 @@ RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardV
 class Scorer:
     reward: RewardFunction
     timeout: float  # seconds per trajectory, from the moment its turn comes
-    max_concurrent: int = 64
+    max_concurrent: int = MAX_CONCURRENT
     max_error_fraction: float = 1.0  # of all trajectories, those that failed earlier included
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:

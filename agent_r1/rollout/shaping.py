@@ -12,15 +12,20 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from inspect import isawaitable
 from typing import Any, Literal
 
 from agent_r1.agent.guard import call, describe, guarded
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.reward import RewardFunction, check_reward_signature, is_async, named_components
+from agent_r1.rollout.attempts import PerLoop
+from agent_r1.rollout.reward import SYNC_THREADS, RewardFunction, check_reward_signature, is_async, named_components
 from agent_r1.types import TaskRow, Trajectory
 
 Format = Callable[[TaskRow, Trajectory], float]  # in [0, 1]
+
+# Of all sync parts that run beside async ones, whatever reward they belong to: they share the interpreter.
+_TURNS = PerLoop(lambda: asyncio.Semaphore(SYNC_THREADS))
 
 
 def weighted(**parts: tuple[RewardFunction, float]) -> RewardFunction:
@@ -105,7 +110,8 @@ def _composed(
             raise ConfigError("a part cannot be called 'reward': that is the name of the total; choose another")
         check_reward_signature(part, name)
 
-    def report(results: Mapping[str, dict[str, float]]) -> dict[str, float]:
+    def report(outcomes: Mapping[str, Any]) -> dict[str, float]:
+        results = {name: _read(name, outcome) for name, outcome in outcomes.items()}
         values = {name: result["reward"] for name, result in results.items()}
         inner = {
             f"{name}/{key}": value
@@ -115,37 +121,53 @@ def _composed(
         }
         return {"reward": total(values), **values, **inner}
 
-    def in_turn(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-        results = {}
-        for name, part in parts.items():
-            try:
-                returned = part(row, trajectory)
-            except Exception as error:
-                raise _failure(name, error) from error
-            results[name] = _read(name, returned)
-        return report(results)
+    async def together(outcomes: Mapping[str, Any]) -> dict[str, float]:
+        # Each in a task of its own, which a bare sys.exit() must not end the run from. The time limit is the scorer's.
+        running = (guarded(_awaited(outcome), seconds=math.inf) for outcome in outcomes.values())
+        awaited = await asyncio.gather(*running, return_exceptions=True)  # no part outlives the others
+        return report(dict(zip(outcomes, awaited, strict=True)))
+
+    def in_turn(row: TaskRow, trajectory: Trajectory) -> dict[str, float] | Awaitable[dict[str, float]]:
+        outcomes = {name: _outcome(part, row, trajectory) for name, part in parts.items()}
+        # A part can be async without looking so: `lambda row, trajectory: judge(row, trajectory)`. Then this is, too.
+        return together(outcomes) if any(map(isawaitable, outcomes.values())) else report(outcomes)
 
     async def at_once(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-        # Each in a task of its own, which a bare sys.exit() must not end the run from. The time limit is the scorer's.
-        running = (guarded(call(part, row, trajectory), seconds=math.inf) for part in parts.values())
-        outcomes = await asyncio.gather(*running, return_exceptions=True)  # no part outlives the others
-        for name, outcome in zip(parts, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise _failure(name, outcome) from outcome
-        return report({name: _read(name, outcome) for name, outcome in zip(parts, outcomes, strict=True)})
+        return await together({name: _called(part, row, trajectory) for name, part in parts.items()})
 
     in_turn.__name__ = at_once.__name__ = maker  # what messages call the reward
-    # Sync when all parts are: the scorer runs few sync rewards at a time, as they share the interpreter.
+    # Sync when all parts are: the scorer runs few sync rewards at a time, and starts the time of each when its turn
+    # comes. Beside an async part, sync parts take turns as well, but out of their episode's time.
     return at_once if any(map(is_async, parts.values())) else in_turn
 
 
-def _read(name: str, returned: Any) -> dict[str, float]:
+def _outcome(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> Any:
+    """What the part returns, or the exception it raises."""
     try:
-        return named_components(returned)
+        return part(row, trajectory)
+    except Exception as error:  # noqa: BLE001 (raised again by `_read`, which knows the name of the part)
+        return error
+
+
+async def _called(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> Any:
+    if is_async(part):
+        return await call(part, row, trajectory)
+    async with _TURNS.use() as turns, turns:
+        # In a list, so that `call` leaves alone what still has to be awaited: waiting takes no thread, and no turn.
+        [returned] = await call(lambda: [part(row, trajectory)])
+    return await _awaited(returned)
+
+
+async def _awaited(outcome: Any) -> Any:
+    return await outcome if isawaitable(outcome) else outcome
+
+
+def _read(name: str, outcome: Any) -> dict[str, float]:
+    if isinstance(outcome, BaseException):
+        # With the traceback of the part: what is logged should lead to the user's own line.
+        failure = RuntimeError(f"part {name!r} failed: {describe(outcome)}")
+        raise failure.with_traceback(outcome.__traceback__) from outcome
+    try:
+        return named_components(outcome)
     except ValueError as error:
         raise ValueError(f"part {name!r}: {error}") from error
-
-
-def _failure(name: str, error: BaseException) -> RuntimeError:
-    # With the traceback of the part: what is logged should lead to the user's own line.
-    return RuntimeError(f"part {name!r} failed: {describe(error)}").with_traceback(error.__traceback__)

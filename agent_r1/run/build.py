@@ -110,6 +110,12 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     """The configured row of the table; settings it does not have, or cannot use, are refused."""
     algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
     algorithm.require_group_size(config.rollout.group_size)
+    algorithm.require_updates(config.learner.num_epochs * config.learner.num_minibatches)
+    if config.algorithm.kl_in == "reward" and algorithm.settings.get("divide_by_std"):
+        raise ConfigError(
+            f"{algorithm.name} divides by the deviation of a group's returns, which makes a full-size signal of the KL "
+            "alone wherever all attempts earned the same. Use algorithm.kl_in=loss, or another algorithm"
+        )
     if config.critic is not None and not algorithm.needs_critic:
         raise ConfigError(f"algorithm {algorithm.name!r} has no critic: leave the section critic out")
     return algorithm
@@ -143,6 +149,7 @@ def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, referen
         kl_estimator=config.algorithm.kl_estimator,
         reference=PolicyModel(reference.network.requires_grad_(False)) if reference is not None else None,
         entropy_coef=config.algorithm.entropy_coef,
+        own_old_logprobs=algorithm.own_old_logprobs,
         correction=Correction(**config.correction.model_dump()) if config.correction is not None else None,
         critic=_critic(config.critic or CriticConfig(), policy, settings.lr) if algorithm.needs_critic else None,
         **_shared_settings(settings),

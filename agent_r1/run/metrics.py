@@ -29,6 +29,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
         "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
         "group/zero_variance": fmean(float(is_uniform(group)) for group in groups) if groups else 0.0,
         "group/count": float(len(groups)),
+        "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
     }
     total = max(1, len(episodes))
     for reason in StopReason:

@@ -37,8 +37,8 @@ async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_e
             began = time.perf_counter()
             groups = await parts.collect(step)
             collected = time.perf_counter()
-            updating = True  # from here on state changes: scales of rewards, then weights
             credited = parts.assign_credit(groups)
+            updating = True
             metrics = parts.update(credited)
             parts.sync_weights(step)
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}

@@ -10,11 +10,12 @@ from typing import Any
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import assign_credit, is_uniform, trainable
+from agent_r1.learn.algorithms import assign_credit, is_uniform
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import RewardShaper
-from agent_r1.rollout.collect import Collector
+from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.engine import Engine
+from agent_r1.rollout.reward import Scorer
 from agent_r1.run.build import (
     Model,
     Plan,
@@ -32,8 +33,9 @@ from agent_r1.run.rng import restore_rng, rng_state
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import Display, eval_summary, step_summary
 from agent_r1.tasks.rows import rows_for_step
-from agent_r1.types import CreditedTrajectory, Group, Trajectory
+from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
 
+STATE_FORMAT = 2  # of what `_state` saves; raised when an older one cannot be read any more
 EVAL_SEED = "eval"  # evaluation draws the same noise at every step, so that curves differ by the policy alone
 
 
@@ -50,6 +52,7 @@ class Trainer:
     shaper: RewardShaper
     collector: Collector
     greedy_collector: Collector | None  # for algorithms that compare with a greedy attempt
+    scorer: Scorer  # of training; it and the collectors above let `collect` judge how many may fail
     eval_collector: Collector
     display: Display
     last_evaluation: Evaluation | None = None
@@ -68,10 +71,13 @@ class Trainer:
             engine=engine,
             learner=build_learner(config, model, plan.algorithm, reference),
             shaper=build_shaper(config, plan.algorithm),
-            collector=train_collector(config, plan.task, model.renderer, engine),
+            collector=replace(train_collector(config, plan.task, model.renderer, engine), max_error_fraction=1.0),
             greedy_collector=(
-                greedy_collector(config, plan.task, model.renderer, engine) if plan.algorithm.needs_greedy else None
+                replace(greedy_collector(config, plan.task, model.renderer, engine), max_error_fraction=1.0)
+                if plan.algorithm.needs_greedy
+                else None
             ),
+            scorer=replace(plan.task.scorer, max_error_fraction=1.0),
             eval_collector=eval_collector(config, plan.task, model.renderer, engine),
             display=display,
         )
@@ -82,42 +88,60 @@ class Trainer:
         With several sampling rounds, rows whose attempts all had the same return are made up for by further rows. They
         stay in the result, so that what is reported is what the policy does and not what was picked.
         """
-        wanted = self.config.rollout.rows_per_step
         groups: list[Group] = []
         for number in range(self.plan.algorithm.sampling_rounds):
-            missing = wanted - sum(not is_uniform(group) for group in groups)
-            if missing <= 0:
+            rows = self._rows(step, number, groups)
+            if not rows:
                 break
-            groups += await self._play(step, number, missing)
+            # The first round of a step draws what it would draw if there were no others.
+            groups += await self._play(
+                rows, stable_seed(self.config.seed, "train", step, *([number] if number else []))
+            )
+        # Once, over the whole step: of a single row in a late round all attempts may well fail.
+        played = [t for group in groups for t in (*group.trajectories, group.greedy) if t is not None]
+        check_failures(played, self.config.rollout.max_error_fraction)
         return groups
 
-    async def _play(self, step: int, number: int, count: int) -> list[Group]:
-        # The first round of a step draws what it would draw if there were no others.
-        more = (number,) if number else ()
-        seed = self.config.seed if not number else stable_seed(self.config.seed, "round", number)
-        rows = rows_for_step(self.plan.train_rows, step=step, count=count, seed=seed)
-        noise = stable_seed(self.config.seed, "train", step, *more)
+    def _rows(self, step: int, number: int, groups: list[Group]) -> list[TaskRow]:
+        """Of this round: as many as are missing, and none that this step has played."""
+        wanted = self.config.rollout.rows_per_step
+        missing = wanted - sum(not is_uniform(group) for group in groups)
+        seed = stable_seed(self.config.seed, "round", number) if number else self.config.seed
+        rows = rows_for_step(self.plan.train_rows, step=step, count=wanted, seed=seed)
+        played = {group.row.row_id for group in groups}
+        return [row for row in rows if row.row_id not in played][: max(0, missing)]
+
+    async def _play(self, rows: list[TaskRow], seed: int) -> list[Group]:
         counter = self._counter(len(rows) * self.collector.group_size)
         if self.greedy_collector is None:
-            return await self.plan.task.scorer(await self.collector(rows, seed=noise, on_episode=counter))
-        played, greedy = await asyncio.gather(
-            self.collector(rows, seed=noise, on_episode=counter),
-            self.greedy_collector(rows, seed=stable_seed(noise, "greedy")),
-        )
-        scored = await self.plan.task.scorer([*played, *greedy])
+            return await self.scorer(await self.collector(rows, seed=seed, on_episode=counter))
+        both = [
+            asyncio.create_task(self.collector(rows, seed=seed, on_episode=counter)),
+            asyncio.create_task(self.greedy_collector(rows, seed=stable_seed(seed, "greedy"))),
+        ]
+        try:
+            sampled, greedy = await asyncio.gather(*both)
+        finally:
+            for task in both:  # if one failed, nobody waits for the other
+                task.cancel()
+        scored = await self.scorer([*sampled, *greedy])
         pairs = zip(scored[: len(rows)], scored[len(rows) :], strict=True)
         return [replace(group, greedy=other.trajectories[0]) for group, other in pairs]
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
-        if self.plan.algorithm.sampling_rounds > 1:
-            groups = trainable(groups, varied_only=True)[: self.config.rollout.rows_per_step]
-        return assign_credit(
-            groups,
-            self.plan.algorithm,
-            shaper=self.shaper,
-            values=self.learner.values if self.plan.algorithm.needs_critic else None,
-            kl=self.learner.kl_to_reference if self.shaper.kl is not None else None,
-        )
+        """The scales of rewards follow the batch; if anything goes wrong, they are as before."""
+        before = self.shaper.state_dict()
+        try:
+            return assign_credit(
+                groups,
+                self.plan.algorithm,
+                shaper=self.shaper,
+                values=self.learner.values if self.plan.algorithm.needs_critic else None,
+                kl=self.learner.kl_to_reference if self.shaper.kl is not None else None,
+            )
+        except BaseException:
+            self.shaper.load_state_dict(before)
+            raise
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)
@@ -166,6 +190,11 @@ class Trainer:
                 f"{self.run.path} is a supervised warm start, not a training run: start from it with "
                 f"model.path={self.run.path}"
             )
+        if state.get("format") != STATE_FORMAT:
+            raise ConfigError(
+                f"{self.run.path} was written by another version of agent-r1 and cannot be continued exactly. Start a "
+                f"new run from its weights with model.path={self.run.path}"
+            )
         self.learner.load_state_dict(state["learner"])
         self.shaper.load_state_dict(state["shaper"])
         restore_rng(state["rng"])
@@ -175,6 +204,7 @@ class Trainer:
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
+            "format": STATE_FORMAT,
             "step": step,
             "learner": self.learner.state_dict(),
             "shaper": self.shaper.state_dict(),

@@ -22,7 +22,7 @@ from benchmarks.credit_lab.play import Player, initial_policy
 from benchmarks.credit_lab.variants import ADAM, VARIANTS, LearnedCritic, ValueFunction, Variant, oracle
 from benchmarks.credit_lab.worlds import WORLDS, World
 
-LEARNING_RATES = (0.02, 0.06, 0.2, 0.6)
+LEARNING_RATES = (0.06, 0.2, 0.6, 1.8)
 EXACT = "exact gradient"  # the learner without noise, for comparison
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.control_tokens import CUT
-from agent_r1.agent.rendering import Conversation, Renderer
+from agent_r1.agent.rendering import MAX_KEPT, Conversation, Renderer
 from agent_r1.types import Message, Observation
 from tests.agent.rendering_checks import (
     Subject,
@@ -354,18 +354,23 @@ def test_token_ids_are_taken_verbatim() -> None:
     assert not conversation.extended
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Any]:
+    """A list that grows by one with every call of a method of the tokenizer."""
+    original, calls = getattr(tokenizer_of("qwen3"), method), list[Any]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer_of("qwen3"), method, counted)
+    return calls
+
+
 def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer = tokenizer_of("qwen3")
-    apply, written = tokenizer.apply_chat_template, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        written.append(args)
-        return apply(*args, **kwargs)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
-    renderer = Renderer(tokenizer)
+    written = count_calls(monkeypatch, "apply_chat_template")
+    renderer = Renderer(tokenizer_of("qwen3"))
     written.clear()
     asked = [USER, said("Goethe."), {"role": "tool", "content": "1808"}]
     prompts = []
@@ -384,6 +389,22 @@ def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_c
     renderer.render(asking(USER, other))
     renderer.render(asking(USER, {**other, "count": 1}))
     assert len(written) == 5
+
+
+@pytest.mark.parametrize(("length", "times"), [(MAX_KEPT // 2, 1), (MAX_KEPT, 2)], ids=["short", "long"])
+def test_only_results_of_moderate_size_are_kept(monkeypatch: pytest.MonkeyPatch, length: int, times: int) -> None:
+    methods = ("apply_chat_template", "encode", "decode")
+    written, encoded, decoded = (count_calls(monkeypatch, method) for method in methods)
+    renderer = Renderer(tokenizer_of("qwen3"))
+    written.clear()
+    page = "a" * length  # and the template adds to it
+    ids = [1] * (length // 4 + 1)  # an id counts as four characters
+    for _ in range(2):
+        assert page in renderer.decode(renderer.render(asking({"role": "user", "content": page})))
+        renderer.decode(ids)
+    assert len(written) == times
+    assert sum(page in text for text, *_ in encoded) == times
+    assert [asked for asked, *_ in decoded].count(ids) == times
 
 
 def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+from typing import Any
+
 import pytest
 
 from agent_r1.agent.rendering import Conversation, Renderer, verify_template
@@ -75,6 +78,33 @@ def test_a_template_without_end_of_turn_keeps_the_token_that_opens_the_next_turn
 def test_messages_that_the_template_refuses_are_an_error_that_names_the_roles() -> None:
     with pytest.raises(DataError, match=r"refuses messages with the roles \[user, tool\]: a tool spoke"):
         renderer_of("harmony").render(asking(USER, {"role": "tool", "content": "Goethe"}))
+
+
+def test_a_tool_schema_that_is_not_json_is_an_error_that_names_the_schema() -> None:
+    dated = {"type": "function", "function": {"name": "search", "since": datetime.date(2024, 5, 1)}}
+    pictured = {"role": "user", "content": "Who is this?", "image": object()}
+    for message in (USER, pictured):  # messages may hold more than JSON, which takes another way through the renderer
+        with pytest.raises(DataError, match=r"a tool schema cannot be written as JSON: .*date.*'name': 'search'"):
+            renderer_of("qwen2_5").render(asking(message), [TOOL, dated])
+
+
+def with_default(value: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "search", "parameters": {"default": value}}}
+
+
+def test_tool_schemas_are_shown_as_given_whatever_was_rendered_before() -> None:
+    function, tokenizer = TOOL["function"], tokenizer_of("qwen2_5")
+    turned = {"function": dict(reversed(function.items())), "type": "function"}
+    edited = with_default(0)
+    schemas = [TOOL, turned, with_default(1), with_default(True), with_default(1.0), edited]
+    assert turned == TOOL
+    assert with_default(1) == with_default(True)
+    renderer = Renderer(tokenizer)
+    shown = [renderer.render(asking(USER), [schema]) for schema in schemas]
+    assert shown == [Renderer(tokenizer).render(asking(USER), [schema]) for schema in schemas]
+    assert len(set(map(tuple, shown))) == len(schemas)
+    edited["function"]["parameters"]["default"] = 2  # in place
+    assert renderer.render(asking(USER), [edited]) == Renderer(tokenizer).render(asking(USER), [edited])
 
 
 def test_a_tokenizer_without_template_still_takes_text() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from agent_r1.agent.env import AgentEnv
 from agent_r1.config import load_config
 from agent_r1.recipes.quickstart.task import lookup
-from agent_r1.run.build import load_model
+from agent_r1.run.build import build_task, load_model
 from agent_r1.run.start import starting_model
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 from benchmarks.baseline import Played, cut_at_stop, left_padded
@@ -28,6 +28,8 @@ from benchmarks.collect import (
     delays,
     draw,
     env_maker,
+    one_attempt_each,
+    order,
     show,
     slowed,
     summarise,
@@ -139,12 +141,41 @@ def test_a_slowed_tool_is_the_same_tool_to_the_model() -> None:
     assert next(waits, None) is None  # it took its turn
 
 
+def test_without_groups_as_many_episodes_are_played_and_nothing_is_shared(contest: Contest) -> None:
+    few = replace(contest, rows=contest.rows[:8])
+    rows = build_task(load_config("quickstart")).train_rows()
+
+    def shared(played: Contest) -> int:
+        before = played.engine.stats.shared_tokens
+        (run, *_) = asyncio.run(time_all(played, latencies=(0,), repeats=1))
+        assert (run.side, run.episodes) == ("collect", 8 * 2)
+        return played.engine.stats.shared_tokens - before
+
+    assert shared(few) > 0
+    assert shared(one_attempt_each(few, rows)) == 0
+    with pytest.raises(SystemExit, match="16 episodes of one row each need as many rows; the recipe has 15"):
+        one_attempt_each(few, rows[:15])
+
+
+def test_every_side_goes_first_in_its_turn() -> None:
+    assert [order(repeat)[0] for repeat in range(4)] == ["collect", "carried", "afresh", "collect"]
+    assert all(sorted(order(repeat)) == sorted(SIDES) for repeat in range(4))
+
+
 def run(side: str, repeat: int, seconds: float, tokens: int) -> Run:
     counted = ("steps", "prefilled_tokens", "reused_tokens", "shared_tokens", "decoded_tokens")
     engine = dict.fromkeys(counted, 10 * (repeat + 1))
     counts = engine if side == "collect" else None
     return Run(
-        side=side, latency_ms=50, repeat=repeat, seconds=seconds, tokens=tokens, steps=6, episodes=4, engine=counts
+        side=side,
+        latency_ms=50,
+        repeat=repeat,
+        seconds=seconds,
+        cpu_seconds=2.0 if side == "collect" else 3.0,
+        tokens=tokens,
+        steps=6,
+        episodes=4,
+        engine=counts,
     )
 
 
@@ -156,6 +187,9 @@ def test_ratios_are_taken_within_repeats() -> None:
     assert summary["tokens_per_second"] == {"collect": 60, "carried": 60, "afresh": 15}
     # carried: 2/1, 2/2, 4/4; afresh: 3/1, 8/2, 12/4.
     assert summary["collect_over"] == {"carried": 1.0, "afresh": 3.0}
+    # 120/2 and 120/3 tokens per second of CPU time
+    assert summary["cpu_tokens_per_second"] == {"collect": 60, "carried": 40, "afresh": 40}
+    assert summary["cpu_collect_over"] == {"carried": 1.5, "afresh": 1.5}
     assert summary["steps_per_episode"] == dict.fromkeys(SIDES, 1.5)
     assert summary["engine"]["reused_tokens"] == 20
 
@@ -166,6 +200,7 @@ def test_a_short_contest_gives_a_table_and_a_picture(
     few = replace(contest, rows=contest.rows[:4])
     runs = asyncio.run(time_all(few, latencies=(0, 2), repeats=1))
     assert [(run.side, run.latency_ms) for run in runs] == [(side, ms) for ms in (0, 2) for side in SIDES]
+    assert all(run.cpu_seconds > 0 for run in runs)
     assert all(run.episodes == 8 and run.tokens >= run.steps >= 8 for run in runs)
     summary = [summarise(runs, 0), summarise(runs, 2)]
     # Later turns find the earlier ones in the engine's cache.
@@ -173,4 +208,5 @@ def test_a_short_contest_gives_a_table_and_a_picture(
     draw(summary, tmp_path / "collect.png")
     assert (tmp_path / "collect.png").read_bytes().startswith(b"\x89PNG")
     show(summary, "8 episodes")
-    assert capsys.readouterr().out.count("ms ") == 2
+    printed = capsys.readouterr().out
+    assert (printed.count(" ms "), printed.count("by CPU time")) == (2, 2)

@@ -125,6 +125,18 @@ def test_ppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> Non
     assert (got.advantages, got.value_targets) == (wanted, targets)
 
 
+@pytest.mark.parametrize(("name", "last"), [("ppo", 4.0), ("steppo", 2.0)])
+def test_where_the_next_state_is_not_known_the_value_at_the_last_decision_stands_for_it(name: str, last: float) -> None:
+    # one step of two tokens, values 2 and 4, reward 1, gamma = lam = 1. PPO's last decision is its last token: the
+    # return is 1 + 4, so 5 - 2 and 5 - 4. StepPO's is the step: 1 + 2 - 2
+    cut = episode([2], 1.0, stop=StopReason.MAX_TOKENS)
+    row = get_algorithm(name, gamma=1.0, whiten_batch=False)
+    (got,) = assign_credit([group(cut)], row, values=lambda _: [Values(per_token=[[2.0, 4.0]])])
+    assert got.advantages == ([[3.0, 1.0]] if name == "ppo" else [[1.0, 1.0]])
+    assert got.value_targets is not None
+    assert got.value_targets[0][0] == 1.0 + last
+
+
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
 def test_value_targets_are_not_whitened(name: str) -> None:
     one, other = group(episode([1], 8.0)), group(episode([1], 2.0))
@@ -310,7 +322,7 @@ def test_only_truncated_episodes_read_the_value_of_the_state_after_them(
     name: str, batch: Batch, bootstrap_truncated: bool, shift: float
 ) -> None:
     algorithm = get_algorithm(name, whiten_batch=False, bootstrap_truncated=bootstrap_truncated, gamma=0.5, lam=0.0)
-    moved = {k: Values(per_token=v.per_token, bootstrap=v.bootstrap + shift) for k, v in batch.values.items()}
+    moved = {k: Values(per_token=v.per_token, bootstrap=(v.bootstrap or 0.0) + shift) for k, v in batch.values.items()}
     other = replace(batch, values=moved)
     for before, after in zip(batch.credit(algorithm), other.credit(algorithm), strict=True):
         cut_off = before.trajectory.stop in (StopReason.MAX_STEPS, StopReason.MAX_TOKENS)

@@ -72,7 +72,7 @@ def test_values_are_read_before_each_token_as_one_forward_per_token_would(shared
 def test_truncated_episodes_are_completed_with_the_value_of_the_state_they_stopped_in() -> None:
     learner, _ = setup(True)
 
-    def bootstrap(attempt: Trajectory) -> float:
+    def bootstrap(attempt: Trajectory) -> float | None:
         (values,) = learner.values([attempt])
         assert [len(row) for row in values.per_token] == [len(s.response_ids) for s in attempt.steps]
         return values.bootstrap
@@ -81,24 +81,20 @@ def test_truncated_episodes_are_completed_with_the_value_of_the_state_they_stopp
         return pytest.approx(value_of(critic_in(learner), list(token_ids)), abs=1e-5)
 
     attempt = trajectory(step([1, 2], [3]), step([1, 2, 3, 4], [5, 6]))
-    assert bootstrap(attempt) == 0.0  # it terminated
-    assert bootstrap(replace(attempt, stop=StopReason.PARSE_LIMIT)) == 0.0
-    cut = replace(attempt, stop=StopReason.MAX_TOKENS)
-    assert bootstrap(cut) == value(1, 2, 3, 4, 5, 6)
+    assert bootstrap(attempt) is None  # it terminated
+    assert bootstrap(replace(attempt, stop=StopReason.PARSE_LIMIT, next_prompt_ids=[1, 2])) is None
+    assert bootstrap(replace(attempt, stop=StopReason.MAX_TOKENS)) is None  # cut off, and what was next is not known
     out_of_steps = replace(attempt, stop=StopReason.MAX_STEPS, next_prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8])
     assert bootstrap(out_of_steps) == value(1, 2, 3, 4, 5, 6, 7, 8)
     rewritten = replace(attempt, stop=StopReason.MAX_STEPS, next_prompt_ids=[9, 9])  # the env rewrote history
     assert bootstrap(rewritten) == value(9, 9)
-    silent = replace(cut, steps=[*attempt.steps, step([1, 2, 7], [])])
-    assert bootstrap(silent) == value(1, 2, 7)
-    assert bootstrap(replace(cut, steps=[])) == 0.0  # nothing was ever sampled
 
 
 def test_the_step_added_for_the_last_state_is_seen_by_the_critic_alone() -> None:
-    cut = trajectory(step([1], [2, 3]), stop=StopReason.MAX_TOKENS)
+    cut = replace(trajectory(step([1], [2, 3]), stop=StopReason.MAX_STEPS), next_prompt_ids=[1, 2, 3, 4])
     extended = with_last_state(cut)
     assert extended.steps[:-1] == cut.steps
-    assert extended.steps[-1].prompt_ids == [1, 2, 3]
+    assert extended.steps[-1].prompt_ids == [1, 2, 3, 4]
     assert with_last_state(trajectory(step([1], [2]))).steps == [step([1], [2])]
     learner, _ = setup(True)
     (item,) = credit_for("ppo", [group(cut)], learner)
@@ -110,10 +106,10 @@ def test_the_bootstrap_enters_the_advantages_of_truncated_episodes_alone(shared:
     # one step, reward 1, gamma = lambda = 1, no whitening: A = 1 + V(next) - V(start) if truncated, 1 - V(start) if not
     learner, _ = setup(shared, name="steppo")
     row = get_algorithm("steppo", gamma=1.0, whiten_batch=False)
-    for stop in (StopReason.MAX_TOKENS, StopReason.ANSWERED):
-        attempt = trajectory(step([1, 2], [3, 4]), reward=1.0, stop=stop)
+    for stop in (StopReason.MAX_STEPS, StopReason.ANSWERED):
+        attempt = replace(trajectory(step([1, 2], [3, 4]), reward=1.0, stop=stop), next_prompt_ids=[1, 2, 3, 4, 5])
         (item,) = assign_credit([group(attempt)], row, values=learner.values)
-        after = value_of(critic_in(learner), [1, 2, 3, 4]) if stop.is_truncated else 0.0
+        after = value_of(critic_in(learner), [1, 2, 3, 4, 5]) if stop.is_truncated else 0.0
         before = value_of(critic_in(learner), [1, 2])
         assert item.advantages == [pytest.approx([1 + after - before] * 2, abs=1e-5)]
         assert item.value_targets == [[pytest.approx(1 + after, abs=1e-5), None]]
@@ -225,7 +221,8 @@ def test_a_critic_learns_from_trajectories_that_teach_the_policy_nothing(shared:
 def test_a_new_critic_says_zero_everywhere() -> None:
     policy = PolicyModel(tiny_model())
     learner = learner_for("ppo", policy, critic=CriticTraining(critic=Critic(policy, shared=True), lr=1e-3))
-    (values,) = learner.values([trajectory(step([1, 2], [3, 4]), stop=StopReason.MAX_TOKENS)])
+    cut = replace(trajectory(step([1, 2], [3, 4]), stop=StopReason.MAX_STEPS), next_prompt_ids=[5])
+    (values,) = learner.values([cut])
     assert (values.per_token, values.bootstrap) == ([[0.0, 0.0]], 0.0)
 
 
@@ -245,13 +242,16 @@ def test_a_critic_learns_which_prompts_are_worth_something(shared: bool) -> None
 
 
 def test_explained_variance_by_hand() -> None:
+    def explained(values: list[float], targets: list[float]) -> float:
+        return explained_variance(torch.tensor(values), torch.tensor(targets))
+
     # targets 0, 1, 2, 3: unbiased variance 5/3. Values 0, 1, 2, 2: errors 0, 0, 0, 1 with variance 1/4. 1 - 3/20
-    assert explained_variance([0, 1, 2, 2], [0, 1, 2, 3]) == pytest.approx(1 - 3 / 20)
-    assert explained_variance([0, 1, 2, 3], [0, 1, 2, 3]) == 1.0
-    assert explained_variance([7, 7, 7, 7], [0, 1, 2, 3]) == pytest.approx(0.0)  # a constant explains nothing
-    assert explained_variance([3, 2, 1, 0], [0, 1, 2, 3]) == pytest.approx(-3.0)  # errors twice as spread: 1 - 4
-    assert explained_variance([5.0, 1.0], [2.0, 2.0]) == 0.0  # nothing to explain
-    assert explained_variance([], []) == explained_variance([1.0], [0.0]) == 0.0
+    assert explained([0, 1, 2, 2], [0, 1, 2, 3]) == pytest.approx(1 - 3 / 20)
+    assert explained([0, 1, 2, 3], [0, 1, 2, 3]) == 1.0
+    assert explained([7, 7, 7, 7], [0, 1, 2, 3]) == pytest.approx(0.0)  # a constant explains nothing
+    assert explained([3, 2, 1, 0], [0, 1, 2, 3]) == pytest.approx(-3.0)  # errors twice as spread: 1 - 4
+    assert explained([5.0, 1.0], [2.0, 2.0]) == 0.0  # nothing to explain
+    assert explained([], []) == explained([1.0], [0.0]) == 0.0
 
 
 def test_the_metrics_say_how_good_the_values_were() -> None:

@@ -362,10 +362,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         make_learner(**settings)
 
 
-def test_the_kl_for_a_reward_is_the_samplers_logprob_minus_the_references() -> None:
+def test_the_kl_for_a_reward_is_the_learners_logprob_minus_the_references() -> None:
     reference = PolicyModel(tiny_model(seed=4))
     attempts = [item.trajectory for item in batch()]
-    got = make_learner(reference=reference, max_tokens_per_pack=8).kl_to_reference(attempts)
+    policy = PolicyModel(tiny_model(seed=5))
+    got = make_learner(policy=policy, reference=reference, max_tokens_per_pack=8).kl_to_reference(attempts)
     for attempt, rows in zip(attempts, got, strict=True):
         for made, row in zip(attempt.steps, rows, strict=True):
             if not made.response_ids:
@@ -373,9 +374,31 @@ def test_the_kl_for_a_reward_is_the_samplers_logprob_minus_the_references() -> N
                 continue
             (packed,) = pack(merge_steps([trajectory(made)]), 1)
             with torch.no_grad():
-                logprobs = reference.logprobs(packed, temperature=1.0)[0].tolist()
-            expected = [old - new for old, new in zip(made.response_logprobs, logprobs, strict=True)]
-            assert row == pytest.approx(expected, abs=1e-5)
+                own, other = (model.logprobs(packed, temperature=1.0)[0] for model in (policy, reference))
+            assert row == pytest.approx((own - other).tolist(), abs=1e-5)
+
+
+def test_ratios_to_the_learners_own_logprobs_start_at_one_and_report_the_mismatch() -> None:
+    noisy = make_learner(own_old_logprobs=True, num_epochs=1).update(batch())  # the sampler's log-probs are invented
+    assert noisy["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert noisy["clip_fraction"] == 0.0
+    assert noisy["mismatch_max"] == pytest.approx(make_learner().update(batch())["mismatch_max"], rel=1e-4)
+    assert noisy["importance_mean"] == 1.0
+
+
+def test_a_critic_that_broke_is_named_before_it_poisons_the_advantages() -> None:
+    learner = learner_for("ppo")
+    assert learner.critic is not None
+    with torch.no_grad():
+        learner.critic.critic.head.bias.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="the critic gives values that are not finite"):
+        learner.values([item.trajectory for item in batch()])
+
+
+def test_a_policy_that_is_its_reference_pays_nothing_whatever_the_sampler_said() -> None:
+    policy = PolicyModel(tiny_model(seed=5))
+    rows = make_learner(policy=policy, reference=policy.copy()).kl_to_reference([item.trajectory for item in batch()])
+    assert {value for per_token in rows for row in per_token for value in row} == {0.0}
 
 
 def test_a_state_with_a_critic_does_not_fit_a_learner_without_one() -> None:

@@ -125,7 +125,7 @@ def test_scaling_touches_process_rewards_alone() -> None:
         [[0.0, pytest.approx(4.75)]],
     ]
     assert shaper.metrics == {"process_scale": pytest.approx(0.125)}
-    assert RewardShaper(process="off")([first]) == [[[0.0], [10.0]]]
+    assert RewardShaper(process="ignored")([first]) == [[[0.0], [10.0]]]
     assert RewardShaper()([first]) == [[[1.0], [13.0]]]
     assert RewardShaper(process_weight=2.0)([first]) == [[[2.0], [16.0]]]
 

@@ -59,7 +59,7 @@ def test_credit_is_what_the_plain_loops_say(name: str, data: st.DataObject, batc
 
 
 @pytest.mark.parametrize("name", ["grpo", "remax", "reinforce++", "steppo"])
-@given(data=st.data(), batch=batches(), scaling=st.sampled_from(["raw", "off", "largest_return"]))
+@given(data=st.data(), batch=batches(), scaling=st.sampled_from(["raw", "ignored", "largest_return"]))
 @budget(max_examples=60, deadline=None)
 def test_shaped_credit_is_what_the_plain_loops_say(
     name: str, data: st.DataObject, batch: Batch, scaling: ProcessScaling
@@ -68,7 +68,7 @@ def test_shaped_credit_is_what_the_plain_loops_say(
     weight, coef = data.draw(st.sampled_from([0.5, 1.0])), data.draw(st.sampled_from([0.125, 1.0]))
     limit, buffer, penalty = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0.0, 0.5, 1.0])), 0.75
     ratios = batch.kl if data.draw(st.booleans()) else None
-    scales = {"raw": lambda rows: 1.0, "off": lambda rows: 0.0, "largest_return": published_scale}
+    scales = {"raw": lambda rows: 1.0, "ignored": lambda rows: 0.0, "largest_return": published_scale}
 
     def kl(asked: Sequence[Trajectory]) -> list[PerToken]:
         assert ratios is not None

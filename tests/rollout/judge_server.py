@@ -20,6 +20,10 @@ def says(verdict: Any, **choice: Any) -> Reply:
 GOOD = says("It is right.\nScore: 0.7")
 
 
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that come at once; of more than the usual 5, some would have to try again
+
+
 class Server:
     """Plays its replies in order, the last one for ever, and remembers what it was asked."""
 
@@ -32,7 +36,7 @@ class Server:
         self._lock = threading.Lock()
         # So many requests have to be here before any is answered, and one too many has the time to be seen.
         self._meeting = threading.Barrier(meet, action=lambda: time.sleep(0.05 if meet > 1 else 0.0))
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = _Listener(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.attention import Placed, alike
+from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.engines.scheduler import Chunk, Request
 from tests.rollout.tiny_models import prompts, tiny
@@ -216,6 +218,36 @@ def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family
     assert [one.token_ids for _, one in episodes[0]] == [one.token_ids for _, one in episodes[1]]
     for seen, completion in episodes[0] + episodes[1]:
         assert_logprobs_match(model, seen, completion)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_copying_blocks_prepares_its_indices_once_for_all_layers() -> None:
+    def operations(layers: int) -> int:
+        cache = KVCache(num_blocks=4, block_size=2)
+        pools = [cache.layer(index, torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)) for index in range(layers)]
+        for pool in pools:
+            pool.keys_PKDS[:] = pool.values_PKSD.transpose(2, 3)[:] = torch.arange(4.0)[:, None, None, None]
+        counted = Operations()
+        with counted:
+            cache.copy([(1, 2), (2, 3)])
+        for pool in pools:
+            assert pool.keys_PKDS[:, 0, 0, 0].tolist() == [0, 1, 1, 2]  # read before anything is written
+            assert pool.values_PKSD[:, 0, 0, 0].tolist() == [0, 1, 1, 2]
+        return counted.count
+
+    # A selection and a copy for the keys of each layer, and for its values.
+    assert operations(layers=5) - operations(layers=1) == 4 * (2 + 2)
 
 
 def test_the_stop_token_is_part_of_the_response_with_its_logprob() -> None:

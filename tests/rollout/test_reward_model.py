@@ -1,4 +1,4 @@
-"""Models that score: episodes reach them in batches, and failures stay with their batch."""
+"""Models that score: episodes reach them in batches, and failures stay with those at fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from agent_r1.agent import guard
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.attempts import Attempts, ScoringError, TransientError
 from agent_r1.rollout.reward import Scorer
@@ -131,10 +134,11 @@ def test_the_last_failure_is_told_to_the_episodes_of_its_batch_only() -> None:
     assert [t.stop.is_failure for t in scored] == [False, False, True, True, False, False]
     assert scored[3].error is not None
     assert (
-        "a batch of 2 could not be scored: ScoringError: scorer Recorder failed after 2 attempts; the last: "
-        "ConnectionError: no route to the model"
+        "this episode could not be scored by Recorder: OutOfAttempts: scorer Recorder failed after 2 attempts; "
+        "the last: ConnectionError: no route to the model"
     ) in scored[3].error
-    assert scorer.batches.count([2, 3]) == 2
+    assert scorer.batches.count([2, 3]) == 2  # and not by itself: what is down is down for every episode
+    assert [3] not in scorer.batches
 
 
 def test_a_bug_is_not_tried_again() -> None:
@@ -147,9 +151,58 @@ def test_a_bug_is_not_tried_again() -> None:
     assert len(scorer.batches) == 1
 
 
+@given(st.integers(1, 20).flatmap(lambda count: st.tuples(st.just(count), st.sets(st.integers(0, count - 1)))))
+def test_only_the_episodes_at_fault_fail_of_a_batch(drawn: tuple[int, set[int]]) -> None:
+    count, bad = drawn
+
+    def chokes(values: list[float], attempt: int) -> list[float]:
+        if bad & set(map(int, values)):
+            raise KeyError("cannot read it")
+        return values
+
+    scored = score(batched(Recorder(chokes), max_batch=count), range(count))
+    assert {index for index, t in enumerate(scored) if t.stop.is_failure} == bad
+    assert all(t.outcome_reward == index for index, t in enumerate(scored) if index not in bad)
+    assert all("by Recorder: KeyError: 'cannot read it'" in (scored[index].error or "") for index in bad)
+
+
+def test_one_bad_episode_is_found_by_halving() -> None:
+    scorer = Recorder(lambda values, attempt: [1 / (value - 5) for value in values])  # not defined for 5
+    score(batched(scorer, max_batch=8), range(8))
+    assert scorer.batches == [[*range(8)], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
+
+
+def test_a_scorer_can_say_which_episode_failed() -> None:
+    scorer = Recorder(lambda values, attempt: [values[0], ValueError("too long"), values[2]])
+    scored = score(batched(scorer), [1, 2, 3])
+    assert [t.stop.is_failure for t in scored] == [False, True, False]
+    assert "this episode could not be scored by Recorder: ValueError: too long" in (scored[1].error or "")
+    assert len(scorer.batches) == 1
+
+
+def test_the_next_attempt_begins_when_the_one_that_was_given_up_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CANCEL_SECONDS", 0.01)  # what takes longer to stop is left behind, and still computes
+    events: list[str] = []
+
+    async def slow_to_stop(values: list[float]) -> list[float]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+            events.append("ended")
+        return values
+
+    def answer(values: list[float], attempt: int) -> Any:
+        events.append("began")
+        return slow_to_stop(values) if attempt == 1 else values
+
+    assert [t.outcome_reward for t in score(batched(Recorder(answer), seconds_per_attempt=0.05), [5])] == [5]
+    assert events == ["began", "ended", "began"]
+
+
 def test_a_wrong_number_of_scores_is_an_error_that_says_so() -> None:
     scored = score(batched(Recorder(lambda values, attempt: values[1:])), [1, 2, 3])
-    assert all("2 scores came back for 3 episodes" in (t.error or "") for t in scored)
+    assert all("0 scores came back for a batch of 1; return one per episode" in (t.error or "") for t in scored)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1"])

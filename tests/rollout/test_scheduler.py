@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,6 +236,79 @@ def test_a_prompt_is_not_copied_from_blocks_that_were_given_back_or_rewritten() 
     engine.submit(request([1, 2, 3, 4, 5, 60], session="later"))
     (chunk,), _ = step(engine)
     assert (chunk.start, chunk.copies) == (0, [])
+
+
+def test_every_prompt_of_an_episode_can_be_copied_from_the_blocks_it_has_grown_into() -> None:
+    engine = scheduler(num_blocks=64)
+    turns = [list(range(10, 10 + length)) for length in (3, 9, 10, 22)]
+    for turn in turns:
+        engine.submit(request(turn, max_tokens=1, session="early"))
+        run(engine, turns[-1][len(turn)] if turn != turns[-1] else STOP)
+    for index, turn in enumerate(turns):
+        engine.submit(request(turn, max_tokens=1, session=f"late{index}"))
+        (chunk,), _ = step(engine)
+        assert (chunk.start, chunk.ids) == (len(turn) - 1, turn[-1:])
+        # The early one was alone, so its blocks are the first ones: (3, 9, 10, 22) - 1 tokens are in 1, 2, 3, 6 of 4.
+        assert [source for source, _ in chunk.copies] == list(range((1, 2, 3, 6)[index]))
+
+
+def test_what_is_kept_of_an_episode_grows_with_its_length_and_not_with_its_square() -> None:
+    def kept(turns: int) -> int:
+        engine = scheduler(num_blocks=1000)
+        tokens: list[int] = []
+        for turn in range(turns):
+            tokens += [1000 + turn] * 20
+            engine.submit(request(tokens, max_tokens=1))
+            run(engine)
+        return len(pickle.dumps(engine))
+
+    assert kept(100) < 2.5 * kept(50)  # were it the square, four times
+
+
+class Watched(list[int]):
+    """Tokens that count how often they are read from one end to the other."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_planning_a_step_does_not_read_whole_prompts() -> None:
+    engine = scheduler(num_blocks=50, max_batch_tokens=10)
+    tokens = Watched(range(100))
+    long = Request(session="s", tokens=tokens, sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
+    engine.submit(long)
+    reads = tokens.reads
+    for _ in range(9):
+        step(engine)
+    assert long.cached == 90
+    assert tokens.reads - reads <= 1
+
+
+def test_of_equal_prompts_those_that_have_to_start_over_run_together_beside_one_that_need_not() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="ahead"))
+    run(engine)
+    group = [request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session=session) for session in ("ahead", "b", "c", "d")]
+    for each in group:
+        engine.submit(each)
+    ahead, others = step(engine)[0]
+    assert (ahead.ids, ahead.draws) == ([6, 7], group[:1])
+    assert (others.ids, others.draws) == ([1, 2, 3, 4, 5, 6, 7], group[1:])
+
+
+def test_equal_requests_that_were_preempted_are_computed_again_together() -> None:
+    engine = scheduler()
+    pair = [request([1, 2, 3], session=session) for session in ("a", "b")]
+    for each in pair:
+        engine.submit(each)
+    (chunk,) = engine.plan()
+    engine.apply([chunk], [7, 7], [0.0, 0.0])
+    engine.forget()
+    (chunk,) = engine.plan()
+    assert (chunk.start, chunk.ids, sorted(map(id, chunk.draws))) == (0, [1, 2, 3, 7], sorted(map(id, pair)))
 
 
 action = st.one_of(

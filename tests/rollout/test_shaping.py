@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.reward import Scorer, is_async
+from agent_r1.rollout.reward import SYNC_THREADS, Scorer, is_async
 from agent_r1.rollout.shaping import clean_calls, gated, matches, weighted
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 from tests.chatml import row
@@ -86,6 +88,50 @@ def test_parts_that_wait_wait_together() -> None:
         return await asyncio.wait_for(reward(row(), trajectory("a")), timeout=20)
 
     assert asyncio.run(run())["reward"] == 2.0
+
+
+@pytest.mark.parametrize("beside", [exact, half], ids=["sync", "async"])
+def test_a_part_that_is_async_without_looking_so_is_awaited(beside: Any) -> None:
+    hidden: Any = lambda row, trajectory: half(row, trajectory)  # noqa: E731
+    reward = weighted(hidden=(hidden, 1.0), beside=(beside, 1.0))
+    [scored] = score(weighted(all=(reward, 1.0)), trajectory("yes"))
+    value = {exact: 1.0, half: 0.5}[beside]
+    assert scored.outcome_reward == 0.5 + value
+    assert scored.reward_components["all/hidden"] == 0.5
+    [failed] = score(weighted(hidden=(hidden, 1.0), bad=(raises, 1.0)), trajectory("yes"))
+    assert "part 'bad' failed: KeyError" in (failed.error or "")
+    [failed] = score(weighted(bad=(lambda row, t: raises_later(row, t), 1.0)), trajectory("yes"))
+    assert "part 'bad' failed: KeyError" in (failed.error or "")
+
+
+def test_sync_parts_beside_async_ones_run_a_few_at_a_time() -> None:
+    lock, active, most = threading.Lock(), 0, 0
+    full = threading.Barrier(SYNC_THREADS)  # nobody leaves before so many are there
+
+    def busy(row: TaskRow, trajectory: Trajectory) -> float:
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        full.wait(timeout=20)
+        time.sleep(0.02)  # one too many has the time to be seen
+        with lock:
+            active -= 1
+        return 1.0
+
+    # Two such parts and the parts of a part: the bound is on all of them together. 3 * 8 is a multiple of 4.
+    inner = weighted(busy=(busy, 1.0), judged=(half, 1.0))
+    reward = weighted(inner=(inner, 1.0), one=(busy, 1.0), two=(busy, 1.0), judged=(half, 1.0))
+    scored = score(reward, *(trajectory(str(number)) for number in range(8)))
+    assert [t.outcome_reward for t in scored] == [4.0] * 8  # 1.5 + 1 + 1 + 0.5
+    assert most == SYNC_THREADS
+
+
+def test_a_sync_part_that_waits_for_a_sync_part_leaves_its_turn_to_it() -> None:
+    mixed: Any = weighted(answer=(exact, 1.0), judged=(half, 1.0))
+    reward = weighted(hidden=(lambda row, t: mixed(row, t), 1.0), judged=(half, 1.0))
+    scored = score(reward, *(trajectory("yes") for _ in range(2 * SYNC_THREADS)))
+    assert [t.outcome_reward for t in scored] == [2.0] * (2 * SYNC_THREADS)  # 1 + 0.5 + 0.5
 
 
 def test_a_part_with_parts_counts_with_its_reward_and_reports_the_rest_under_its_name() -> None:

@@ -56,13 +56,13 @@ class KVCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Fill the second block of each pair with what the first holds, in every layer; all are read before any."""
-        if not pairs:
+        pools = [pool for layer in self._layers.values() for pool in (layer.keys_PKDS, layer.values_PKSD)]
+        if not pairs or not pools:
             return
-        pairs_2N = torch.tensor(pairs).T.contiguous()
-        for layer in self._layers.values():
-            source_N, target_N = pairs_2N.to(layer.keys_PKDS.device)
-            for pool in (layer.keys_PKDS, layer.values_PKSD):
-                pool.index_copy_(0, target_N, pool.index_select(0, source_N))
+        # Once for all layers: a transfer to a GPU makes the host wait.
+        source_N, target_N = torch.tensor(pairs, device=pools[0].device).T.contiguous()
+        for pool in pools:
+            pool.index_copy_(0, target_N, pool.index_select(0, source_N))
 
     def clear(self) -> None:
         with torch.inference_mode():

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_r1.agent.sampler import Sampling
-from agent_r1.rollout.engines.known_prompts import KnownPrompts
+from agent_r1.rollout.engines.known_prompts import KnownPrompts, Prompt
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class Request:
     tokens: list[int]  # the prompt, then what has been sampled
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
-    prompt_length: int = 0
+    prompt_length: int = field(init=False)
+    known_as: Prompt = field(init=False)  # stands for the tokens it was submitted with, or preempted with
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
     cached: int = 0  # leading tokens whose keys and values are in `blocks`
@@ -47,6 +48,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        self.known_as = Prompt.of(self.tokens)
 
     @property
     def pending(self) -> int:
@@ -153,12 +155,12 @@ class Scheduler:
         self._admit()
         singles: list[Chunk] = []
         longer: list[Chunk] = []
-        planned: dict[object, Chunk] = {}
+        planned: dict[object, list[Chunk]] = {}  # of requests with equal tokens, some of them further along
         budget = self._max_batch_tokens
         for request in list(self._running):
-            key = request.branch or tuple(request.tokens)
-            twin = planned.get(key)
-            if twin is not None and twin.start <= request.cached < twin.end:
+            equals = planned.setdefault(request.branch or request.known_as, [])
+            twin = next((chunk for chunk in equals if chunk.start <= request.cached < chunk.end), None)
+            if twin is not None:
                 if self._grow(request, twin.end):
                     twin.twins.append(request)
                     twin.twin_blocks.append(request.blocks)
@@ -175,7 +177,7 @@ class Scheduler:
                 singles.append(chunk)
             else:
                 longer.append(chunk)
-            planned.setdefault(key, chunk)
+            equals.append(chunk)
             if pending > 1:
                 budget -= count
         return singles + longer
@@ -212,7 +214,7 @@ class Scheduler:
         request.cached = chunk.end
         request.copies = []
         if chunk.end == request.prefill_end:
-            self._known.add(tuple(request.tokens), request.blocks[: self._blocks_for(chunk.end)])
+            self._known.add(request.known_as, request.blocks[: self._blocks_for(chunk.end)])
 
     def _finish(self, request: Request) -> None:
         request.live = False
@@ -257,7 +259,7 @@ class Scheduler:
 
     def _copy_prompt(self, request: Request) -> None:
         """Plan copies of what an equal prompt has in its blocks, except for the last token, which must run."""
-        held, last = self._known.find(tuple(request.tokens)), len(request.tokens) - 1
+        held, last = self._known.find(request.known_as), len(request.tokens) - 1
         if held is None or request.cached >= last:
             return
         missing = slice(request.cached // self._block_size, self._blocks_for(last))
@@ -294,6 +296,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._free_cache(request)
+        request.branch, request.known_as = None, Prompt.of(request.tokens)
         self._waiting.appendleft(request)
         self.stats.preemptions += 1
 
