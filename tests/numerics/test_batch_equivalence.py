@@ -34,8 +34,7 @@ MODELS: dict[str, Any] = {family: tiny_model(family) for family in FAMILIES}
 CASES = [(name, False) for name in ALGORITHMS] + [(n, True) for n, row in ALGORITHMS.items() if row.needs_critic]
 IDS = [f"{name}{'-shared' if shared else ''}" for name, shared in CASES]
 # (of any element, of the whole relative to its length), for gradients of order 1. The largest of 90 draws or more were
-# 3e-7 and 3e-7 between layouts of ours, 6e-7 and 9e-7 to padded rows, whose attention is another kernel, and 2e-6 and
-# 2e-6 to float64, which is what fp32 itself costs.
+# 3e-7 and 3e-7 between layouts of ours, 6e-7 and 9e-7 to padded rows, whose attention is another kernel.
 LAYOUT_BOUNDS, PADDING_BOUNDS, DEFINITION_BOUNDS = (1e-6, 1e-6), (1e-6, 2e-6), (1e-5, 1e-5)
 Gradients = dict[str, Tensor]
 
