@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     return {
-        # A copy without history is told by whoever made it.
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("AGENT_R1_COMMIT", "unknown"),
+        # A copy that travelled without its history is told by whoever sent it.
+        "commit": os.environ.get("AGENT_R1_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD") or "unknown",
         "changed_files": len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
