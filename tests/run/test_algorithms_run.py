@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from agent_r1.agent.flow import AgentFlowBase
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.learn import ALGORITHMS
-from agent_r1.run.build import build_algorithm, build_plan
+from agent_r1.rollout.collect import Collector
+from agent_r1.run.build import build_algorithm, build_plan, greedy_collector
 from agent_r1.run.checkpoint import list_checkpoints
 from agent_r1.run.commands import run_training
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
-from agent_r1.types import StopReason
+from agent_r1.types import StopReason, TaskRow
 
 MINI = str(Path(__file__).parent / "mini")
 TIMING = ("time", "tokens_per_second")
@@ -155,20 +158,18 @@ def test_settings_that_would_do_nothing_are_refused(overrides: list[str], messag
         load_config(MINI, overrides)
 
 
-def test_a_failed_greedy_attempt_costs_its_row_and_not_the_run(tmp_path: Path) -> None:
-    run = trained(
-        tmp_path / "run",
-        "algorithm.name=remax",
-        "task.env=task.Shy",
-        "task.tools=[]",
-        "sft.demos=null",
-        "rollout.rows_per_step=1",
-        "rollout.group_size=3",
-        "rollout.max_response_tokens=8",
-        "trainer.steps=1",
-    )
+def test_a_failed_greedy_attempt_costs_its_row_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(row: TaskRow) -> AgentFlowBase:
+        raise RuntimeError("no greedy attempts today")
+
+    def failing(*parts: Any) -> Collector:
+        return replace(greedy_collector(*parts), make_flow=refusing)
+
+    monkeypatch.setattr("agent_r1.run.trainer.greedy_collector", failing)
+    run = trained(tmp_path / "run", "algorithm.name=remax", "rollout.group_size=3", "trainer.steps=1")
     (step,) = run.read_metrics("train")
-    assert step["group/no_baseline"] == 1
+    assert step["group/no_baseline"] == step["group/count"] == 3
+    assert step["stop/error"] == 0  # of the attempts that are trained on
     assert step["empty_update"] == 1
 
 

@@ -43,21 +43,6 @@ class Endless(AgentEnv):
         return Transition(observation=Observation(messages=list(self.messages)), reward=paid)
 
 
-class Shy(AgentEnv):
-    """Opens for three attempts at training rows, and refuses the fourth."""
-
-    visits = 0
-
-    async def reset(self, row: TaskRow) -> Observation:
-        Shy.visits += row.row_id.startswith("train")
-        if Shy.visits == 4:
-            raise RuntimeError("enough")
-        return Observation(messages=list(row.prompt))
-
-    async def step(self, action: Action) -> Transition:
-        return Transition(terminated=True)
-
-
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
     """A call, then an answer."""
     call = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'
