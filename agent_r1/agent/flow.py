@@ -101,11 +101,12 @@ class Episode:
             self._acting = False
 
     def _unanswered(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
-        """The prompt that would have come next, for a critic. None if it cannot be had: the episode is over anyway."""
+        """The prompt that would have come next, for a critic; empty if it cannot be had. The episode is over anyway."""
         shown = self.messages
         try:
             prompt_ids = self._render(observation, tools)
-        except Exception:  # noqa: BLE001 (nobody was to see it, so what is wrong with it does not matter)
+        except Exception as error:  # noqa: BLE001 (nobody was to see it, so it must not change why the episode ended)
+            logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
             return []
         finally:
             self.messages = shown

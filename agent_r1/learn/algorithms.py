@@ -201,7 +201,7 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
 # `horizon` is read by the aggregation "constant" alone: the tokens an episode may be expected to have.
 _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
-_STEP_CLIP = partial(step_clip, clip_low=3e-4, clip_high=4e-4, aggregation="step", horizon=256)
+_STEP_CLIP = partial(step_clip, clip_low=3e-4, clip_high=4e-4, **{**_WEIGHTING, "aggregation": "step"})
 _GROUP = partial(credit.group_return, divide_by_std=True)
 # Without a discount, an attempt that is cut off loses nothing against the critic's hope for it, and dithering pays.
 _GAE: dict[str, Any] = {"gamma": 0.95, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": True}

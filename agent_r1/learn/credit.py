@@ -89,12 +89,12 @@ def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
 
 def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
     """REINFORCE++ with baseline: returns minus their group's mean, then whitened over the tokens of the batch."""
-    centered = [group_centered(_returns(group), divide_by_std=False) for group in groups]
-    per_token = [
-        [[value] * item.trajectory.num_response_tokens for item, value in zip(group, values.tolist(), strict=True)]
-        for group, values in zip(groups, centered, strict=True)
+    centered = [
+        value.expand(item.trajectory.num_response_tokens)
+        for group in groups
+        for item, value in zip(group, group_centered(_returns(group), divide_by_std=False), strict=True)
     ]
-    return _whitened_tokens(groups, per_token)
+    return _per_token(groups, _normalise(centered, True))
 
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
@@ -110,8 +110,8 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
 
 def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:
     """REINFORCE on the step-level MDP: the discounted return from each step on, whitened over all steps."""
-    returns = [[discounted_return(_step_rewards(item), gamma=gamma) for item in group] for group in groups]
-    normalised = iter(_normalise(returns, whiten_batch))
+    returns = [discounted_return(_step_rewards(item), gamma=gamma) for item in chain.from_iterable(groups)]
+    normalised = _normalise(returns, whiten_batch)
     return [[Credit(advantages=item.spread(next(normalised))) for item in group] for group in groups]
 
 
@@ -120,19 +120,11 @@ def step_gae(
 ) -> list[list[Credit]]:
     """StepPO: GAE whose decisions are whole responses. V is read, and trained, at the last prompt token of a step."""
     advantages = []
-    for group in groups:
-        for item in group:
-            values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
-            after = _value_after(item, values_K) if bootstrap_truncated else 0.0
-            advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=gamma, lam=lam))
-    normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
-    return [
-        [
-            Credit(advantages=item.spread(next(normalised)), value_targets=_at_step_starts(item, next(raw)))
-            for item in group
-        ]
-        for group in groups
-    ]
+    for item in chain.from_iterable(groups):
+        values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
+        after = _value_after(item, values_K) if bootstrap_truncated else 0.0
+        advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=gamma, lam=lam))
+    return _with_targets(groups, advantages, whiten_batch, Scored.spread, _at_step_starts)
 
 
 def anchored_return(
@@ -192,11 +184,11 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
 
 def token_return(groups: ScoredGroups, *, gamma: Share) -> list[list[Credit]]:
     """REINFORCE++: the discounted return from each token on, across steps, whitened over the tokens of the batch."""
-    per_token = [
-        [discounted_return(_token_rewards(item), gamma=_token_discounts(item, gamma)).tolist() for item in group]
-        for group in groups
+    returns = [
+        discounted_return(_token_rewards(item), gamma=_token_discounts(item, gamma))
+        for item in chain.from_iterable(groups)
     ]
-    return _whitened_tokens(groups, per_token)
+    return _per_token(groups, _normalise(returns, True))
 
 
 def token_gae(
@@ -209,14 +201,7 @@ def token_gae(
         after = _value_after(item, values_K) if bootstrap_truncated else 0.0
         discounts = _token_discounts(item, gamma)
         advantages.append(gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
-    normalised, raw = iter(_normalise([advantages], whiten_batch)), iter(advantages)
-    return [
-        [
-            Credit(advantages=item.unflatten(next(normalised)), value_targets=_at_every_token(item, next(raw)))
-            for item in group
-        ]
-        for group in groups
-    ]
+    return _with_targets(groups, advantages, whiten_batch, Scored.unflatten, _at_every_token)
 
 
 # Reading and spreading.
@@ -266,20 +251,32 @@ def _broadcast(group: Sequence[Scored], values_G: Tensor) -> list[Credit]:
     return [_constant(item, value) for item, value in zip(group, values_G.tolist(), strict=True)]
 
 
-def _normalise(nested: Sequence[Sequence[Tensor]], whiten_batch: bool) -> Iterator[list[float]]:
+def _normalise(per_trajectory: Sequence[Tensor], whiten_batch: bool) -> Iterator[list[float]]:
     """Every number of the batch whitened with all others, or left as it is; one list per trajectory."""
-    flat = [numbers for group in nested for numbers in group]
-    if not flat:
+    if not per_trajectory:
         return iter(())
-    whole_N = torch.cat(flat)
-    parts = (whiten(whole_N) if whiten_batch else whole_N).split([len(numbers) for numbers in flat])
+    whole_N = torch.cat(list(per_trajectory))
+    parts = (whiten(whole_N) if whiten_batch else whole_N).split([len(numbers) for numbers in per_trajectory])
     return (part.tolist() for part in parts)
 
 
-def _whitened_tokens(groups: ScoredGroups, per_token: list[list[list[float]]]) -> list[list[Credit]]:
-    tensors = [[torch.tensor(numbers, dtype=torch.float64) for numbers in group] for group in per_token]
-    normalised = _normalise(tensors, True)
-    return [[Credit(advantages=item.unflatten(next(normalised))) for item in group] for group in groups]
+def _per_token(groups: ScoredGroups, per_trajectory: Iterator[list[float]]) -> list[list[Credit]]:
+    return [[Credit(advantages=item.unflatten(next(per_trajectory))) for item in group] for group in groups]
+
+
+def _with_targets(
+    groups: ScoredGroups,
+    advantages: Sequence[Tensor],
+    whiten_batch: bool,
+    spread: Callable[[Scored, Sequence[float]], PerToken],
+    targets: Callable[[Scored, Tensor], list[list[float | None]]],
+) -> list[list[Credit]]:
+    """Advantages may be whitened, but what the critic is trained towards never is: it would change its unit."""
+    normalised, raw = _normalise(advantages, whiten_batch), iter(advantages)
+    return [
+        [Credit(advantages=spread(item, next(normalised)), value_targets=targets(item, next(raw))) for item in group]
+        for group in groups
+    ]
 
 
 def _at_every_token(item: Scored, advantages_K: Tensor) -> list[list[float | None]]:
