@@ -20,7 +20,7 @@ from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
-from tests.chatml import collector, renderer, row, tokenizer
+from tests.chatml import collector, row, tokenizer
 
 
 class Echo(AgentEnv):
@@ -94,34 +94,6 @@ def test_the_env_never_sees_the_ground_truth_unless_it_says_so() -> None:
     for env in (Plain, Judge):
         play(collector(["stop"], make_env=lambda _, env=env: env()), task)  # type: ignore[misc]
     assert seen == [None, 42]
-
-
-def test_the_step_budget_ends_an_episode_after_its_last_tool_ran() -> None:
-    [trajectory] = play(collector(["a", "b"], make_env=echo, max_steps=2))
-    assert trajectory.stop is StopReason.MAX_STEPS
-    assert [step.feedback for step in trajectory.steps] == ["echo", "echo"]
-    assert trajectory.stop.is_truncated
-
-
-def test_a_response_cut_in_half_is_kept_but_not_executed() -> None:
-    [trajectory] = play(collector(["0123456789"], make_env=echo, max_response_tokens=4))
-    assert trajectory.stop is StopReason.MAX_TOKENS
-    assert tokenizer().decode(trajectory.steps[0].response_ids) == "0123"
-    assert trajectory.steps[0].feedback == ""
-
-
-def test_a_prompt_that_outgrows_the_context_ends_the_episode_with_its_steps() -> None:
-    prompt = len(renderer().render(Observation(messages=row().prompt)))
-    [trajectory] = play(collector(["abc", "stop"], make_env=echo, max_context_tokens=prompt + 10))
-    assert trajectory.stop is StopReason.MAX_TOKENS
-    assert len(trajectory.steps) == 1
-
-
-def test_the_response_budget_shrinks_to_the_room_left_in_the_context() -> None:
-    engine = ScriptedEngine(["stop"], tokenizer=tokenizer())
-    prompt = len(renderer().render(Observation(messages=row().prompt)))
-    play(collector(engine, make_env=echo, max_context_tokens=prompt + 7))
-    assert engine.calls[0].sampling.max_tokens == 7
 
 
 async def raises(_: Action) -> Any:
