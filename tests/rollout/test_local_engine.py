@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,49 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.engines.attention import Placed, alike
+from agent_r1.rollout.engines.cpu_attention import Placed, alike
 from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.local import LocalEngine
-from agent_r1.rollout.engines.scheduler import Chunk, Request
+from agent_r1.rollout.engines.request import Chunk, Request
+from tests.rollout.engine_sides import CPU, assert_logprobs_match, both, engine, generate
 from tests.rollout.tiny_models import prompts, tiny
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma3", "granite_scaled_logits", "gpt2"]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
-@contextmanager
-def engine(model: Any, **settings: Any) -> Iterator[LocalEngine]:
-    """An engine on a copy of the model, with small blocks so that sequences span several."""
-    defaults = {"seed": 0, "max_running": 16, "max_batch_tokens": 64, "max_cached_tokens": 1024, "block_size": 4}
-    local = LocalEngine(copy.deepcopy(model), threads=1, **(defaults | settings))
-    yield local
-    asyncio.run(local.close())
-
-
-def generate(local: LocalEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
-    """All at once, each in a session of its own."""
-
-    async def main() -> list[Completion]:
-        return await asyncio.gather(
-            *(local.generate(prompt, sampling, session=str(i)) for i, prompt in enumerate(asked))
-        )
-
-    return asyncio.run(main())
-
-
-def assert_logprobs_match(model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
-    """Against one plain forward over prompt and response."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].double()
-    expected = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
-    expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-4)
-
-
+@both
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_decoding_equals_generate_id_by_id(family: str) -> None:
+def test_greedy_decoding_equals_generate_id_by_id(family: str, side: dict[str, Any]) -> None:
     model, asked = tiny(family), prompts(1, 5, 17, 30)
-    with engine(model, max_batch_tokens=16) as local:  # the longer prompts take several steps
+    with engine(model, **side, max_batch_tokens=16) as local:  # the longer prompts take several steps
         completions = generate(local, asked, GREEDY)
     for prompt, completion in zip(asked, completions, strict=True):
         ids = torch.tensor([prompt])
@@ -69,7 +39,8 @@ def test_greedy_decoding_equals_generate_id_by_id(family: str) -> None:
         assert_logprobs_match(model, prompt, completion)
 
 
-def test_a_session_of_several_steps_computes_only_what_is_new() -> None:
+@both
+def test_a_session_of_several_steps_computes_only_what_is_new(side: dict[str, Any]) -> None:
     model, (prompt, *additions) = tiny("qwen3"), prompts(9, 6, 1, 7)
     sampling = Sampling(max_tokens=8, temperature=0.7, seed=3)
 
@@ -81,7 +52,7 @@ def test_a_session_of_several_steps_computes_only_what_is_new() -> None:
             seen = seen + completion.token_ids + addition
         return steps
 
-    with engine(model) as local:
+    with engine(model, **side) as local:
         steps = asyncio.run(episode(local))
         stats = local.stats
     for seen, completion in steps:
@@ -93,12 +64,15 @@ def test_a_session_of_several_steps_computes_only_what_is_new() -> None:
     assert stats.decoded_tokens == 4 * 8
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3"])
-def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_right(family: str) -> None:
+def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_right(
+    family: str, side: dict[str, Any]
+) -> None:
     model = tiny(family)
     # Lengths on both sides of powers of two, which is where chunks stop being computed together.
     asked, additions = prompts(9, 15, 16, 17, 8, 12, 30), prompts(3, 2, 7, 8, 5, 1, 4, seed=1)
-    with engine(model, max_batch_tokens=256, max_cached_tokens=2048) as local:
+    with engine(model, **side, max_batch_tokens=256, max_cached_tokens=2048) as local:
         first = generate(local, asked, GREEDY)
         extended = [p + c.token_ids + added for p, c, added in zip(asked, first, additions, strict=True)]
         second = generate(local, extended, GREEDY)
@@ -111,7 +85,7 @@ def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_
 def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
     def placed(row: int, start: int, count: int) -> Placed:
         request = Request(session="", tokens=[0], sampling=GREEDY, uniforms=np.zeros(1))
-        return Placed(Chunk(request, [0] * count, start, [], True), row)
+        return Placed(Chunk(request, [0] * count, start, [], 1), row)
 
     # Sizes 4..7 belong together, and so do lengths of 2..3 blocks (of 32: 33..96 tokens); prompts stay among prompts.
     parts = [placed(row, *at) for row, at in enumerate([(0, 4), (0, 7), (0, 8), (40, 5), (80, 7), (120, 7)])]
@@ -121,23 +95,35 @@ def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
     assert [len(group) for group in alike(long, 32)] == [1, 1, 1]
 
 
-def test_a_rewritten_history_is_computed_afresh_from_where_it_differs() -> None:
+@both
+@pytest.mark.parametrize("max_batch_tokens", [1, 2, 5])
+def test_wherever_prompts_are_cut_the_result_is_the_same(max_batch_tokens: int, side: dict[str, Any]) -> None:
+    model, asked = tiny("llama"), prompts(9, 7, 1, 12)  # with 5 tokens a step: 5, 4 + 1, ...: single tokens too
+    with engine(model, **side, max_batch_tokens=max_batch_tokens) as local:
+        for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
+            assert_logprobs_match(model, prompt, completion)
+        assert local.stats.prefilled_tokens == 9 + 7 + 1 + 12
+
+
+@both
+def test_a_rewritten_history_is_computed_afresh_from_where_it_differs(side: dict[str, Any]) -> None:
     model, (prompt, other) = tiny("llama"), prompts(10, 12)
     changed = prompt[:6] + other
-    with engine(model) as local:
+    with engine(model, **side) as local:
         for asked in (prompt, changed):
             (completion,) = generate(local, [asked], GREEDY)
             assert_logprobs_match(model, asked, completion)
         assert local.stats.reused_tokens == 6
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_preemption_changes_the_work_but_not_the_result(family: str) -> None:
+def test_preemption_changes_the_work_but_not_the_result(family: str, side: dict[str, Any]) -> None:
     model, asked = tiny(family), prompts(12, 15, 9, 20, 11)
     sampling = Sampling(max_tokens=20, seed=1)
-    with engine(model) as roomy:
+    with engine(model, **side) as roomy:
         expected = generate(roomy, asked, sampling)
-    with engine(model, max_cached_tokens=72) as tight:  # five sequences of up to 40 tokens in room for 72
+    with engine(model, **side, max_cached_tokens=72) as tight:  # five sequences of up to 40 tokens in room for 72
         got = generate(tight, asked, sampling)
         assert tight.stats.preemptions > 0
     for prompt, one, other in zip(asked, expected, got, strict=True):
@@ -145,9 +131,10 @@ def test_preemption_changes_the_work_but_not_the_result(family: str) -> None:
         assert_logprobs_match(model, prompt, other)
 
 
-def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side() -> None:
+@both
+def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side(side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(*[20] * 8)
-    with engine(model) as local:
+    with engine(model, **side) as local:
         first = generate(local, asked, GREEDY)
         # The seven idle sessions before the last hold the low blocks, so its own are a small part of what lies below.
         extended = [*asked[7], *first[7].token_ids, 5, 6]
@@ -155,22 +142,24 @@ def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side() -> None:
     assert_logprobs_match(model, extended, again)
 
 
-def test_sampling_follows_the_seed_whatever_else_runs() -> None:
+@both
+def test_sampling_follows_the_seed_whatever_else_runs(side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(4, 9, 14, 6, 21)
     sampling = Sampling(max_tokens=10, temperature=0.9, top_p=0.95, top_k=40, seed=11)
-    with engine(model) as local:
+    with engine(model, **side) as local:
         alone = [generate(local, [prompt], sampling)[0].token_ids for prompt in asked]
-    with engine(model, max_running=2, max_batch_tokens=5) as crowded:
+    with engine(model, **side, max_running=2, max_batch_tokens=5) as crowded:
         together = [completion.token_ids for completion in generate(crowded, asked, sampling)]
     assert alone == together
 
 
-def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission() -> None:
+@both
+def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission(side: dict[str, Any]) -> None:
     model, sampling = tiny("llama"), Sampling(max_tokens=10)
     asked = prompts(5) * 3
 
     def drawn(seed: int) -> list[list[int]]:
-        with engine(model, seed=seed) as local:
+        with engine(model, **side, seed=seed) as local:
             return [completion.token_ids for completion in generate(local, asked, sampling)]
 
     assert drawn(1) == drawn(1)
@@ -178,8 +167,9 @@ def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission(
     assert drawn(1)[0] != drawn(1)[1]
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3", "gpt2"])
-def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str) -> None:
+def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str, side: dict[str, Any]) -> None:
     model, (prompt, other) = tiny(family), prompts(22, 9)
     settings = [Sampling(max_tokens=10, temperature=0.5, seed=seed) for seed in range(6)]
 
@@ -187,13 +177,17 @@ def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str) -
         members = [local.generate(prompt, each, session=str(i)) for i, each in enumerate(settings)]
         return (await asyncio.gather(*members, local.generate(other, settings[0], session="other")))[:-1]
 
-    with engine(model) as local:
+    with engine(model, **side) as local:
         together = asyncio.run(group(local))
-        assert local.stats.prefilled_tokens == 22 + 9  # once for all six
-        assert local.stats.shared_tokens >= 5 * 22  # and what they sampled alike
+        if side is CPU:  # once for all six; the five others run its last token, as one
+            assert local.stats.prefilled_tokens == 22 + 9 + 1
+            assert local.stats.shared_tokens >= 5 * 21 + 4  # and what they sampled alike
+        else:  # each of the five runs its last token
+            assert local.stats.prefilled_tokens == 22 + 9 + 5
+            assert local.stats.shared_tokens == 5 * 21
     alone = []
     for each in settings:
-        with engine(model) as local:
+        with engine(model, **side) as local:
             alone += generate(local, [prompt], each)
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert len({tuple(one.token_ids) for one in together}) > 1
@@ -201,8 +195,9 @@ def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str) -
         assert_logprobs_match(model, prompt, completion, temperature=0.5)
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family: str) -> None:
+def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family: str, side: dict[str, Any]) -> None:
     model, (prompt, addition) = tiny(family), prompts(13, 5)
 
     async def episode(local: LocalEngine, session: str) -> list[tuple[list[int], Completion]]:
@@ -210,7 +205,7 @@ def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family
         extended = prompt + first.token_ids + addition
         return [(prompt, first), (extended, await local.generate(extended, GREEDY, session=session))]
 
-    with engine(model) as local:
+    with engine(model, **side) as local:
         episodes = [asyncio.run(episode(local, session)) for session in ("early", "late")]
         # The early one runs its prompt, then its last sampled token and the addition; the late one a token each time.
         assert local.stats.prefilled_tokens == (13 + 1 + 5) + (1 + 1)
@@ -250,9 +245,10 @@ def test_copying_blocks_prepares_its_indices_once_for_all_layers() -> None:
     assert operations(layers=5) - operations(layers=1) == 4 * (2 + 2)
 
 
-def test_the_stop_token_is_part_of_the_response_with_its_logprob() -> None:
+@both
+def test_the_stop_token_is_part_of_the_response_with_its_logprob(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(5)
-    with engine(model) as local:
+    with engine(model, **side) as local:
         (whole,) = generate(local, [prompt], GREEDY)
         stop = whole.token_ids[4]
         stopped = generate(local, [prompt], Sampling(max_tokens=12, temperature=0.0, stop_ids=(stop, 96)))[0]
@@ -261,10 +257,11 @@ def test_the_stop_token_is_part_of_the_response_with_its_logprob() -> None:
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
 
 
-def test_half_precision_models_run_in_their_own_precision() -> None:
+@both
+def test_half_precision_models_run_in_their_own_precision(side: dict[str, Any]) -> None:
     model = tiny("llama").to(torch.bfloat16)
     asked = prompts(7, 3)
-    with engine(model) as local:
+    with engine(model, **side) as local:
         for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt])).logits[0, -1].double()
@@ -273,6 +270,7 @@ def test_half_precision_models_run_in_their_own_precision() -> None:
             assert completion.logprobs[0] == pytest.approx(chosen, abs=0.3)
 
 
+@both
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
@@ -282,15 +280,21 @@ def test_half_precision_models_run_in_their_own_precision() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
     ],
 )
-def test_models_it_cannot_run_exactly_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes)):
+def test_models_it_cannot_run_exactly_are_refused(
+    family: str, changes: dict[str, Any], reason: str, side: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes), **side):
         pass
 
 
-def test_a_model_whose_logits_would_differ_is_refused() -> None:
+@both
+def test_a_model_whose_logits_would_differ_is_refused(side: dict[str, Any]) -> None:
     model = tiny("llama")
     # An attention layer that mixes in its neighbour in the row: right for one sequence, wrong for several in a row.
     attention = model.model.layers[1].self_attn.o_proj
     attention.register_forward_hook(lambda _module, _inputs, output: output + output.roll(1, dims=1))
-    with pytest.raises(ConfigError, match="gives other logits with paged attention than with its own"), engine(model):
+    with (
+        pytest.raises(ConfigError, match="gives other logits with paged attention than with its own"),
+        engine(model, **side),
+    ):
         pass

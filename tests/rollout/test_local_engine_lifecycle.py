@@ -13,6 +13,7 @@ from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, RolloutError
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.local import LocalEngine
+from tests.rollout.engine_sides import both
 from tests.rollout.tiny_models import VOCAB, prompts, tiny
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
@@ -28,28 +29,31 @@ def ask(local: Engine, prompt: list[int], sampling: Sampling = GREEDY, session: 
     return asyncio.run(local.generate(prompt, sampling, session=session))
 
 
-def test_the_same_engine_serves_one_event_loop_after_another() -> None:
-    local, (prompt,) = make(), prompts(5)
+@both
+def test_the_same_engine_serves_one_event_loop_after_another(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
     first = ask(local, prompt)
     again = ask(local, prompt)
     assert first.token_ids == again.token_ids
     assert local.stats.reused_tokens == 4  # the cache outlives the loop
 
 
-def test_an_event_loop_that_ends_with_requests_running_leaves_a_usable_engine() -> None:
-    local, (prompt,) = make(), prompts(5)
+@both
+def test_an_event_loop_that_ends_with_requests_running_leaves_a_usable_engine(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
 
     async def leave_early() -> None:
         task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
         await asyncio.sleep(0.01)
         assert not task.done()
 
-    expected = ask(make(), prompt)
+    expected = ask(make(**side), prompt)
     asyncio.run(leave_early())
     assert ask(local, prompt).token_ids == expected.token_ids
 
 
-def test_episodes_join_and_leave_between_steps_and_the_batches_repeat_exactly() -> None:
+@both
+def test_episodes_join_and_leave_between_steps_and_the_batches_repeat_exactly(side: dict[str, Any]) -> None:
     asked = prompts(3, 8, 5, 11)
 
     async def episode(local: LocalEngine, index: int) -> list[int]:
@@ -67,7 +71,7 @@ def test_episodes_join_and_leave_between_steps_and_the_batches_repeat_exactly() 
 
     runs = []
     for _ in range(3):
-        local = make(max_running=3)
+        local = make(**side, max_running=3)
         runs.append((asyncio.run(batch(local)), local.stats))
     assert runs[0] == runs[1] == runs[2]
     # Responses of 2..6 tokens: 4 episodes one after another would take as many steps as tokens.
@@ -75,8 +79,9 @@ def test_episodes_join_and_leave_between_steps_and_the_batches_repeat_exactly() 
     assert stats.steps < stats.decoded_tokens
 
 
-def test_the_event_loop_stays_live_while_the_model_computes() -> None:
-    local, (prompt,) = make(), prompts(5)
+@both
+def test_the_event_loop_stays_live_while_the_model_computes(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
 
     async def main() -> int:
         turns = 0
@@ -89,9 +94,10 @@ def test_the_event_loop_stays_live_while_the_model_computes() -> None:
     assert asyncio.run(main()) > local.stats.steps
 
 
-def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice() -> None:
-    local, (gone, stays) = make(), prompts(9, 5)
-    expected = ask(make(), stays)
+@both
+def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice(side: dict[str, Any]) -> None:
+    local, (gone, stays) = make(**side), prompts(9, 5)
+    expected = ask(make(**side), stays)
 
     async def main() -> Completion:
         doomed = asyncio.create_task(local.generate(gone, ENDLESS, session="gone"))
@@ -108,6 +114,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice() -> 
     assert local._scheduler.free_blocks == 512 // 4
 
 
+@both
 @pytest.mark.parametrize(
     ("prompt", "sampling", "reason"),
     [
@@ -117,8 +124,10 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice() -> 
         ([1] * 60, GREEDY, r"60 tokens and a response of up to 6 do not fit into max_cached_tokens \(64\)"),
     ],
 )
-def test_a_request_that_cannot_be_answered_fails_alone(prompt: list[int], sampling: Sampling, reason: str) -> None:
-    local = make(max_cached_tokens=64)
+def test_a_request_that_cannot_be_answered_fails_alone(
+    prompt: list[int], sampling: Sampling, reason: str, side: dict[str, Any]
+) -> None:
+    local = make(**side, max_cached_tokens=64)
 
     async def main() -> tuple[Completion | BaseException, Completion | BaseException]:
         return await asyncio.gather(
@@ -134,9 +143,10 @@ def test_a_request_that_cannot_be_answered_fails_alone(prompt: list[int], sampli
         raise bad
 
 
-def test_a_request_longer_than_the_models_context_is_refused() -> None:
+@both
+def test_a_request_longer_than_the_models_context_is_refused(side: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"the model's context \(128\)"):
-        ask(make(), [1] * 125)
+        ask(make(**side), [1] * 125)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +158,10 @@ def test_settings_that_could_never_work_are_refused(setting: dict[str, int], rea
         make(**setting)
 
 
-def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_have_said() -> None:
-    local, (prompt,) = make(), prompts(9)
-    expected = ask(make(), prompt, ENDLESS)
+@both
+def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_have_said(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(9)
+    expected = ask(make(**side), prompt, ENDLESS)
 
     async def main() -> Completion:
         doomed = asyncio.create_task(local.generate(prompt, ENDLESS, session="gone"))
@@ -161,7 +172,22 @@ def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_ha
         return await other
 
     assert asyncio.run(main()).token_ids == expected.token_ids
-    assert local.stats.shared_tokens >= 9
+    assert local.stats.shared_tokens >= 8
+
+
+@both
+def test_a_prompt_that_another_session_holds_is_answered_also_when_there_is_no_room_for_both(
+    side: dict[str, Any],
+) -> None:
+    """12 tokens in 3 of 6 blocks. The second needs 4, beside the 3 it would be copied from."""
+    local, (prompt,) = make(**side, max_cached_tokens=24), prompts(12)
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+
+    async def main() -> list[Completion]:
+        return [await asyncio.wait_for(local.generate(prompt, sampling, session=each), 10) for each in ("a", "b")]
+
+    first, second = asyncio.run(main())
+    assert first.token_ids == second.token_ids
 
 
 def other_weights(model: Any, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -172,10 +198,11 @@ def other_weights(model: Any, scale: float = 1.0) -> dict[str, torch.Tensor]:
     }
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
-def test_loaded_weights_are_sampled_from_and_old_cache_is_dropped(family: str) -> None:
+def test_loaded_weights_are_sampled_from_and_old_cache_is_dropped(family: str, side: dict[str, Any]) -> None:
     model, (prompt,) = tiny(family), prompts(6)
-    local = make(model)
+    local = make(model, **side)
     before = ask(local, prompt)
     weights = other_weights(model)
     local.load_weights(weights, version=3)
@@ -185,7 +212,7 @@ def test_loaded_weights_are_sampled_from_and_old_cache_is_dropped(family: str) -
 
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    assert after.token_ids == ask(make(model), prompt).token_ids != before.token_ids
+    assert after.token_ids == ask(make(model, **side), prompt).token_ids != before.token_ids
 
 
 def test_a_state_dict_with_tied_names_loads_as_well() -> None:
@@ -199,9 +226,10 @@ def test_a_state_dict_with_tied_names_loads_as_well() -> None:
         local.load_weights(state, version=2)
 
 
-def test_wrong_weights_change_nothing() -> None:
+@both
+def test_wrong_weights_change_nothing(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local = make(model)
+    local = make(model, **side)
     before, name = ask(local, prompt), "model.norm.weight"
     weights = other_weights(model)
     missing = {key: value for key, value in weights.items() if key != name}
@@ -217,9 +245,10 @@ def test_wrong_weights_change_nothing() -> None:
     assert (after.token_ids, after.policy_version) == (before.token_ids, 0)
 
 
-def test_weights_do_not_change_under_running_requests() -> None:
+@both
+def test_weights_do_not_change_under_running_requests(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local = make(model)
+    local = make(model, **side)
 
     async def main() -> None:
         task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
@@ -235,9 +264,10 @@ def test_weights_do_not_change_under_running_requests() -> None:
     asyncio.run(main())
 
 
-def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behind() -> None:
+@both
+def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behind(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local, expected = make(model), ask(make(model), prompt)
+    local, expected = make(model, **side), ask(make(model, **side), prompt)
     good = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     local.load_weights({name: tensor * torch.nan for name, tensor in good.items()}, version=1)
     with pytest.raises(RolloutError, match=r"the model \(version 1\) gave logits that are not finite"):
@@ -246,7 +276,8 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
     assert ask(local, prompt).token_ids == expected.token_ids
 
 
-def test_a_sequence_that_turns_not_finite_fails_alone() -> None:
+@both
+def test_a_sequence_that_turns_not_finite_fails_alone(side: dict[str, Any]) -> None:
     """One token's embedding is NaN: who samples it fails; a shorter and a longer neighbour in the same steps do not."""
     model, asked = tiny("llama"), [[7, 9], [1, 2, 3, 4, 6, 7, 8, 9, 10, 11], [1, 2]]
     sampling = Sampling(max_tokens=12, temperature=0.0)
@@ -255,10 +286,10 @@ def test_a_sequence_that_turns_not_finite_fails_alone() -> None:
         runs = [local.generate(prompt, sampling, session=str(prompt)) for prompt in asked]
         return await asyncio.gather(*runs, return_exceptions=True)
 
-    healthy = asyncio.run(play(make(model)))
+    healthy = asyncio.run(play(make(model, **side)))
     others = {token for done, prompt in zip(healthy[1:], asked[1:], strict=True) for token in done.token_ids + prompt}
     poison = next(token for token in healthy[0].token_ids if token not in others | set(asked[0]))
-    local = make(model)
+    local = make(model, **side)
     with torch.no_grad():
         local._runner.model.get_input_embeddings().weight[poison] = torch.nan
     failed, *fine = asyncio.run(play(local))
@@ -266,24 +297,29 @@ def test_a_sequence_that_turns_not_finite_fails_alone() -> None:
     assert [done.token_ids for done in fine] == [done.token_ids for done in healthy[1:]]
 
 
-def test_ids_that_are_not_ints_are_refused_before_they_can_disturb_others() -> None:
+@both
+def test_ids_that_are_not_ints_are_refused_before_they_can_disturb_others(side: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="holds a float among its token ids"):
-        ask(make(), [1, 2.5])  # type: ignore[list-item]
+        ask(make(**side), [1, 2.5])  # type: ignore[list-item]
 
 
-def test_a_step_that_raises_fails_the_requests_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+@both
+def test_a_step_that_raises_fails_the_requests_with_the_cause(
+    caplog: pytest.LogCaptureFixture, side: dict[str, Any]
+) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local = make(model)
+    local = make(model, **side)
     hook = local._runner.model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(RolloutError, match="step failed: ZeroDivisionError"):
         ask(local, prompt)
     assert "a step of the local engine failed" in caplog.text
     hook.remove()
-    assert ask(local, prompt).token_ids == ask(make(model), prompt).token_ids
+    assert ask(local, prompt).token_ids == ask(make(model, **side), prompt).token_ids
 
 
-def test_a_closed_engine_fails_what_runs_and_refuses_what_comes() -> None:
-    local, (prompt,) = make(), prompts(5)
+@both
+def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
 
     async def main() -> None:
         task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))

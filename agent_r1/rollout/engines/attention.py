@@ -1,240 +1,45 @@
-"""Attention over the paged cache, plugged into transformers' `AttentionInterface`, so that models need no port.
+"""The engine's attention, plugged into transformers' `AttentionInterface`, so that models need no port.
 
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
-knows which token belongs to whom. Single tokens (decoding) come first and are computed together; longer chunks
-(prefill) follow, those of about the same size computed together, padded to the largest.
-
-Decoding moves each query to the blocks of its sequence instead of collecting the blocks for the query: keys and
-values are the bulk of the data and stay where they are. Every block gives a partial result and the log of its softmax
-normaliser; a softmax over those joins a sequence's blocks. Blocks are read in place as the leading part of the pool
-unless most of that part belongs to others.
+knows which token belongs to whom. How it is computed is the step's business: `cpu_attention.py`, `gpu_attention.py`.
 
 Not supported, and refused rather than ignored: soft-capped scores, attention sinks, position biases, custom masks.
 
-Shape suffixes: N = tokens in the step, B = sequences computed together, T = blocks read, W = blocks of the longest
-sequence, C = tokens of the longest chunk, L = tokens it may look at, M = tokens of a prefill, H = query heads,
-K = key/value heads, G = H / K, S = tokens in a block, D = head size.
+Shape suffixes: N = tokens in the step, H = query heads, K = key/value heads, D = head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.engines.kv_cache import KVCache, LayerCache
-from agent_r1.rollout.engines.scheduler import Chunk
 
 PAGED = "agent_r1_paged"
-# Added to a score to hide it: vanishes in any softmax, yet finite, so a block hidden as a whole gets weight 0, not nan.
-HIDDEN = -1e30
-# e**-80 is nothing beside the largest weight, 1; smaller arguments would take exp's slow path, tens of times slower.
-SMALLEST_EXPONENT = -80.0
-# Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
-# computed along for each block that is ours.
-MAX_FOREIGN = 1.0
-# Keys and values of a prefill are collected side by side; this many tokens of them at once, so that memory stays small.
-MAX_COLLECTED = 8192
 REFUSED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
-class DecodeLayout:
-    """Index tensors for the single-token sequences of a step."""
+class AttentionStep(Protocol):
+    """One step as the attention function needs it."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
-        self.size = len(chunks)
-        counts_B = np.fromiter((len(chunk.blocks) for chunk in chunks), dtype=np.int64, count=self.size)
-        block_T = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), dtype=np.int64)
-        positions_B = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=self.size)
-        ordinal_T = np.arange(len(block_T)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
-        owner_T = np.repeat(np.arange(self.size), counts_B)
-
-        span = int(block_T.max()) + 1
-        self.span = span if span <= (1 + MAX_FOREIGN) * len(block_T) else None
-        place_T = np.arange(len(block_T)) if self.span is None else block_T
-        read = len(block_T) if self.span is None else span
-        # Blocks of others get the first sequence's query; nobody reads the result.
-        query_T, first_T = np.zeros(read, dtype=np.int64), np.zeros(read, dtype=np.int64)
-        query_T[place_T], first_T[place_T] = owner_T, ordinal_T * block_size
-        # Padded with the sequence's own first block: whatever another one holds, even NaN, stays with the other.
-        first_place_B1 = place_T[np.cumsum(counts_B) - counts_B][:, None]
-        table_BW = np.repeat(first_place_B1, int(counts_B.max()), axis=1)
-        table_BW[owner_T, ordinal_T] = place_T
-        padding_BW = np.arange(table_BW.shape[1]) >= counts_B[:, None]
-
-        self.block_T = torch.from_numpy(block_T).to(device)
-        self.query_T = torch.from_numpy(query_T).to(device)
-        self.table_BW = torch.from_numpy(table_BW).to(device)
-        self.padding_BW11 = torch.from_numpy(padding_BW[:, :, None, None]).to(device) * HIDDEN
-        self._position_T1 = positions_B[query_T][:, None]
-        self._keys_TS = first_T[:, None] + np.arange(block_size)
-        self._device = device
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
-
-    def read(self, pool_P: Tensor) -> Tensor:
-        """The blocks to compute over, [T, ...]."""
-        return pool_P.index_select(0, self.block_T) if self.span is None else pool_P[: self.span]
-
-    def mask(self, window: int | None, heads: int) -> Tensor:
-        """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those the window has left."""
-        if (window, heads) not in self._masks:
-            hidden_TS = self._keys_TS > self._position_T1
-            if window is not None:
-                hidden_TS |= self._keys_TS <= self._position_T1 - window
-            mask_TS = torch.from_numpy(hidden_TS).to(self._device) * HIDDEN
-            self._masks[window, heads] = mask_TS.repeat_interleave(heads, dim=0)[:, None]
-        return self._masks[window, heads]
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Keep the new keys and values; what each token sees in its own sequence, [N, H, D]."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A chunk and the row of its first token."""
-
-    chunk: Chunk
-    row: int
-
-
-class PrefillLayout:
-    """Index tensors for chunks of about the same size that are computed together."""
-
-    def __init__(self, parts: Sequence[Placed], block_size: int, device: torch.device) -> None:
-        starts_B1 = np.array([[part.chunk.start] for part in parts])
-        counts_B1 = np.array([[len(part.chunk.ids)] for part in parts])
-        slot_C = np.arange(counts_B1.max())
-        # Shorter chunks repeat their last token; nobody reads the result.
-        offset_BC = np.minimum(slot_C, counts_B1 - 1)
-        row_BC = np.array([[part.row] for part in parts]) + offset_BC
-        filled_BC = slot_C < counts_B1
-        self.from_start = not starts_B1.any()  # then a chunk's own keys and values are all there are
-        # A request may own more blocks, for what comes after its chunk.
-        width = -(-int((starts_B1 + counts_B1).max()) // block_size)
-        owned = [part.chunk.blocks[:width] for part in parts]
-        block_BW = np.array([blocks + blocks[-1:] * (width - len(blocks)) for blocks in owned])
-
-        self.row_BC = torch.from_numpy(row_BC).to(device)
-        self.block_BW = torch.from_numpy(block_BW).to(device)
-        self.rows_M = torch.from_numpy(row_BC[filled_BC]).to(device)  # where results go
-        self.slots_M = torch.from_numpy(np.flatnonzero(filled_BC)).to(device)  # and where in [B * C] they are found
-        self._length = len(slot_C) if self.from_start else width * block_size
-        self._position_BC1 = (starts_B1 + offset_BC)[:, :, None]
-        self._device = device
-        self._masks: dict[int | None, Tensor] = {}
-
-    def take(self, row_1HND: Tensor) -> Tensor:
-        """The chunks' part of a row, [B, H, C, D]."""
-        row_NHD = row_1HND[0].transpose(0, 1)
-        chunks_BCHD: Tensor = row_NHD.index_select(0, self.row_BC.flatten()).unflatten(0, self.row_BC.shape)
-        return chunks_BCHD.transpose(1, 2)
-
-    def mask(self, window: int | None) -> Tensor | None:
-        """Boolean [B, 1, C, L], or None where plain causal attention says the same."""
-        if window is not None and window >= self._length:
-            window = None
-        if window is None and self.from_start:
-            return None
-        if window not in self._masks:
-            key_L = np.arange(self._length)
-            seen_BCL = key_L <= self._position_BC1
-            if window is not None:
-                seen_BCL &= key_L > self._position_BC1 - window
-            self._masks[window] = torch.from_numpy(seen_BCL[:, None]).to(self._device)
-        return self._masks[window]
-
-
-class Places:
-    """Where keys and values of a step go.
-
-    Those of a single token are written to the blocks of its request and of all its twins; after a prefill, twins get
-    copies of whole blocks instead (`copies`), which takes far fewer writes.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
-        rows: list[int] = []
-        blocks: list[int] = []
-        offsets: list[int] = []
-        self.copies: list[tuple[int, int]] = []
-        first = 0
-        for chunk in chunks:
-            positions = range(chunk.start, chunk.end)
-            if len(positions) == 1:
-                written = [chunk.blocks, *chunk.twin_blocks]
-            else:
-                written = [chunk.blocks]
-                filled = slice(chunk.start // block_size, (chunk.end - 1) // block_size + 1)
-                self.copies += [
-                    pair
-                    for owned in chunk.twin_blocks
-                    for pair in zip(chunk.blocks[filled], owned[filled], strict=True)
-                ]
-            for owned in written:
-                rows += range(first, first + len(positions))
-                blocks += [owned[position // block_size] for position in positions]
-                offsets += [position % block_size for position in positions]
-            first += len(positions)
-        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets], device=device).unbind(0)
-        self._row_M = row_M if len(rows) > first else None
-
-    def write(self, layer: LayerCache, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        if self._row_M is not None:
-            key_NKD, value_NKD = key_NKD.index_select(0, self._row_M), value_NKD.index_select(0, self._row_M)
-        layer.write(key_NKD, value_NKD, self._block_M, self._offset_M)
-
-
-def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
-    """The chunks in groups, because short ones cost more to call attention for than to compute.
-
-    In a group, sizes and lengths differ by less than a factor of two, and what is collected stays in bounds.
-    """
-    groups: dict[tuple[bool, int, int], list[list[Placed]]] = {}
-    for part in parts:
-        count, length = len(part.chunk.ids), part.chunk.start + len(part.chunk.ids)
-        size, width = count.bit_length(), (-(-length // block_size)).bit_length()
-        split = groups.setdefault((part.chunk.start == 0, size, width), [[]])
-        if split[-1] and (len(split[-1]) + 1) * (block_size << width) > MAX_COLLECTED:
-            split.append([])
-        split[-1].append(part)
-    return [group for split in groups.values() for group in split]
-
-
-@dataclass(slots=True)
-class StepLayout:
-    """One step as the attention function needs it, and what it learns on the way."""
-
-    cache: KVCache
-    places: Places
-    decode: DecodeLayout | None
-    prefill: list[PrefillLayout]
-    windows: dict[int, int | None] = field(default_factory=dict)  # layer -> its sliding window, as the model passed it
-
-    @classmethod
-    def of(cls, chunks: Sequence[Chunk], cache: KVCache, device: torch.device) -> StepLayout:
-        """`chunks` with the single tokens first."""
-        size = cache.block_size
-        singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
-        longer, row = [], len(singles)
-        for chunk in chunks[len(singles) :]:
-            longer.append(Placed(chunk, row))
-            row += len(chunk.ids)
-        decode = DecodeLayout(singles, size, device) if singles else None
-        prefill = [PrefillLayout(group, size, device) for group in alike(longer, size)]
-        return cls(cache, Places(chunks, size, device), decode, prefill)
-
-
-_STEP: ContextVar[StepLayout | None] = ContextVar("agent_r1_step", default=None)
+_STEP: ContextVar[AttentionStep | None] = ContextVar("agent_r1_step", default=None)
 
 
 @contextmanager
-def running(step: StepLayout) -> Iterator[None]:
+def running(step: AttentionStep) -> Iterator[None]:
     """Attention calls inside belong to this step."""
     token = _STEP.set(step)
     try:
@@ -243,11 +48,25 @@ def running(step: StepLayout) -> Iterator[None]:
         _STEP.reset(token)
 
 
+_WINDOWS: ContextVar[dict[int, int | None] | None] = ContextVar("agent_r1_windows", default=None)
+
+
+@contextmanager
+def noting(windows: dict[int, int | None]) -> Iterator[None]:
+    """Inside, every layer that calls our attention is noted, with its sliding window as the model passes it."""
+    token = _WINDOWS.set(windows)
+    try:
+        yield
+    finally:
+        _WINDOWS.reset(token)
+
+
 def register() -> None:
     """Make `PAGED` an attention implementation. No mask is registered with it: models then build none."""
     AttentionInterface.register(PAGED, paged_attention)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers call it as it is: it differs from layer to layer
 def paged_attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -271,55 +90,10 @@ def paged_attention(
             f"{type(module).__name__} asks for {', '.join(refused) or 'a mask of its own'}, which LocalEngine does not "
             "support. Use another engine for this model."
         )
-    layer_index: int = module.layer_idx  # type: ignore[assignment]
-    step.windows[layer_index] = sliding_window
-    key_NKD, value_NKD = key_1KND[0].transpose(0, 1), value_1KND[0].transpose(0, 1)
-    layer = step.cache.layer(layer_index, key_NKD, value_NKD)
-    step.places.write(layer, key_NKD, value_NKD)
-
-    query_NHD = query_1HND[0].transpose(0, 1)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if (windows := _WINDOWS.get()) is not None:
+        windows[layer] = sliding_window
+    query_NHD, key_NKD, value_NKD = (t[0].transpose(0, 1) for t in (query_1HND, key_1KND, value_1KND))
     if scaling is None:
         scaling = query_NHD.shape[-1] ** -0.5
-    out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_NKD.shape[-1])
-    if step.decode is not None:
-        size = step.decode.size
-        out_NHD[:size] = _decode(step.decode, query_NHD[:size] * scaling, layer, sliding_window)
-    for part in step.prefill:
-        if part.from_start:
-            key_BKLD, value_BKLD = part.take(key_1KND), part.take(value_1KND)
-        else:
-            key_BKLD, value_BKLD = layer.sequences(part.block_BW)
-        mask = part.mask(sliding_window)
-        out_BHCD = scaled_dot_product_attention(
-            part.take(query_1HND),
-            key_BKLD,
-            value_BKLD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query_1HND.shape[1] != key_1KND.shape[1],
-        )
-        out_NHD[part.rows_M] = out_BHCD.transpose(1, 2).flatten(0, 1)[part.slots_M]
-    return out_NHD[None], None
-
-
-def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: int | None) -> Tensor:
-    keys_TKDS, values_TKSD = layout.read(layer.keys_PKDS), layout.read(layer.values_PKSD)
-    (blocks, heads, head_size, _), (batch, query_heads, _) = keys_TKDS.shape, query_BHD.shape
-    query_TKGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T)
-
-    # From here on T * K is one dimension: every block and head is a small product of its own.
-    scores_TGS = torch.bmm(query_TKGD.view(blocks * heads, -1, head_size), keys_TKDS.flatten(0, 1))
-    scores_TGS = scores_TGS.float().add_(layout.mask(window, heads))
-    top_TG1 = scores_TGS.amax(dim=-1, keepdim=True)
-    weights_TGS = scores_TGS.sub_(top_TG1).clamp_(min=SMALLEST_EXPONENT).exp_()
-    total_TG1 = weights_TGS.sum(dim=-1, keepdim=True)
-    partial_TGD = torch.bmm(weights_TGS.to(values_TKSD.dtype), values_TKSD.flatten(0, 1))
-
-    normaliser_TH = (top_TG1 + total_TG1.log()).view(blocks, query_heads)
-    partial_THD = (partial_TGD / total_TG1).view(blocks, -1)
-    table = layout.table_BW.view(-1)
-    normaliser_BWH1 = normaliser_TH.index_select(0, table).view(batch, -1, query_heads, 1)
-    partial_BWHD = partial_THD.index_select(0, table).view(batch, -1, query_heads, values_TKSD.shape[-1])
-    joined_BHD = (partial_BWHD * torch.softmax(normaliser_BWH1 + layout.padding_BW11, dim=1)).sum(dim=1)
-    return joined_BHD.to(query_BHD.dtype)
+    return step.attend(layer, query_NHD, key_NKD, value_NKD, scaling, sliding_window)[None], None

@@ -1,12 +1,14 @@
 """The default engine: any Hugging Face causal LM in this process, with continuous batching.
 
-`generate` queues a request; while there are requests, one task on the event loop plans a step, has it computed on the
-engine's own thread (so tools go on meanwhile), and hands out what is complete. Requests join and leave between steps,
-a session's cache is kept for its next request, and requests with equal tokens are computed once. What runs when is
-`scheduler.py`'s business, how it is computed `model_runner.py`'s; this module knows futures and versions.
+`generate` queues a request; while there are requests, one task on the event loop plans a step, has it computed, and
+hands out what is complete. Requests join and leave between steps, a session's cache is kept for its next request, and
+what requests have in common is computed once. What runs when is `scheduler.py`'s business, how it is computed
+`model_runner.py`'s (CPU) and `gpu_runner.py`'s; this module knows futures and versions.
 
-Results do not depend on the clock as long as tools do not wait: before each step the loop turns a fixed number of
-times, so that an episode that has just been answered can ask again.
+On a CPU a step is computed on the engine's own thread, so tools go on meanwhile. Results do not depend on the clock as
+long as tools do not wait: before each step the loop turns a fixed number of times, so that an episode that has just
+been answered can ask again. On a GPU the next step is launched before the last one is read, and what the host does
+with a step's results, tools included, it does while the GPU computes the next.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -25,23 +28,39 @@ from transformers import PreTrainedModel
 
 from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import ConfigError, DataError, RolloutError
-from agent_r1.rollout.engines.model_runner import ModelRunner
+from agent_r1.rollout.engines.fused_linear import fuse_linears, restore_linears
+from agent_r1.rollout.engines.gpu_attention import Kernels
+from agent_r1.rollout.engines.gpu_runner import GpuLimits, GpuRunner, compile_decoder_layers, triton_kernels
+from agent_r1.rollout.engines.model_runner import CpuRunner, Drawn, ModelRunner
+from agent_r1.rollout.engines.request import Chunk, EngineStats, Request
 from agent_r1.rollout.engines.sampling import uniform_stream
-from agent_r1.rollout.engines.scheduler import Chunk, EngineStats, Request, Scheduler
+from agent_r1.rollout.engines.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Turns of the event loop between steps. An answered episode needs one to wake up and a few for each task or timeout
-# its tool call is wrapped in; a turn costs some microseconds.
+# Turns of the event loop before a step that nothing else runs beside. An answered episode needs one to wake up and a
+# few for each task or timeout its tool call is wrapped in; a turn costs some microseconds.
 SETTLE_TURNS = 32
+POLL_SECONDS = 0.0005  # between looks whether the GPU is done; the next step is under way then, so nothing waits
+
+UnderWay = tuple[list[Chunk], Callable[[], Drawn | None]]
 
 
 class LocalEngine:
-    """Owns its model: attention is replaced in place, so pass a copy of the learner's, not the same object."""
+    """Owns its model: attention is replaced in place, so pass a copy of the learner's, not the same object.
 
-    def __init__(
+    max_running: requests computed at the same time.
+    max_batch_tokens: prompt tokens run in one step; longer prompts take several, so they do not stall the others.
+    max_cached_tokens: keys and values kept in all, of running requests and idle sessions.
+    threads: torch threads of the engine's own thread, on a CPU; None leaves torch's setting.
+    burst: tokens that a GPU samples for each request before the host looks at them.
+    compile_layers: torch.compile the decoder layers; None: on a GPU.
+    kernels: run as on a GPU, with these kernels; None: Triton's on a GPU.
+    """
+
+    def __init__(  # noqa: PLR0913 (one place where the engine's knobs stand)
         self,
         model: PreTrainedModel,
         *,
@@ -51,36 +70,88 @@ class LocalEngine:
         max_cached_tokens: int,
         threads: int | None = None,
         block_size: int = 32,
+        burst: int = 16,
+        compile_layers: bool | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """
-        max_running: requests computed at the same time.
-        max_batch_tokens: prompt tokens run in one step; longer prompts take several, so they do not stall the others.
-        max_cached_tokens: keys and values kept in all, of running requests and idle sessions.
-        threads: torch threads of the engine's own thread; None leaves torch's setting.
-        """
-        _check_at_least_one(max_running=max_running, max_batch_tokens=max_batch_tokens, block_size=block_size)
+        _check_at_least_one(
+            max_running=max_running, max_batch_tokens=max_batch_tokens, block_size=block_size, burst=burst
+        )
         num_blocks = max_cached_tokens // block_size
         if num_blocks < 1:
             raise ConfigError(f"max_cached_tokens={max_cached_tokens} is less than one block of {block_size} tokens")
+        on_gpu = model.device.type == "cuda"
+        if on_gpu and kernels is None:
+            kernels = triton_kernels()
         self._scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=block_size, max_running=max_running, max_batch_tokens=max_batch_tokens
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            burst=1 if kernels is None else burst,
+            share_blocks=kernels is not None,
+            share_decoding=kernels is None,
         )
-        self._runner = ModelRunner(model, num_blocks=num_blocks, block_size=block_size)
+        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._positions = positions
+        limits = GpuLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            max_length=min(positions or self._scheduler.capacity, self._scheduler.capacity),
+            burst=burst,
+        )
+        self._runner: ModelRunner = (
+            CpuRunner(model, num_blocks=num_blocks, block_size=block_size)
+            if kernels is None
+            else GpuRunner(model, kernels, limits, graphs=on_gpu)
+        )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent_r1-engine")
         if threads is not None:
             self._on_worker(lambda: torch.set_num_threads(threads))
         self._vocab: int = self._runner.model.get_input_embeddings().num_embeddings
-        self._max_length: int | None = getattr(self._runner.config, "max_position_embeddings", None)
         self._seeds = np.random.default_rng(seed)
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._version = 0
         self._closed = False
-        self._on_worker(self._runner.verify)
+        started = time.perf_counter()
+        self._verify(fuse=kernels is not None)
+        if compile_layers if compile_layers is not None else on_gpu:
+            compile_decoder_layers(self._runner.model)
+        self._on_worker(self._runner.prepare)
+        self._startup_seconds = time.perf_counter() - started
+
+    def _verify(self, *, fuse: bool) -> None:
+        expected = self._on_worker(self._runner.plain_logits)
+        fused = fuse_linears(self._runner.model) if fuse else []
+        try:
+            self._on_worker(lambda: self._runner.verify(expected))
+        except Exception:
+            if not fused:
+                raise
+            restore_linears(fused)  # a model that calls them in another way
+            self._on_worker(lambda: self._runner.verify(expected))
 
     @property
     def stats(self) -> EngineStats:
         return self._scheduler.stats
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the cache that hold nothing, not even for an idle session."""
+        return self._scheduler.free_blocks
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not been answered yet."""
+        return len(self._futures)
+
+    @property
+    def startup_seconds(self) -> float:
+        """What compiling and capturing took."""
+        return self._startup_seconds
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
         """Sample one response. Its log-probs are those of the distribution drawn from; see `sampling.sample`."""
@@ -133,17 +204,21 @@ class LocalEngine:
 
     async def _drive(self) -> None:
         """Run steps until there are no requests. Ends with the event loop; the next `generate` starts another."""
-        loop = asyncio.get_running_loop()
         error: BaseException = RolloutError("the engine was closed, or its event loop ended, with requests running")
+        under_way: UnderWay | None = None
         try:
             while True:
-                for _ in range(SETTLE_TURNS):
+                for _ in range(SETTLE_TURNS if under_way is None else 1):
                     await asyncio.sleep(0)
                 chunks = self._scheduler.plan()
-                if not chunks:
+                if not chunks and under_way is None:
                     return
-                tokens, logprobs = await loop.run_in_executor(self._worker, self._runner.step, chunks)
-                self._deliver(chunks, tokens, logprobs)
+                launched = (chunks, await self._launch(chunks)) if chunks else None
+                if launched is not None and not self._runner.overlaps:
+                    under_way, launched = launched, None
+                if under_way is not None:
+                    self._deliver(under_way[0], *await self._drawn(under_way))
+                under_way = launched
         except Exception as failure:
             logger.exception("a step of the local engine failed")
             error = RolloutError(f"the engine's step failed: {failure!r}")
@@ -153,11 +228,25 @@ class LocalEngine:
             for request in list(self._futures):
                 self._fail(request, error)
 
-    def _deliver(self, chunks: Sequence[Chunk], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    async def _launch(self, chunks: list[Chunk]) -> Callable[[], Drawn | None]:
+        if self._runner.overlaps:
+            # Here: it takes no longer than the next step is away, and another thread would fight for the interpreter.
+            return self._runner.launch(chunks)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._runner.launch, chunks)
+
+    async def _drawn(self, under_way: UnderWay) -> Drawn:
+        while (drawn := under_way[1]()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return drawn
+
+    def _deliver(
+        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> None:
         finished = self._scheduler.apply(chunks, tokens, logprobs)
-        if not all(map(math.isfinite, logprobs)):
+        if not all(math.isfinite(value) for values in logprobs for value in values):
             sampled = [request for chunk in chunks for request in chunk.draws]
-            self._drop_broken([r for r, value in zip(sampled, logprobs, strict=True) if not math.isfinite(value)])
+            broken = [not all(map(math.isfinite, values)) for values in logprobs]
+            self._drop_broken([request for request, bad in zip(sampled, broken, strict=True) if bad])
         for request in finished:
             future = self._futures.pop(request, None)
             if future is not None and not future.done():
@@ -170,7 +259,7 @@ class LocalEngine:
                 message = f"the model (version {self._version}) gave logits that are not finite; are its weights?"
                 self._fail(request, RolloutError(message))
         self._scheduler.forget()
-        self._worker.submit(self._runner.cache.clear)
+        self._on_worker(self._runner.clear_cache)
 
     def _completion(self, request: Request) -> Completion:
         response = request.tokens[request.prompt_length :]
@@ -205,8 +294,11 @@ class LocalEngine:
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab:
             bad = next(token for token in prompt_ids if not 0 <= token < self._vocab)
             raise DataError(f"the prompt holds token id {bad}, the model's vocabulary has {self._vocab} ids")
+        most = self._runner.max_stop_ids
+        if most is not None and len(sampling.stop_ids) > most:
+            raise DataError(f"a request has {len(sampling.stop_ids)} stop ids; on a GPU the engine allows {most}")
         length = len(prompt_ids) + sampling.max_tokens
-        for limit, name in ((self._scheduler.capacity, "max_cached_tokens"), (self._max_length, "the model's context")):
+        for limit, name in ((self._scheduler.capacity, "max_cached_tokens"), (self._positions, "the model's context")):
             if limit is not None and length > limit:
                 raise DataError(
                     f"a prompt of {len(prompt_ids)} tokens and a response of up to {sampling.max_tokens} do not fit "

@@ -1,4 +1,4 @@
-"""One step of a Hugging Face causal LM over the paged cache: chunks in, sampled tokens out.
+"""A Hugging Face causal LM over the paged cache: chunks in, sampled tokens out.
 
 The model runs unmodified, through its own forward (so logit scaling and soft-capping are its own), with our attention.
 Whether that is right for a given model is not assumed: `verify` compares the first logits with the model's own
@@ -7,7 +7,8 @@ attention and refuses a model that differs. Nothing here knows requests' lifetim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,62 +18,79 @@ from transformers import PreTrainedModel
 
 from agent_r1.agent.sampler import Sampling
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.rollout.engines.attention import PAGED, StepLayout, register, running
+from agent_r1.rollout.engines.attention import PAGED, noting, register, running
+from agent_r1.rollout.engines.cpu_attention import StepLayout
 from agent_r1.rollout.engines.kv_cache import KVCache
+from agent_r1.rollout.engines.request import Chunk, Request
 from agent_r1.rollout.engines.sampling import sample
-from agent_r1.rollout.engines.scheduler import Chunk, Request
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 # These rescale all positions by the longest one in the batch, so one sequence would change the logits of another.
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
+PROBE_BLOCKS = 12  # one for each token, whatever the block size
 
-class ModelRunner:
-    """Owns the model and its cache. Every method but the constructor runs on the engine's one worker thread."""
+Drawn = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]  # tokens and log-probs, for each request that draws
 
-    def __init__(self, model: PreTrainedModel, *, num_blocks: int, block_size: int) -> None:
+
+class ModelRunner(ABC):
+    """Owns the model and its cache."""
+
+    overlaps: bool  # `launch` returns before the work is done, and goes on from work that is not done yet
+    max_stop_ids: int | None = None  # that a request may have
+
+    def __init__(self, model: PreTrainedModel) -> None:
         register()
         self.model: Any = model.eval().requires_grad_(False)
-        self.cache = KVCache(num_blocks=num_blocks, block_size=block_size)
         self.config: Any = model.config.get_text_config()
-        self._device: torch.device = model.device
+        self.device: torch.device = model.device
+
+    @abstractmethod
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+        """Run the chunks. What is returned says what was drawn, once it is there."""
+
+    def prepare(self) -> None:
+        """Do what would make the first steps slow, now that the model is known to work."""
+        return
+
+    @abstractmethod
+    def clear_cache(self) -> None:
+        """Overwrite what the cache holds."""
+
+    @abstractmethod
+    def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
+        """Run chunks step after step in an empty cache; the logits that the last step samples from, [B, V]."""
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[float]]:
-        """Run the chunks; one token and log-prob for each request that draws, in order."""
-        self.cache.copy([pair for chunk in chunks for pair in chunk.copies])
-        layout = StepLayout.of(chunks, self.cache, self._device)
-        logits_BV = self._logits(chunks, layout)
-        self.cache.copy(layout.places.copies)
-        drawing = [request for chunk in chunks for request in chunk.draws]
-        if not drawing:
-            return [], []
-        uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
-        return sample(logits_BV, [request.sampling for request in drawing], uniforms)
-
-    @torch.inference_mode()
-    def verify(self) -> None:
-        """Switch the model to paged attention, after proving on two short sequences that its logits stay the same."""
+    def plain_logits(self) -> Tensor:
+        """What the model itself, with its own attention, says after two short sequences, [2, V]; for `verify`."""
         _check_config(self.config)
+        ids = [torch.tensor([sequence], device=self.device) for sequence in self._probes()]
+        logits = [self.model(input_ids=each, use_cache=False).logits[:, -1] for each in ids]
+        return torch.cat(logits)
+
+    def _probes(self) -> tuple[list[int], list[int]]:
         vocab = self.config.vocab_size
-        long, short = [(7 * i + 3) % vocab for i in range(8)], [(5 * i + 1) % vocab for i in range(4)]
-        expected = torch.cat([self._plain_logits(long), self._plain_logits(short)])
+        return [(5 * i + 1) % vocab for i in range(4)], [(7 * i + 3) % vocab for i in range(8)]
+
+    @torch.inference_mode()
+    def verify(self, expected: Tensor) -> None:
+        """Switch the model to paged attention, after proving that its logits stay the same."""
+        short, long = self._probes()
         self.model.set_attn_implementation(PAGED)
 
-        # Both kinds of work at once: prefill in two chunks beside prefill and one decoded token, in separate blocks.
-        probe = KVCache(num_blocks=len(long) + len(short), block_size=self.cache.block_size)
-        blocks_long, blocks_short = list(range(len(long))), list(range(len(long), probe.num_blocks))
-
-        def chunk(ids: list[int], start: int, blocks: list[int], samples: bool) -> Chunk:
+        def chunk(ids: list[int], start: int, blocks: list[int], count: int) -> Chunk:
             request = Request(session="", tokens=ids, sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
-            return Chunk(request, ids, start, blocks, samples)
+            return Chunk(request, ids, start, blocks, count)
 
-        first = [chunk(long[:5], 0, blocks_long, False), chunk(short[:3], 0, blocks_short, False)]
-        self._logits(first, StepLayout.of(first, probe, self._device))
-        second = [chunk(short[3:], 3, blocks_short, True), chunk(long[5:], 5, blocks_long, True)]
-        layout = StepLayout.of(second, probe, self._device)
-        got = self._logits(second, layout).flip(0)
-        self._check_layers(layout.windows)
+        # Both kinds of work at once: prefill in two chunks beside prefill and one decoded token, in separate blocks.
+        blocks_long, blocks_short = list(range(8)), list(range(8, PROBE_BLOCKS))
+        first = [chunk(long[:5], 0, blocks_long, 0), chunk(short[:3], 0, blocks_short, 0)]
+        second = [chunk(short[3:], 3, blocks_short, 1), chunk(long[5:], 5, blocks_long, 1)]
+        windows: dict[int, int | None] = {}
+        with noting(windows):
+            got = self.logits_of([first, second])
+        self._check_layers(windows)
         self._check_logits(got, expected)
 
     @torch.no_grad()
@@ -102,29 +120,16 @@ class ModelRunner:
         for name in given.values():
             targets[name].copy_(weights[name])
 
-    def _logits(self, chunks: Sequence[Chunk], layout: StepLayout) -> Tensor:
-        """Logits after the last token of each chunk that samples, once for every request that draws from it, [B, V]."""
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        draws: list[int] = []
-        for chunk in chunks:
-            ids += chunk.ids
-            positions += range(chunk.start, chunk.end)
-            if chunk.samples:
-                draws += [len(last)] * (1 + len(chunk.twins))
-                last.append(len(ids) - 1)
-        index = torch.tensor([ids, positions], device=self._device)
-        keep = torch.tensor(last, dtype=torch.int64, device=self._device)
-        with running(layout):
-            output = self.model(
-                input_ids=index[:1], position_ids=index[1:], use_cache=False, logits_to_keep=keep, return_dict=True
-            )
+    def forward(self, ids_N: Tensor, positions_N: Tensor, keep_B: Tensor) -> Tensor:
+        """Logits at the rows to keep, [B, V]."""
+        output = self.model(
+            input_ids=ids_N[None],
+            position_ids=positions_N[None],
+            use_cache=False,
+            logits_to_keep=keep_B,
+            return_dict=True,
+        )
         logits: Tensor = output.logits[0]
-        return logits if len(draws) == len(last) else logits[torch.tensor(draws, device=self._device)]
-
-    def _plain_logits(self, ids: list[int]) -> Tensor:
-        logits: Tensor = self.model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[:, -1]
         return logits
 
     def _check_layers(self, windows: Mapping[int, int | None]) -> None:
@@ -152,6 +157,52 @@ class ModelRunner:
                 f"{type(self.model).__name__} gives other logits with paged attention than with its own: they differ "
                 f"by {error:.3g} where the largest is {scale:.3g}. Use another engine for this model."
             )
+
+
+class CpuRunner(ModelRunner):
+    """One forward per step, computed before `launch` returns. Runs on the engine's one worker thread."""
+
+    overlaps = False
+
+    def __init__(self, model: PreTrainedModel, *, num_blocks: int, block_size: int) -> None:
+        super().__init__(model)
+        self.cache = KVCache(num_blocks=num_blocks, block_size=block_size)
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+        self.cache.copy([pair for chunk in chunks for pair in chunk.copies])
+        logits_BV = self._logits(chunks, self.cache)
+        drawing = [request for chunk in chunks for request in chunk.draws]
+        if not drawing:
+            return lambda: ([], [])
+        uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
+        tokens, logprobs = sample(logits_BV, [request.sampling for request in drawing], uniforms)
+        return lambda: ([[token] for token in tokens], [[logprob] for logprob in logprobs])
+
+    def clear_cache(self) -> None:
+        self.cache.clear()
+
+    def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
+        cache = KVCache(num_blocks=PROBE_BLOCKS, block_size=self.cache.block_size)
+        return [self._logits(chunks, cache) for chunks in steps][-1]
+
+    def _logits(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+        """Logits after the last token of each chunk that samples, once for every request that draws from it, [B, V]."""
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        draws: list[int] = []
+        for chunk in chunks:
+            ids += chunk.ids
+            positions += range(chunk.start, chunk.end)
+            if chunk.samples:
+                draws += [len(last)] * (1 + len(chunk.twins))
+                last.append(len(ids) - 1)
+        index = torch.tensor([ids, positions], device=self.device)
+        keep = torch.tensor(last, dtype=torch.int64, device=self.device)
+        with running(StepLayout.of(chunks, cache, self.device)):
+            logits = self.forward(index[0], index[1], keep)
+        return logits if len(draws) == len(last) else logits[torch.tensor(draws, device=self.device)]
 
 
 def _check_config(config: Any) -> None:

@@ -57,7 +57,9 @@ def sample(logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[f
     filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k or s.top_p < 1.0)]
     if filtered:
         rows_F = torch.tensor(filtered, device=device)
-        scores_BV = scores_BV.index_copy(0, rows_F, _nucleus(scores_BV[rows_F], [settings[i] for i in filtered]))
+        top_k_F = torch.tensor([settings[i].top_k or scores_BV.shape[-1] for i in filtered], device=device)
+        top_p_F = torch.tensor([settings[i].top_p for i in filtered], dtype=torch.float64, device=device)
+        scores_BV = scores_BV.index_copy(0, rows_F, nucleus(scores_BV[rows_F], top_k_F, top_p_F))
     logprobs_BV = torch.log_softmax(scores_BV, dim=-1)
     if all(greedy):
         tokens_B = logprobs_BV.argmax(dim=-1)
@@ -70,11 +72,9 @@ def sample(logits_BV: Tensor, settings: Sequence[Sampling], uniforms: Sequence[f
     return tokens_B.tolist(), chosen_B.tolist()
 
 
-def _nucleus(scores_FV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+def nucleus(scores_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor) -> Tensor:
     """Scores with everything outside top-k, then outside the top-p nucleus of what is left, set to -inf."""
     device, vocab = scores_FV.device, scores_FV.shape[-1]
-    top_k_F = torch.tensor([s.top_k or vocab for s in settings], device=device)
-    top_p_F = torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device)
     # Stable: among equal scores the lower id wins, so the cut does not depend on the sorting algorithm.
     ranked_FV, order_FV = scores_FV.sort(dim=-1, descending=True, stable=True)
     within_k_FV = torch.arange(vocab, device=device) < top_k_F[:, None]

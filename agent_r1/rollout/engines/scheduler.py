@@ -1,111 +1,81 @@
-"""Which tokens run in the next step, and which blocks of the cache hold whose keys and values.
+"""Which requests run in the next step, and which blocks of the cache hold whose keys and values.
 
-Pure bookkeeping: no tensors, no clock, no event loop, so the same submissions always give the same batches. All of it
-runs on the event loop's thread; a `Chunk` is what the model's thread gets to see, and nothing in it changes later.
+Pure bookkeeping: no tensors, no clock, so the same submissions always give the same batches. All of it runs on the
+event loop's thread; a `Chunk` is what the model's side gets to see, and nothing in it changes later.
 
-Running requests are kept in submission order, and every running one was submitted before every waiting one. When
-blocks run out, idle sessions go first (least recently used), then the youngest running request goes back to waiting
-with the tokens it has sampled, to be recomputed; the oldest can always run, so there is always progress.
+A step runs chunks of tokens and may sample several tokens for each request whose last token it runs (`burst`). The
+next step may be planned before the results of this one are known (`Request.ahead`): it goes on from tokens that only
+the device has seen yet, and what it computes for requests that turn out to have ended is dropped.
 
-Running requests whose tokens are equal, as those of a group are at first, are twins: their tokens run once, for the
-oldest of them, and each samples from the same logits with its own noise and has the keys and values written to its own
-blocks. So nothing is left to do when they part, which is when they sample different tokens. A request that comes later
-than an equal one gets copies of the blocks that hold the prompt, as long as these are not given back.
+When blocks run out, idle sessions go first (least recently used), then the request that was admitted last goes back to
+waiting with the tokens it has sampled, to be recomputed; the first can always run, so there is always progress.
+
+Prompts that begin alike share blocks: a request begins where the cache ends that it finds under the names of its
+blocks (`blocks.py`), and waits for a request that is just computing what it needs next. With `share_decoding`, running
+requests whose tokens are equal are also decoded as one: these twins sample from the same logits with their own noise,
+and each has keys and values written to its own blocks, so nothing is left to do when they part.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from agent_r1.agent.sampler import Sampling
-from agent_r1.rollout.engines.known_prompts import KnownPrompts, Prompt
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Request:
-    """One response being sampled."""
-
-    session: str
-    tokens: list[int]  # the prompt, then what has been sampled
-    sampling: Sampling
-    uniforms: NDArray[np.float64]  # one per token that may be sampled
-    prompt_length: int = field(init=False)
-    known_as: Prompt = field(init=False)  # stands for the tokens it was submitted with, or preempted with
-    logprobs: list[float] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
-    cached: int = 0  # leading tokens whose keys and values are in `blocks`
-    prefill_end: int = 0  # tokens before this one were known when the request was admitted
-    branch: object = None  # the same object on two requests: they sampled it together, so their tokens are equal
-    copies: list[tuple[int, int]] = field(default_factory=list)  # what `Chunk.copies` says, until there is a chunk
-    keep: bool = True  # keep the cache for the session's next request
-    live: bool = True  # neither finished nor cancelled
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-        self.known_as = Prompt.of(self.tokens)
-
-    @property
-    def pending(self) -> int:
-        return len(self.tokens) - self.cached
+from agent_r1.rollout.engines.blocks import START, BlockPool, Name, name_after
+from agent_r1.rollout.engines.request import Chunk, EngineStats, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one request, and of its twins, that run in one step."""
+class Idle:
+    """What a session left behind for its next request."""
 
-    request: Request
-    ids: list[int]
-    start: int  # position of the first id
-    blocks: list[int]  # enough for the tokens before the chunk and its own
-    samples: bool  # the chunk ends at the request's last token, so its logits give the next one
-    twins: list[Request] = field(default_factory=list)
-    twin_blocks: list[list[int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, before anything is written
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-    @property
-    def draws(self) -> list[Request]:
-        """Who samples from the logits after the last id."""
-        return [self.request, *self.twins] if self.samples else []
+    tokens: list[int]
+    blocks: list[int]
 
 
-@dataclass(slots=True, kw_only=True)
-class EngineStats:
-    """Counts since the engine was made."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Where the first tokens of a request are to be found."""
 
-    steps: int = 0
-    prefilled_tokens: int = 0  # run through the model to fill the cache, recomputation included
-    reused_tokens: int = 0  # prompt tokens found in the session's cache
-    shared_tokens: int = 0  # not run, because they ran for a request with equal tokens
-    decoded_tokens: int = 0  # sampled
-    preemptions: int = 0
-    evictions: int = 0  # idle sessions whose cache was dropped to make room
+    blocks: list[int]
+    cached: int  # tokens in them
+    own: int  # of these, in the session's own cache
+    copied: int  # of the blocks, from the end: not to be used as they are
 
 
 class Scheduler:
     """Continuous batching over a fixed number of cache blocks."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        burst: int = 1,
+        share_blocks: bool = True,
+        share_decoding: bool = False,
+    ) -> None:
+        """
+        burst: tokens sampled for a request in one step, at most.
+        share_blocks: let requests that begin alike read the same blocks, instead of copies.
+        share_decoding: decode equal requests as one; only where each step's results are known before the next.
+        """
         self.stats = EngineStats()
-        self._num_blocks = num_blocks
+        self._pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
+        self._burst = burst
+        self._share_blocks = share_blocks
+        self._share_decoding = share_decoding
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._idle: OrderedDict[str, tuple[list[int], list[int]]] = OrderedDict()  # session -> cached tokens, blocks
-        self._known = KnownPrompts()
-        # A heap, so that the lowest block is taken first and the blocks in use stay close together.
-        self._free = list(range(num_blocks))
+        self._idle: OrderedDict[str, Idle] = OrderedDict()
+        self._open: dict[str, list[Request]] = {}  # session -> its requests that are neither finished nor cancelled
+        self._being_computed: dict[Name, Request] = {}
 
     @property
     def has_requests(self) -> bool:
@@ -113,204 +83,324 @@ class Scheduler:
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return self._pool.num_blank
 
     @property
     def capacity(self) -> int:
         """Tokens one request may grow to, its response included."""
-        return self._num_blocks * self._block_size
+        return self._pool.num_blocks * self._block_size
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
+        self._open.setdefault(request.session, []).append(request)
 
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its blocks."""
         if not request.live:
             return
-        request.live = False
-        if request in self._running:
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)
+        self._take_out(request)
         self._free_cache(request)
 
     def release(self, session: str) -> None:
         """Free what is kept for a session, now or when its running request ends."""
         if session in self._idle:
-            self._give_back(self._idle.pop(session)[1])
-        for request in (*self._running, *self._waiting):
-            if request.session == session:
-                request.keep = False
+            self._pool.give_back(self._idle.pop(session).blocks)
+        for request in self._open.get(session, ()):
+            request.keep = False
 
     def forget(self) -> None:
         """Drop every cached token. Running requests start over, keeping what they have sampled."""
-        for _, blocks in self._idle.values():
-            self._give_back(blocks)
-        self._idle.clear()
+        self._drop_idle()
         while self._running:
             self._preempt(self._running[-1])
 
     def plan(self) -> list[Chunk]:
-        """The next step: single tokens first, then longer chunks. Empty only when there are no requests."""
-        self._admit()
+        """The next step: single tokens first, then longer chunks. Empty when all there is to do is under way."""
+        postponed = self._admit()
         singles: list[Chunk] = []
         longer: list[Chunk] = []
-        planned: dict[object, list[Chunk]] = {}  # of requests with equal tokens, some of them further along
+        decoding: dict[object, Chunk] = {}
         budget = self._max_batch_tokens
+        to_prefill = sum(pending for request in self._running if (pending := request.pending) > 1)
+        # Prompts that remain for the next step should not wait long for it: until then the batch is not full.
+        burst = 1 if postponed or to_prefill > budget else self._burst
         for request in list(self._running):
-            equals = planned.setdefault(request.branch or request.known_as, [])
-            twin = next((chunk for chunk in equals if chunk.start <= request.cached < chunk.end), None)
-            if twin is not None:
-                if self._grow(request, twin.end):
-                    twin.twins.append(request)
-                    twin.twin_blocks.append(request.blocks)
-                    twin.copies.extend(request.copies)
-                continue
             pending = request.pending
-            count = 1 if pending == 1 else min(pending, budget)
-            if count == 0 or not self._grow(request, request.cached + count):
+            if request.left <= 0:  # what is under way completes it
                 continue
-            start = request.cached
-            ids = request.tokens[start : start + count]
-            chunk = Chunk(request, ids, start, request.blocks, count == pending, copies=list(request.copies))
-            if count == 1:
+            if self._share_decoding and pending == 1:
+                twin = decoding.get((request.branch or request.whole, request.cached))
+                if twin is not None:
+                    self._join(request, twin)
+                    continue
+            length = 1 if pending == 1 else min(pending, budget)
+            chunk = self._chunk(request, length, burst) if length else None
+            if chunk is None:
+                continue
+            if length == 1:
                 singles.append(chunk)
+                if self._share_decoding:
+                    decoding[request.branch or request.whole, chunk.start] = chunk
             else:
                 longer.append(chunk)
-            equals.append(chunk)
             if pending > 1:
-                budget -= count
+                budget -= length
         return singles + longer
 
-    def apply(self, chunks: Sequence[Chunk], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
+    def _chunk(self, request: Request, length: int, burst: int) -> Chunk | None:
+        """The next tokens of a request; None when there is no room for them."""
+        start, left = request.cached, request.left
+        count = min(burst, left) if length == request.pending else 0
+        end = start + length + max(count - 1, 0)
+        copies = self._planned_copies(request) if request.copies else []  # first: it may grow into what they read from
+        if not self._grow(request, end):
+            return None
+        chunk = Chunk(
+            request,
+            request.tokens[start : start + length],  # none where the token is not known yet
+            start,
+            request.blocks,
+            count,
+            request.sampling.max_tokens - left,
+            copies=copies,
+            admission=request.admissions,
+        )
+        request.cached = end
+        request.ahead += count
+        return chunk
+
+    def _join(self, request: Request, twin: Chunk) -> None:
+        copies = self._planned_copies(request)
+        if self._grow(request, twin.end):
+            twin.twins.append(request)
+            twin.twin_blocks.append(request.blocks)
+            twin.copies.extend(copies)
+            request.cached += 1
+            request.ahead += 1
+
+    def _planned_copies(self, request: Request) -> list[tuple[int, int]]:
+        """They will be made before anything is written, so what they read from may go from now on."""
+        copies, request.copies = request.copies, []
+        self._pool.give_back(source for source, _ in copies)
+        return copies
+
+    def apply(
+        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+    ) -> list[Request]:
         """Book a finished step; `tokens` and `logprobs` are those of all `draws`. Returns what is complete."""
         finished: list[Request] = []
         self.stats.steps += 1
-        drawn = zip(tokens, logprobs, strict=True)
+        drawn = iter(zip(tokens, logprobs, strict=True))
         for chunk in chunks:
             branches: dict[int, object] = {}
             for request in (chunk.request, *chunk.twins):
-                token, logprob = next(drawn) if chunk.samples else (None, 0.0)
-                if not request.live:  # cancelled while the step ran
+                new, new_logprobs = next(drawn) if chunk.count else ((), ())
+                if not request.live:  # cancelled, or found to have ended, while the step ran
                     continue
-                self._book(request, chunk)
-                if token is None:
-                    continue
-                request.branch = branches.setdefault(token, object())
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                self.stats.decoded_tokens += 1
-                if token in request.sampling.stop_ids or len(request.logprobs) == request.sampling.max_tokens:
+                self._count(request, chunk)
+                request.ahead -= chunk.count
+                request.tokens.extend(new)
+                request.logprobs.extend(new_logprobs)
+                self.stats.decoded_tokens += len(new)
+                if request.running and (request is not chunk.request or request.admissions == chunk.admission):
+                    self._publish(request, chunk.end + max(len(new) - 1, 0))
+                if new and self._share_decoding:
+                    request.branch = branches.setdefault(new[-1], object())
+                if new and (new[-1] in request.sampling.stop_ids or request.left + request.ahead == 0):
                     self._finish(request)
                     finished.append(request)
         return finished
 
-    def _book(self, request: Request, chunk: Chunk) -> None:
-        count = chunk.end - request.cached
+    def _count(self, request: Request, chunk: Chunk) -> None:
         if request is not chunk.request:
-            self.stats.shared_tokens += count
-        elif request.cached < request.prefill_end:
-            self.stats.prefilled_tokens += count
-        request.cached = chunk.end
-        request.copies = []
-        if chunk.end == request.prefill_end:
-            self._known.add(request.known_as, request.blocks[: self._blocks_for(chunk.end)])
+            self.stats.shared_tokens += chunk.length
+        elif chunk.start < request.prefill_end:
+            self.stats.prefilled_tokens += chunk.length
+
+    def _publish(self, request: Request, end: int) -> None:
+        """Let others find what has been computed up to `end`."""
+        size = self._block_size
+        while (request.published + 1) * size <= end:
+            index = request.published
+            if index >= request.prefill_end // size:  # sampled since it was admitted
+                before = request.names[index - 1] if index else START
+                request.names[index:] = [name_after(before, request.tokens[index * size : (index + 1) * size])]
+            self._pool.publish(request.names[index], request.blocks[index], size)
+            self._computed(request, request.names[index])
+            request.published += 1
+        filled, inside = divmod(request.prefill_end, size)
+        if inside and end >= request.prefill_end and self._being_computed.get(request.whole) is request:
+            self._pool.publish(request.whole, request.blocks[filled], inside)
+            self._computed(request, request.whole)
+
+    def _computed(self, request: Request, name: Name) -> None:
+        if self._being_computed.get(name) is request:
+            del self._being_computed[name]
 
     def _finish(self, request: Request) -> None:
-        request.live = False
-        self._running.remove(request)
-        if not request.keep:
+        self._take_out(request)
+        if not request.keep or not request.blocks:
             self._free_cache(request)
             return
         if request.session in self._idle:  # two requests of one session ran side by side: the later one is kept
-            self._give_back(self._idle.pop(request.session)[1])
+            self._pool.give_back(self._idle.pop(request.session).blocks)
         # The last token was sampled but never run, so it has no keys and values.
-        self._idle[request.session] = (request.tokens[: request.cached], request.blocks)
+        cached = len(request.tokens) - 1
+        needed = self._blocks_for(cached)
+        self._pool.give_back(request.blocks[needed:])
+        self._idle[request.session] = Idle(request.tokens[:cached], request.blocks[:needed])
 
-    def _admit(self) -> None:
-        """Move waiting requests to running, oldest first, while the tokens they already have would fit."""
+    def _admit(self) -> int:
+        """Move waiting requests to running, oldest first, while the tokens they already have would fit.
+
+        Returns how many could not join yet because what they need is still being computed."""
+        postponed: list[Request] = []
         while self._waiting and len(self._running) < self._max_running:
             request = self._waiting[0]
-            kept = self._idle.pop(request.session, None)
-            if kept is not None:
-                request.cached, request.blocks = self._reusable(request, *kept)
-            # One spare block per running request, or the newcomer would soon push itself out again.
-            wanted = self._blocks_for(len(request.tokens) + 1) - len(request.blocks)
-            if not self._make_room(wanted + len(self._running)):
-                if kept is not None:  # its own cache stays usable for the next attempt
-                    self._idle[request.session] = (request.tokens[: request.cached], request.blocks)
-                    request.cached, request.blocks = 0, []
-                return
+            if request.ahead or self._should_wait(request):
+                postponed.append(self._waiting.popleft())
+                continue
+            if not self._find_cache(request):
+                break
             self._waiting.popleft()
             self._running.append(request)
-            request.blocks = self._extended(request.blocks, wanted)
-            request.prefill_end = len(request.tokens)
-            self.stats.reused_tokens += request.cached
-            self._copy_prompt(request)
+            request.running = True
+            request.admissions += 1
+        self._waiting.extendleft(reversed(postponed))
+        return len(postponed)
 
-    def _reusable(self, request: Request, tokens: list[int], blocks: list[int]) -> tuple[int, list[int]]:
-        """Length of the common prefix and its blocks; at least one prompt token must run to give logits."""
-        common = min(common_prefix(tokens, request.tokens), len(request.tokens) - 1)
-        needed = self._blocks_for(common)
-        self._give_back(blocks[needed:])
-        if needed:
-            self._known.rewritten(blocks[needed - 1], kept=common)
-        return common, blocks[:needed]
+    def _should_wait(self, request: Request) -> bool:
+        """Somebody is just computing the first of its blocks that are not there."""
+        self._name(request)
+        missing = next((name for name in (*request.names, request.whole) if self._pool.find(name) is None), None)
+        return missing is not None and missing in self._being_computed
 
-    def _copy_prompt(self, request: Request) -> None:
-        """Plan copies of what an equal prompt has in its blocks, except for the last token, which must run."""
-        held, last = self._known.find(request.known_as), len(request.tokens) - 1
-        if held is None or request.cached >= last:
+    def _name(self, request: Request) -> None:
+        """The names of the full blocks and of all tokens. Once per admission, because it reads the whole prompt."""
+        if request.prefill_end == len(request.tokens):
             return
-        missing = slice(request.cached // self._block_size, self._blocks_for(last))
-        request.copies = list(zip(held[missing], request.blocks[missing], strict=True))
-        self.stats.shared_tokens += last - request.cached
-        request.cached = last
+        size, length, names = self._block_size, len(request.tokens), [START]
+        for start in range(0, length - size + 1, size):
+            names.append(name_after(names[-1], request.tokens[start : start + size]))
+        tail = request.tokens[length // size * size :]
+        request.names, request.prefill_end = names[1:], length
+        request.whole = name_after(names[-1], tail) if tail else names[-1]
+
+    def _find_cache(self, request: Request) -> bool:
+        """Give the request blocks for its tokens, with as much in them as is known; False if there is no room."""
+        idle = self._idle.pop(request.session, None)
+        known = self._known(request, idle)
+        held, copied = known.blocks, known.copied
+        wanted = self._blocks_for(len(request.tokens) + 1) - len(held) + copied
+        for block in held:  # now, so that making room cannot take them away
+            self._pool.share(block)
+        # One spare block per running request, or the newcomer would soon push itself out again.
+        if not self._make_room(wanted + len(self._running)):
+            self._pool.give_back(held)
+            if idle is not None:  # its own cache stays usable for the next attempt
+                self._idle[request.session] = idle
+            if self._running or (not held and idle is None):
+                return False
+            self._drop_idle()  # it is alone and still in its own way: what it would copy from takes the last block
+            return self._find_cache(request)
+        if idle is not None:
+            self._pool.give_back(idle.blocks)
+        new, inside = self._pool.take(wanted), known.cached % self._block_size
+        if copied:
+            held, sources = held[:-copied], held[-copied:]
+            request.copies = list(zip(sources, new[:copied], strict=True))
+        elif inside:
+            self._pool.rewritten(held[-1], kept=inside)
+        request.blocks, request.cached, request.published = held + new, known.cached, known.cached // self._block_size
+        for name in (*request.names[request.published :], request.whole):
+            if self._pool.find(name) is None:
+                self._being_computed.setdefault(name, request)
+        self.stats.reused_tokens += known.own
+        self.stats.shared_tokens += known.cached - known.own
+        return True
+
+    def _known(self, request: Request, idle: Idle | None) -> Known:
+        """What the session or others have in their blocks of the tokens that the request begins with."""
+        size, last = self._block_size, len(request.tokens) - 1  # at least one token must run to give logits
+        own = min(common_prefix(idle.tokens, request.tokens), last) if idle is not None else 0
+        blocks, shared = self._found(request)
+        cached = max(own, min(shared, last))
+        kept = self._blocks_for(own) if own == cached else own // size  # of the session's own blocks
+        held = (idle.blocks[:kept] if idle is not None else []) + blocks[kept : self._blocks_for(cached)]
+        # Blocks that are written, or may not be shared, must be the request's own: if others use them, copies of them.
+        inside, foreign = cached % size, len(held) - kept
+        if inside and not foreign:
+            foreign = int(self._pool.is_shared(held[-1]))
+        copied = min(foreign, int(inside > 0)) if self._share_blocks else foreign
+        return Known(blocks=held, cached=cached, own=own, copied=copied)
+
+    def _found(self, request: Request) -> tuple[list[int], int]:
+        """The blocks others hold that the request's tokens begin with, and how many tokens that is."""
+        blocks: list[int] = []
+        for name in request.names:
+            block = self._pool.find(name)
+            if block is None:
+                return blocks, len(blocks) * self._block_size
+            blocks.append(block)
+        tail = self._pool.find(request.whole)
+        if tail is None or len(blocks) * self._block_size == len(request.tokens):
+            return blocks, len(blocks) * self._block_size
+        return [*blocks, tail], len(request.tokens)
 
     def _grow(self, request: Request, length: int) -> bool:
         """Make the request's blocks hold `length` tokens; False when it had to go back to waiting itself."""
+        if not request.running:
+            return False  # an older request took its blocks a moment ago
         wanted = self._blocks_for(length) - len(request.blocks)
         if wanted <= 0:
             return True
-        if request not in self._running:
-            return False  # an older request took its blocks a moment ago
         while not self._make_room(wanted):
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is request:
                 return False
-        request.blocks = self._extended(request.blocks, wanted)
+        request.blocks = request.blocks + self._pool.take(wanted)
         return True
 
     def _make_room(self, wanted: int) -> bool:
         """Evict idle sessions, least recently used first, until `wanted` blocks are free; none if that cannot do."""
-        idle_blocks = sum(len(blocks) for _, blocks in self._idle.values()) if wanted > len(self._free) else 0
-        if wanted > len(self._free) + idle_blocks:
+        if wanted <= self._pool.num_blank:
+            return True
+        in_use = {block for request in self._running for block in request.blocks}
+        if wanted > self._pool.num_blocks - len(in_use):
             return False
-        while wanted > len(self._free):
-            _, (_, blocks) = self._idle.popitem(last=False)
-            self._give_back(blocks)
+        while wanted > self._pool.num_blank and self._idle:
+            _, idle = self._idle.popitem(last=False)
+            self._pool.give_back(idle.blocks)
             self.stats.evictions += 1
-        return True
+        return wanted <= self._pool.num_blank
+
+    def _drop_idle(self) -> None:
+        for idle in self._idle.values():
+            self._pool.give_back(idle.blocks)
+        self._idle.clear()
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._free_cache(request)
-        request.branch, request.known_as = None, Prompt.of(request.tokens)
+        request.running, request.branch = False, None
         self._waiting.appendleft(request)
         self.stats.preemptions += 1
 
+    def _take_out(self, request: Request) -> None:
+        (self._running if request.running else self._waiting).remove(request)
+        request.live = request.running = False
+        others = self._open[request.session]
+        others.remove(request)
+        if not others:
+            del self._open[request.session]
+
     def _free_cache(self, request: Request) -> None:
-        self._give_back(request.blocks)
-        request.blocks, request.cached, request.copies = [], 0, []
-
-    def _extended(self, blocks: list[int], count: int) -> list[int]:
-        return blocks + [heapq.heappop(self._free) for _ in range(count)]
-
-    def _give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self._known.rewritten(block)
-            heapq.heappush(self._free, block)
+        for name in (*request.names[request.published :], request.whole):
+            self._computed(request, name)
+        self._pool.give_back(request.blocks)
+        self._pool.give_back(source for source, _ in request.copies)
+        request.blocks, request.cached, request.copies, request.published = [], 0, [], 0
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self._block_size)

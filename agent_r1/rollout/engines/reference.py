@@ -1,0 +1,61 @@
+"""What the kernels of the GPU engine compute, in plain torch: slow, and easy to see through.
+
+Tests compare the kernels with it, and run the GPU engine on machines without a GPU with it. Same names, arguments and
+shapes as `kernels.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def write(key_NKD: Tensor, value_NKD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, slot_N: Tensor) -> None:
+    size = keys_PKSD.shape[2]
+    keys_PKSD[slot_N // size, :, slot_N % size] = key_NKD
+    values_PKSD[slot_N // size, :, slot_N % size] = value_NKD
+
+
+def tokens_per_tile(query_heads: int, key_heads: int) -> int:
+    return 4
+
+
+def attend(  # noqa: PLR0913 (what the kernel reads)
+    query_NHD: Tensor,
+    keys_PKSD: Tensor,
+    values_PKSD: Tensor,
+    *,
+    position_N: Tensor,
+    table_QW: Tensor,
+    sequence_T: Tensor,
+    row_T: Tensor,
+    count_T: Tensor,
+    tokens: int,
+    splits: int,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    size, group = keys_PKSD.shape[2], query_NHD.shape[1] // keys_PKSD.shape[1]
+    out_NHD = torch.zeros_like(query_NHD)
+    for tile, count in enumerate(count_T.tolist()):
+        assert count <= tokens
+        for row in range(int(row_T[tile]), int(row_T[tile]) + count):
+            last = int(position_N[row])
+            first = 0 if window is None else max(0, last - window + 1)
+            seen = torch.arange(first, last + 1, device=query_NHD.device)
+            blocks = table_QW[int(sequence_T[tile])][seen // size].long()
+            keys_LHD = keys_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
+            values_LHD = values_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
+            weights_HL = torch.softmax(torch.einsum("hd,lhd->hl", query_NHD[row].float(), keys_LHD) * scaling, dim=-1)
+            out_NHD[row] = torch.einsum("hl,lhd->hd", weights_HL, values_LHD).to(out_NHD.dtype)
+    return out_NHD
+
+
+def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    greedy_B = temperature_B == 0
+    scores_BV = logits_BV.double() / torch.where(greedy_B, 1.0, temperature_B.double())[:, None]
+    logprobs_BV = torch.log_softmax(scores_BV, dim=-1)
+    cdf_BV = logprobs_BV.exp().cumsum(dim=-1)
+    drawn_B = (cdf_BV <= uniform_B.double()[:, None] * cdf_BV[:, -1:]).sum(dim=-1).clamp(max=logits_BV.shape[-1] - 1)
+    token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), drawn_B)
+    return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0].float()
