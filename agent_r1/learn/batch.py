@@ -9,11 +9,14 @@ or a tool wrote has no log-prob and no advantage at all, so it cannot be trained
     step 1   prompt [1 2 3 4 5 6 7]      response [8]
     segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
 
+Segments that start alike can share what they start with; `tree.py` says how. Only rows are shared: a token that two
+attempts sampled in the same place is trained twice, each time with its own old log-prob and advantage.
+
 What is known about each response token (its old log-prob, advantage, value ...) stands in columns over all response
 tokens of the mini-batch, trajectory by trajectory, step by step; a pack says which of them it holds. Nothing here knows
 models or algorithms.
 
-Shape suffixes: R = response tokens of a mini-batch, N = tokens of a pack, T = trained (response) tokens of a pack.
+Shape suffixes: R = response tokens of a mini-batch, N = rows of a pack, T = trained (response) tokens of a pack.
 """
 
 from __future__ import annotations
@@ -23,13 +26,25 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agent_r1.errors import DataError
+from agent_r1.learn.tree import (
+    IntArray,
+    PackLayout,
+    PrefixSharing,
+    break_even,
+    count_rows,
+    first_fit,
+    grow_trees,
+    lay_out,
+)
 from agent_r1.types import PerToken, Step, Trajectory
 
 Item = TypeVar("Item")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +63,10 @@ class Pack:
     """Several segments back to back: what one forward pass reads."""
 
     input_ids_N: Tensor
-    position_ids_N: Tensor  # restart at 0 with every segment
-    lengths: tuple[int, ...]  # of the segments; they sum to N
-    sources_T: Tensor  # where in N the hidden state sits that predicts the trained token
+    position_ids_N: Tensor  # within the segment
+    layout: PackLayout  # which rows see which
+    lengths: tuple[int, ...]  # of the segments; they sum to N, or to more where rows are shared
+    sources_T: Tensor  # where in N the hidden state sits that predicts the trained token; shared rows occur repeatedly
     targets_T: Tensor  # the trained token itself
     columns_T: Tensor  # which column of the mini-batch it is
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
@@ -70,7 +86,7 @@ class Pack:
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Tensor)
         }
-        return replace(self, **tensors)
+        return replace(self, layout=self.layout.to(device), **tensors)
 
 
 def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
@@ -106,46 +122,49 @@ def _append(segment: Segment, step: Step, index: int, column: int) -> None:
     segment.step_indices.extend([index] * count)
 
 
-def pack(segments: Sequence[Segment], max_tokens: int) -> list[Pack]:
-    """First-fit decreasing: long segments first, each into the first pack with room. Deterministic.
+def pack(
+    segments: Sequence[Segment],
+    max_tokens: int,
+    *,
+    prefix_sharing: PrefixSharing = "off",
+    device: torch.device = CPU,
+) -> list[Pack]:
+    """Packs on `device`, filled first-fit decreasing with segments, or with trees of segments. Deterministic.
 
     A segment longer than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
     """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(segments)), key=lambda i: (-len(segments[i].token_ids), i)):
-        length = len(segments[index].token_ids)
-        slot = next((i for i, free in enumerate(room) if length <= free), None)
-        if slot is None:
-            bins.append([index])
-            room.append(max_tokens - length)
-        else:
-            bins[slot].append(index)
-            room[slot] -= length
-    return [_to_pack([segments[index] for index in sorted(members)]) for members in bins]
+    ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
+    trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
+    bins = first_fit([count_rows([ids[index] for index in tree]) for tree in trees], max_tokens)
+    return [_to_pack([trees[i] for i in members], segments, ids).to(device) for members in bins]
 
 
-def _to_pack(segments: list[Segment]) -> Pack:
-    lengths = tuple(len(segment.token_ids) for segment in segments)
-    sources: list[int] = []
-    step_ids: list[int] = []
-    seen: dict[tuple[int, int], int] = {}
-    start = 0
-    for segment, length in zip(segments, lengths, strict=True):
-        # A token is predicted by the hidden state one position before it.
-        sources.extend(start + position - 1 for position in segment.trained)
-        step_ids.extend(seen.setdefault((segment.trajectory_id, index), len(seen)) for index in segment.step_indices)
-        start += length
+def _to_pack(trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray]) -> Pack:
+    rows = lay_out([[ids[index] for index in tree] for tree in trees])
+    members = [segments[index] for tree in trees for index in tree]
+    trained = [np.asarray(segment.trained, dtype=np.int64) for segment in members]
     return Pack(
-        input_ids_N=torch.tensor([token for segment in segments for token in segment.token_ids]),
-        position_ids_N=torch.cat([torch.arange(length) for length in lengths]),
-        lengths=lengths,
-        sources_T=torch.tensor(sources),
-        targets_T=torch.tensor([segment.token_ids[position] for segment in segments for position in segment.trained]),
-        columns_T=torch.tensor([column for segment in segments for column in segment.columns]),
-        step_ids_T=torch.tensor(step_ids),
-        trajectory_ids_T=torch.tensor([segment.trajectory_id for segment in segments for _ in segment.trained]),
+        input_ids_N=torch.from_numpy(rows.token_ids_N),
+        position_ids_N=torch.from_numpy(rows.depths_N),
+        layout=rows.layout,
+        lengths=tuple(len(segment.token_ids) for segment in members),
+        # A token is predicted by the hidden state one position before it.
+        sources_T=_joined([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
+        targets_T=_joined([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
+        columns_T=_joined([np.asarray(segment.columns) for segment in members]),
+        step_ids_T=_numbered([np.asarray(segment.step_indices) for segment in members]),
+        trajectory_ids_T=_joined([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
     )
+
+
+def _joined(arrays: Sequence[IntArray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _numbered(step_indices: list[IntArray]) -> Tensor:
+    """0, 1, 2 ... over the steps of all segments. No step is in two segments, and in each of them they ascend."""
+    starts = [np.diff(indices, prepend=-1) != 0 for indices in step_indices]
+    return torch.from_numpy(np.cumsum(np.concatenate(starts)) - 1)
 
 
 def column(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:

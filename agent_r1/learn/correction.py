@@ -29,8 +29,8 @@ class Correction:
 
     def weights(self, learner_T: Tensor, sampler_T: Tensor, step_ids_T: Tensor) -> Tensor:
         log_ratio_T = learner_T - sampler_T
-        if self.level == "step" and log_ratio_T.numel():
-            sums_S = log_ratio_T.new_zeros(int(step_ids_T.max()) + 1).index_add(0, step_ids_T, log_ratio_T)
+        if self.level == "step":
+            sums_S = torch.zeros_like(log_ratio_T).index_add(0, step_ids_T, log_ratio_T)  # not more steps than tokens
             log_ratio_T = sums_S[step_ids_T]
         ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         if self.kind == "truncate":

@@ -45,12 +45,16 @@ class Critic:
         return values_T
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self.shared else {"backbone": dict(self.backbone.weights())}
+        own = {} if self.shared else {"backbone": self.backbone.adapter_state() or dict(self.backbone.weights())}
         return {"head": self.head.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.head.load_state_dict(state["head"])
-        if not self.shared:
+        if self.shared:
+            return
+        if self.backbone.adapter_state() is not None:
+            self.backbone.load_adapter_state(state["backbone"])
+        else:
             self.backbone.load_weights(state["backbone"])
 
 

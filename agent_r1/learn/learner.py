@@ -9,7 +9,6 @@ not finite is skipped and counted; several in a row are an error that names the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +36,7 @@ from agent_r1.learn.optimizer import Optimizer, Schedule
 from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.tally import Tally
+from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists
@@ -76,6 +76,8 @@ class Learner:
     own_old_logprobs: bool = False  # ratios to the learner's log-probs from before the update, not the sampler's
     correction: Correction | None = None  # implies that, and weights tokens by the disagreement
     critic: CriticTraining | None = None
+    offload_optimizer: bool = False  # its state stays on the host between steps
+    prefix_sharing: PrefixSharing = "off"
     ranks: OneProcess = field(default_factory=OneProcess)
     updates: int = field(default=0, init=False)
     nonfinite_updates: int = field(default=0, init=False)
@@ -87,6 +89,7 @@ class Learner:
             "betas": self.betas,
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm,
+            "offload": self.offload_optimizer,
         }
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **shared)
@@ -138,6 +141,20 @@ class Learner:
             "empty_update": float(not filled),
         }
 
+    def rehearse(self, credited: Sequence[CreditedTrajectory]) -> None:
+        """The passes of one optimizer step without the step: to have layers compiled, or to measure what it takes.
+
+        Gradients are left behind, as in the middle of an update; `zero_grad` drops them. A policy that still waits for
+        its critic takes part too, as it will later.
+        """
+        batch = self._prepare(credited)
+        for part in batch.packs:
+            self._pack_loss(part, batch, critic_alone=False)[0].loss.backward()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
     @torch.no_grad()
     def values(self, trajectories: Sequence[Trajectory]) -> list[Values]:
         """What the critic says of every state in which a token was sampled, and of where truncated episodes stopped."""
@@ -166,12 +183,13 @@ class Learner:
         return nested(self._ask(trajectories, lambda part: own(part) - other(part)), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """For the engine: the live weights by name, tied ones once."""
+        """For the engine: the weights by name, tied ones once."""
         return self.policy.weights()
 
     def state_dict(self) -> dict[str, Any]:
         """All but the weights of the policy. As usual in torch the tensors are live: save before the next update."""
         return {
+            "adapter": self.policy.adapter_state(),
             "optimizer": self._optimizer.state_dict(),
             "updates": self.updates,
             "nonfinite_updates": self.nonfinite_updates,
@@ -181,6 +199,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.policy.load_adapter_state(state.get("adapter"))  # states from before there were any have none
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.nonfinite_updates = state["nonfinite_updates"]
@@ -196,9 +215,12 @@ class Learner:
 
     def _ask(self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor]) -> Tensor:
         """One number per response token, from a model that is not being trained right now."""
-        packs = [p.to(self.policy.device) for p in pack(merge_steps(trajectories), self.max_tokens_per_pack)]
+        device = self.policy.device
+        packs = pack(
+            merge_steps(trajectories), self.max_tokens_per_pack, prefix_sharing=self.prefix_sharing, device=device
+        )
         count = sum(trajectory.num_response_tokens for trajectory in trajectories)
-        return on_columns(packs, model, torch.empty(count, device=self.policy.device))
+        return on_columns(packs, model, torch.empty(count, device=device))
 
     @torch.no_grad()
     def _prepare(self, credited: Sequence[CreditedTrajectory]) -> MiniBatch:
@@ -209,6 +231,7 @@ class Learner:
             device=self.policy.device,
             is_mine=self.ranks.is_mine,
             keep_idle=everything or self.critic is not None,
+            prefix_sharing=self.prefix_sharing,
         )
         if self.correction is not None or self.own_old_logprobs:
             batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)
@@ -222,39 +245,42 @@ class Learner:
 
     def _optimize(self, batch: MiniBatch, tally: Tally) -> bool:
         """One optimizer step; False when it had to be skipped."""
-        optimizers = self._optimizers()
-        for optimizer in optimizers.values():
-            optimizer.zero_grad()
+        optimizers = self._stepping()
+        self.zero_grad()
         outputs, logprobs = [], []
         for part in batch.packs:
-            output, logprobs_T = self._pack_loss(part, batch)
+            output, logprobs_T = self._pack_loss(part, batch, critic_alone=self.is_warming_up)
             output.loss.backward()
             outputs.append(output)
             logprobs.append(logprobs_T)
         for optimizer in optimizers.values():
             self.ranks.sum_gradients(optimizer.parameters)
-        own = Tally.of(outputs, tokens=sum(part.num_trained for part in batch.packs))
-        step = Tally.merged(self.ranks.gather(own))
         norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
-        if not all(map(math.isfinite, [step.loss, *norms.values()])):
-            self._skip(batch, logprobs, {"loss": step.loss, **norms})
+        own = Tally.of(outputs, tokens=sum(part.num_trained for part in batch.packs), norms=norms)
+        step = Tally.merged(self.ranks.gather(own))
+        if not step.is_finite:
+            self._skip(batch, logprobs, {"loss": step.loss, **step.norms})
             return False
         self._nonfinite_in_a_row = 0
         for optimizer in optimizers.values():
             optimizer.step()
-        tally.add_step(step, **({"grad_norm": 0.0} | norms))  # 0: a policy that waits for its critic does not move
+        tally.add_step(step)
         return True
 
-    def _optimizers(self) -> dict[str, Optimizer]:
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [self._optimizer, *([] if self._critic_optimizer is None else [self._critic_optimizer])]
+
+    def _stepping(self) -> dict[str, Optimizer]:
         """Those that take a step now, by the name under which the norm of their gradient is reported."""
         policy = {} if self.is_warming_up else {"grad_norm": self._optimizer}
         critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}
         return policy | critic
 
-    def _pack_loss(self, part: Pack, batch: MiniBatch) -> tuple[LossOutput, Tensor]:
+    def _pack_loss(self, part: Pack, batch: MiniBatch, *, critic_alone: bool) -> tuple[LossOutput, Tensor]:
         """This pack's share of the loss of the optimizer step, and its log-probs for the post-mortem."""
         columns = batch.columns.at(part.columns_T)
-        if self.is_warming_up:
+        if critic_alone:
             return self._value_loss(part, columns, None, batch.num_targets), columns.old_logprobs_R
         hidden_TD = self.policy.hidden(part)
         output, logprobs_T = self._policy_loss(part, columns, hidden_TD, batch)
@@ -287,11 +313,12 @@ class Learner:
         return LossOutput(loss=loss, sums=sums, maxima=maxima), logprobs_T
 
     def _value_loss(self, part: Pack, columns: Columns, hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
+        """Without the policy's hidden states the critic is trained alone: nothing that is the policy's may change."""
         assert self.critic is not None
         assert columns.values_R is not None
         assert columns.targets_R is not None
         error = value_loss(
-            self.critic.critic.values(part, hidden_TD, head_only=self.is_warming_up),
+            self.critic.critic.values(part, hidden_TD, head_only=hidden_TD is None),
             columns.values_R,
             columns.targets_R,
             num_targets=num_targets,
@@ -301,8 +328,7 @@ class Learner:
 
     def _skip(self, batch: MiniBatch, logprobs: list[Tensor], seen: dict[str, float]) -> None:
         """Leave the weights alone, count, and give up when it keeps happening."""
-        for optimizer in self._optimizers().values():
-            optimizer.zero_grad()
+        self.zero_grad()
         self.nonfinite_updates += 1
         self._nonfinite_in_a_row += 1
         if self._nonfinite_in_a_row < self.max_nonfinite_updates:

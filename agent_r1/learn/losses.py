@@ -108,9 +108,7 @@ def clipped_surrogate(
 def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor) -> Tensor:
     """The mean log-ratio of a step at each of its tokens: exp of it is the length-normalised ratio of the whole
     response (GSPO, arXiv:2507.18071; StepPO, arXiv:2604.18401). The gradient flows through the mean."""
-    if log_ratio_T.numel() == 0:
-        return log_ratio_T
-    sums_S = log_ratio_T.new_zeros(int(step_ids_T.max()) + 1).index_add(0, step_ids_T, log_ratio_T)
+    sums_S = torch.zeros_like(log_ratio_T).index_add(0, step_ids_T, log_ratio_T)  # not more steps than tokens
     return sums_S[step_ids_T] / step_sizes_T
 
 
@@ -136,7 +134,9 @@ def value_loss(
     the two errors counts.
     """
     asked_T = ~targets_T.isnan()
-    values_T, old_values_T, targets_T = values_T[asked_T], old_values_T[asked_T], targets_T[asked_T]
+    # Not by indexing: how many were asked is known to the device alone. Elsewhere all three are equal, the error is 0.
+    own_T = values_T.detach()
+    old_values_T, targets_T = torch.where(asked_T, old_values_T, own_T), torch.where(asked_T, targets_T, own_T)
     error_T = (values_T - targets_T).square()
     if clip is not None:
         near_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)

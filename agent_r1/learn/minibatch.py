@@ -17,6 +17,7 @@ from agent_r1.errors import DataError
 from agent_r1.learn.batch import Pack, Segment, column, merge_steps, pack, step_sizes, trajectory_sizes
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.losses import Counts, LossInputs, ratio_report
+from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory
 
 
@@ -78,6 +79,7 @@ def prepare(
     device: torch.device,
     is_mine: Callable[[int], bool],
     keep_idle: bool,
+    prefix_sharing: PrefixSharing = "off",
 ) -> MiniBatch:
     """Merge and pack. A segment without advantage adds exactly 0 to a policy loss: it is counted but not computed,
     unless `keep_idle` says that something else (a KL, an entropy, a critic) reads it."""
@@ -91,7 +93,7 @@ def prepare(
     segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
     mine = [segment for segment in segments if is_mine(segment.trajectory_id)]
     return MiniBatch(
-        packs=[p.to(device) for p in pack(mine, max_tokens)],
+        packs=pack(mine, max_tokens, prefix_sharing=prefix_sharing, device=device),
         columns=columns.to(device),
         counts=Counts(
             tokens=len(advantages),
@@ -161,6 +163,7 @@ def layout(packs: Sequence[Pack]) -> dict[str, int]:
         "steps": sum(int(part.step_ids_T.max()) + 1 for part in packs),
         "tokens_trained": sum(part.num_trained for part in packs),
         "tokens_computed": sum(part.num_tokens for part in packs),
+        "tokens_flat": sum(sum(part.lengths) for part in packs),
     }
 
 

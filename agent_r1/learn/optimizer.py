@@ -1,15 +1,21 @@
-"""AdamW with gradient clipping and a schedule, over one set of parameters."""
+"""AdamW with gradient clipping and a schedule, over one set of parameters.
+
+Its two moments take twice the memory of the parameters and are read once per step. Offloaded, they stay on the host in
+between and visit the device bucket by bucket.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Schedule = Callable[[int], float]  # optimizer step, from 1 -> factor of the learning rate
+State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
+BUCKET_BYTES = 2**28  # of parameters whose offloaded state visits the device together
 
 
 def warmup(steps: int) -> Schedule:
@@ -37,9 +43,11 @@ class Optimizer:
         weight_decay: float,  # of matrices; vectors (norms, biases) are never decayed
         max_grad_norm: float,
         schedule: Schedule,
+        offload: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.steps = 0
+        self.offload = offload
         self._base_lr, self._schedule, self._max_grad_norm = lr, schedule, max_grad_norm
         groups = [
             {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -52,23 +60,93 @@ class Optimizer:
         """Of the last step."""
         return self._base_lr * self._schedule(self.steps)
 
+    @property
+    def state_bytes(self) -> int:
+        """What its state takes on the device, now or from the first step on."""
+        return 0 if self.offload else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
+
+    @property
+    def has_state(self) -> bool:
+        """False before the first step, which is what allocates it."""
+        return bool(self._adam.state)
+
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
-    def clip(self) -> float:
+    def clip(self) -> Tensor:
         """Scale the gradient down to the allowed norm; returns the norm it had."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm))
+        return torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)
 
     def step(self) -> None:
         self.steps += 1
         for group in self._adam.param_groups:
             group["lr"] = self.lr
-        self._adam.step()
+        if self.offload:
+            self._step_in_buckets()
+        else:
+            self._adam.step()
 
     def state_dict(self) -> dict[str, Any]:
         """As usual in torch the tensors are live: save before the next step."""
+        if self.offload and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies to the host may still be under way
         return {"adam": self._adam.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._adam.load_state_dict(state["adam"])
+        saved = state["adam"]
+        if self.offload:  # torch would bring all of it to the device, where it may not fit
+            self._adam.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+            ordered = [p for group in self._adam.param_groups for p in group["params"]]
+            for index, tensors in saved["state"].items():
+                self._adam.state[ordered[index]] = {name: _on_host(tensor) for name, tensor in tensors.items()}
+        else:
+            self._adam.load_state_dict(saved)
         self.steps = state["steps"]
+
+    def _step_in_buckets(self) -> None:
+        """The same step, for some parameters at a time. Copies run in the order of the device's other work."""
+        groups = self._adam.param_groups
+        try:
+            for group in groups:
+                for bucket in buckets(group["params"], BUCKET_BYTES):
+                    host = {p: self._adam.state[p] for p in bucket if p in self._adam.state}
+                    for p, state in host.items():
+                        self._adam.state[p] = {
+                            name: tensor.to(p.device, non_blocking=True, copy=True) for name, tensor in state.items()
+                        }
+                    self._adam.param_groups = [{**group, "params": bucket}]
+                    self._adam.step()
+                    for p in bucket:
+                        if p in self._adam.state:  # parameters without a gradient have none
+                            self._adam.state[p] = _written_back(self._adam.state[p], host.get(p))
+        finally:
+            self._adam.param_groups = groups
+
+
+def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """In order, as many as fit; one that is larger alone."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        more = parameter.numel() * parameter.element_size()
+        if bucket and size + more > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += more
+    if bucket:
+        yield bucket
+
+
+def _written_back(state: State, host: State | None) -> State:
+    if host is None:
+        return {name: _on_host(tensor) for name, tensor in state.items()}
+    for name, tensor in state.items():
+        host[name].copy_(tensor, non_blocking=True)
+    return host
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Pinned where there is a GPU, so that copies need not wait for the host."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return made.copy_(tensor)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from agent_r1.learn.losses import LossOutput
 
@@ -17,17 +20,24 @@ class Tally:
     sums: dict[str, float] = field(default_factory=dict)  # over trained tokens
     maxima: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)  # over optimizer steps
+    norms: dict[str, float] = field(default_factory=dict)  # of gradients, of one optimizer step
     mismatch: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outputs: Iterable[LossOutput], *, tokens: int) -> Tally:
-        """One rank's share of one optimizer step."""
+    def of(cls, outputs: Iterable[LossOutput], *, tokens: int, norms: Mapping[str, Tensor]) -> Tally:
+        """One rank's share of one optimizer step; the gradient's norms are those of all ranks."""
+        reports = [
+            {"loss": {"": output.loss}, "sums": output.sums, "shares": output.shares, "maxima": output.maxima}
+            for output in outputs
+        ]
         made = cls(tokens=tokens)
-        for output in outputs:
-            made.loss += float(output.loss.detach())
-            _add(made.sums, {name: float(total) for name, total in output.sums.items()})
-            _add(made.step_sums, {name: float(share) for name, share in output.shares.items()})
-            _raise(made.maxima, {name: float(largest) for name, largest in output.maxima.items()})
+        *packs, last = _read([*reports, {"norms": dict(norms)}])
+        for report in packs:
+            made.loss += report["loss"][""]
+            _add(made.sums, report["sums"])
+            _add(made.step_sums, report["shares"])
+            _raise(made.maxima, report["maxima"])
+        made.norms = last["norms"]
         return made
 
     @classmethod
@@ -40,13 +50,20 @@ class Tally:
             _add(made.sums, share.sums)
             _add(made.step_sums, share.step_sums)
             _raise(made.maxima, share.maxima)
+            made.norms = share.norms
         return made
 
-    def add_step(self, step: Tally, **step_values: float) -> None:
+    @property
+    def is_finite(self) -> bool:
+        """Of one optimizer step: whether it may be taken."""
+        return all(map(math.isfinite, [self.loss, *self.norms.values()]))
+
+    def add_step(self, step: Tally) -> None:
         self.steps += 1
         self.tokens += step.tokens
         _add(self.sums, step.sums)
-        _add(self.step_sums, step.step_sums | {"loss": step.loss} | step_values)
+        # 0: a policy that waits for its critic does not move
+        _add(self.step_sums, step.step_sums | {"loss": step.loss, "grad_norm": 0.0} | step.norms)
         _raise(self.maxima, step.maxima)
         if self.steps == 1 and "approx_kl" in self.sums and "mismatch_kl" not in self.sums:
             # Nothing has been learned yet, so this is how far sampler and learner disagree about the same weights.
@@ -71,3 +88,15 @@ def _add(totals: dict[str, float], values: dict[str, float]) -> None:
 def _raise(maxima: dict[str, float], values: dict[str, float]) -> None:
     for name, value in values.items():
         maxima[name] = max(maxima.get(name, -math.inf), value)
+
+
+Report = dict[str, dict[str, Tensor]]
+
+
+def _read(reports: Sequence[Report]) -> list[dict[str, dict[str, float]]]:
+    """All tensors as numbers, with one copy from the device: each one waits until the device has done all its work."""
+    tensors = [tensor for report in reports for values in report.values() for tensor in values.values()]
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    flat = [tensor.detach().to(device, torch.float64) for tensor in tensors]
+    numbers = iter(torch.stack(flat).tolist() if flat else [])
+    return [{kind: {name: next(numbers) for name in values} for kind, values in report.items()} for report in reports]

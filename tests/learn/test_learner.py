@@ -335,6 +335,18 @@ def test_later_minibatches_are_off_policy_and_only_the_first_measures_the_mismat
     assert metrics["approx_kl"] > metrics["mismatch_kl"]
 
 
+@pytest.mark.parametrize("own_old_logprobs", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_update_of_every_algorithm_reports_how_far_the_sampler_was(name: str, own_old_logprobs: bool) -> None:
+    policy, rng = PolicyModel(tiny_model()), random.Random(2)
+    learner = learner_for(name, policy, lr=1e-2, num_minibatches=2, own_old_logprobs=own_old_logprobs)
+    groups = on_policy(random_groups(rng, rows=4), policy, rng, noise=0.1)
+    metrics = learner.update(credit_for(name, groups, learner))
+    # noise of 0.1 on each log-prob: e^d - d - 1 is about d^2 / 2 = 0.005
+    assert metrics["mismatch_kl"] == pytest.approx(0.005, rel=0.5)
+    assert 0.1 < metrics["mismatch_max"] < 0.5
+
+
 def test_supervised_training_learns_to_repeat_the_demonstration() -> None:
     learner = make_learner(loss=supervised_loss, lr=3e-2)
     demonstrations = as_demonstrations([trajectory(step([1, 2], [3, 4, 5]), step([1, 2, 3, 4, 5, 6], [7]))])

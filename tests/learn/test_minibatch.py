@@ -116,8 +116,19 @@ def test_a_correction_replaces_the_old_logprobs_and_keeps_the_samplers() -> None
 def test_the_layout_counts_packs_segments_steps_and_tokens() -> None:
     batch = made(three(), keep_idle=True, max_tokens=5)
     # segments [1 2 3], [9 8], [4 5] into packs of 5: (3 + 2) and (2)
-    assert layout(batch.packs) == {"packs": 2, "segments": 3, "steps": 3, "tokens_trained": 4, "tokens_computed": 7}
-    assert layout([]) == {"packs": 0, "segments": 0, "steps": 0, "tokens_trained": 0, "tokens_computed": 0}
+    counted = {"packs": 2, "segments": 3, "steps": 3, "tokens_trained": 4, "tokens_computed": 7, "tokens_flat": 7}
+    assert layout(batch.packs) == counted
+    assert layout([]) == dict.fromkeys(counted, 0)
+
+
+def test_what_attempts_start_with_in_common_is_laid_out_once() -> None:
+    # [1 2 3 4 5 6] and [1 2 3 4 7]: 11 tokens, of which 4 are shared
+    attempts = [trajectory(step([1, 2, 3, 4], said)) for said in ([5, 6], [7])]
+    credited = [CreditedTrajectory(trajectory=each, advantages=[[1.0] * each.num_response_tokens]) for each in attempts]
+    apart, together = made(credited), made(credited, prefix_sharing="auto")
+    assert layout(apart.packs)["tokens_computed"] == layout(together.packs)["tokens_flat"] == 11
+    assert layout(together.packs)["tokens_computed"] == 7
+    assert layout(together.packs)["segments"] == 2
 
 
 @pytest.mark.parametrize("column", ["old_logprobs_R", "advantages_R", "importance_R", "values_R", "targets_R"])

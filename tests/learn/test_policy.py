@@ -102,16 +102,35 @@ def test_chunked_logprobs_and_gradients_equal_unchunked_ones(family: str, entrop
     torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_the_largest_logits_tensor_stays_within_the_bound() -> None:
-    policy = PolicyModel(tiny_model(), max_logits=VOCABULARY * 3)
-    seen: list[int] = []
-    policy.model.get_output_embeddings().register_forward_hook(  # type: ignore[operator]
-        lambda _module, _inputs, output: seen.append(output.numel())
-    )
-    logprobs, _ = policy.logprobs(one_pack(2), temperature=1.0)
-    logprobs.sum().backward()
-    assert len(seen) > 2
-    assert max(seen) <= VOCABULARY * 3
+class Doubled(torch.nn.Linear):
+    """A head that is more than a matrix."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+def test_a_head_that_is_more_than_a_matrix_is_called_as_it_is() -> None:
+    model = tiny_model("llama")
+    plain = deepcopy(model)
+    head = Doubled(16, VOCABULARY, bias=False)
+    head.weight = torch.nn.Parameter(model.lm_head.weight.detach() / 2)
+    model.lm_head = head
+    results = []
+    for each in (model, plain):
+        policy = PolicyModel(each, max_logits=VOCABULARY * 2)
+        logprobs, entropy = policy.logprobs(one_pack(0), temperature=0.8, entropy_gradient=True)
+        (logprobs.square().mean() + entropy.mean()).backward()
+        results.append((logprobs.detach(), entropy.detach(), each.model.embed_tokens.weight.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_tied_weights_get_the_gradient_of_both_their_uses() -> None:
+    tied, untied = tiny_model("llama-tied"), tiny_model("llama")
+    untied.load_state_dict(tied.state_dict())
+    for model in (tied, untied):
+        PolicyModel(model).logprobs(one_pack(0), temperature=1.0)[0].sum().backward()
+    both = untied.model.embed_tokens.weight.grad + untied.lm_head.weight.grad
+    torch.testing.assert_close(tied.lm_head.weight.grad, both)
 
 
 def test_a_model_that_scales_its_logits_is_refused() -> None:

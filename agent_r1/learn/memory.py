@@ -1,0 +1,215 @@
+"""How much memory training takes, said before the first step.
+
+Weights, gradients and optimizer state are counted; they are the same in every step. What a pack adds (activations, the
+attention of its segments, the logits of a chunk) depends on the model, the kernels and the compiler, so on a GPU it is
+measured: two packs of different size go through the real forward and backward passes, and a line through the two peaks
+says how many tokens fit. Packs that do not are refused, or made smaller where the caller allows it. On a CPU only the
+first part is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_r1.errors import ConfigError
+from agent_r1.learn.learner import Learner
+from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
+
+PROBE_TOKENS = 4096  # of the larger of the two packs: more than a chunk of the head, so that the line is straight
+SEGMENT_TOKENS = 512
+RESERVE = 0.05  # of the device's memory: what the allocator loses between blocks
+ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes none of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """Bytes on the device that are there in every step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    critic: int  # its weights; its gradients and optimizer state are in those above
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "reference": self.reference,
+            "critic": self.critic,
+        }
+        return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What packs take beside that, and what is left for them."""
+
+    bytes_per_token: float
+    bytes_once: float  # whatever the size of the pack
+    available: int
+    first_seconds: float  # of the first of two equal passes, in which layers are compiled
+    second_seconds: float
+
+    @property
+    def tokens_that_fit(self) -> int:
+        return max(0, int((self.available - self.bytes_once) / self.bytes_per_token))
+
+
+def fixed_bytes(learner: Learner) -> Fixed:
+    policy, critic = learner.policy.model, learner.critic.critic if learner.critic is not None else None
+    others = [] if critic is None else [*critic.head.parameters()]
+    others += [] if critic is None or critic.shared else [*critic.backbone.model.parameters()]
+    seen = {id(p) for p in policy.parameters()}
+    # A policy with adapters is its own reference: the same weights, so nothing more.
+    reference = [p for p in learner.reference.model.parameters() if id(p) not in seen] if learner.reference else []
+    return Fixed(
+        weights=size_of(policy.parameters()),
+        gradients=sum(size_of(optimizer.parameters) for optimizer in learner.optimizers),
+        optimizer=sum(optimizer.state_bytes for optimizer in learner.optimizers),
+        reference=size_of(reference),
+        critic=size_of(others),
+    )
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
+    """(slope, what is left at 0) of the line through two (tokens, bytes) points; it never falls, nor starts below 0."""
+    slope = max(1.0, (large[1] - small[1]) / (large[0] - small[0]))
+    return slope, max(0.0, small[1] - slope * small[0])
+
+
+def readable(size: float) -> str:
+    """1.5 GiB"""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def synthetic_batch(num_tokens: int, vocabulary: int, *, with_values: bool) -> list[CreditedTrajectory]:
+    """So many tokens, all but the first of each segment trained on. No two segments start alike, so none are shared."""
+    lengths = [min(SEGMENT_TOKENS, num_tokens - start) for start in range(0, num_tokens, SEGMENT_TOKENS)]
+    return [_synthetic(index, max(2, length), vocabulary, with_values) for index, length in enumerate(lengths)]
+
+
+def _synthetic(index: int, length: int, vocabulary: int, with_values: bool) -> CreditedTrajectory:
+    ids = [(index + 7919 * position) % vocabulary for position in range(length)]  # a prime: spread over the vocabulary
+    step = Step(prompt_ids=ids[:1], response_ids=ids[1:], response_logprobs=[-1.0] * (length - 1))
+    numbers = [1.0] * (length - 1)
+    return CreditedTrajectory(
+        trajectory=Trajectory(
+            row_id="memory", trajectory_id=f"memory-{index}", steps=[step], stop=StopReason.ANSWERED, outcome_reward=0.0
+        ),
+        advantages=[numbers],
+        values=[numbers] if with_values else None,
+        value_targets=[[*numbers]] if with_values else None,
+    )
+
+
+def measure(learner: Learner) -> Measured:
+    """On a GPU: run two packs and look at the peaks. Nothing is learned, and no gradient is left."""
+    large = max(4, min(PROBE_TOKENS, learner.max_tokens_per_pack))  # of at least two sizes with something to predict
+    small = large // 2
+    try:
+        first = _peak(learner, small)  # compiles, and makes the gradients that later packs add to
+        points = [(tokens, _peak(learner, tokens)) for tokens in (small, large)]
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
+            "engine's cache. Set learner.activation_checkpointing=true, learner.offload_optimizer=true or a section "
+            "lora, or make the engine's cache smaller"
+        ) from error
+    slope, once = line_through((small, points[0][1].peak), (large, points[1][1].peak))
+    available = _available(learner)
+    learner.zero_grad()
+    torch.cuda.empty_cache()
+    return Measured(
+        bytes_per_token=slope,
+        bytes_once=once,
+        available=available,
+        first_seconds=first.seconds,
+        second_seconds=points[0][1].seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    peak: int  # bytes above what was there before
+    seconds: float
+
+
+def _peak(learner: Learner, tokens: int) -> _Pass:
+    device = learner.policy.device
+    batch = synthetic_batch(tokens, learner.policy.vocabulary_size, with_values=learner.critic is not None)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before, began = torch.cuda.memory_allocated(device), time.perf_counter()
+    learner.rehearse(batch)
+    torch.cuda.synchronize(device)
+    return _Pass(torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - began)
+
+
+def _available(learner: Learner) -> int:
+    """For packs: what is free now, with gradients in place, less optimizer state that only the first step makes."""
+    device = learner.policy.device
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    missing = sum(optimizer.state_bytes for optimizer in learner.optimizers if not optimizer.has_state)
+    return int(free + unused - missing - RESERVE * total)
+
+
+def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: int) -> str:
+    """One line about it; an error if a pack as large as allowed would not fit."""
+    if measured is None:
+        return f"learner memory: {fixed}"
+    fitting = measured.tokens_that_fit
+    if fitting < max_tokens_per_pack:
+        raise ConfigError(
+            f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: beside {fixed} and "
+            f"the engine's cache there is room for packs of {fitting} tokens, at "
+            f"{readable(measured.bytes_per_token)} each. Lower it, or set learner.activation_checkpointing=true"
+        )
+    return (
+        f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
+        f"fit ({max_tokens_per_pack} allowed); its first pass took {measured.first_seconds:.1f} s, the next "
+        f"{measured.second_seconds:.2f} s"
+    )
+
+
+def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
+    """Tokens of a pack: as many as wanted, or fewer if only those fit. `longest`: of a segment, which is never cut."""
+    fitting = measured.tokens_that_fit
+    if fitting < longest:
+        raise ConfigError(
+            f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
+            f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. Set "
+            "learner.activation_checkpointing=true, learner.offload_optimizer=true or a section lora, make the "
+            "engine's cache smaller, or lower rollout.max_context_tokens. If no episode gets that long, say so with "
+            "a learner.max_tokens_per_pack"
+        )
+    if fitting >= wanted:
+        return wanted
+    return max(longest, fitting // ROUND_TOKENS * ROUND_TOKENS)
+
+
+def estimate(learner: Learner, *, longest: int | None = None) -> str:
+    """The line to print before the first step.
+
+    longest: tokens that a segment may have. If given, packs that do not fit are made smaller, unless that one does not
+    fit either; if not, they are an error.
+    """
+    measured = measure(learner) if learner.policy.device.type == "cuda" else None
+    if measured is not None and longest is not None:
+        learner.max_tokens_per_pack = fitting_pack(measured, wanted=learner.max_tokens_per_pack, longest=longest)
+    return check_fits(fixed_bytes(learner), measured, max_tokens_per_pack=learner.max_tokens_per_pack)

@@ -1,0 +1,180 @@
+"""The estimate before the first step: what is counted, what is measured, and when it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.errors import ConfigError
+from agent_r1.learn import PolicyModel
+from agent_r1.learn.lora import LoRA
+from agent_r1.learn.memory import (
+    Fixed,
+    Measured,
+    check_fits,
+    estimate,
+    fitting_pack,
+    fixed_bytes,
+    line_through,
+    measure,
+    readable,
+    size_of,
+    synthetic_batch,
+)
+from tests.learn.builders import VOCABULARY, learner_for, tiny_model
+
+FIXED = Fixed(weights=2**30, gradients=2**30, optimizer=2**31, reference=0, critic=0)
+MEASURED = Measured(
+    bytes_per_token=2.0**20, bytes_once=2.0**28, available=2**33 + 2**28, first_seconds=31.4, second_seconds=0.25
+)
+
+
+def test_a_line_through_two_peaks_by_hand() -> None:
+    # 100 tokens took 1,500 bytes, 200 took 2,500: 10 a token, and 500 whatever the size
+    assert line_through((100, 1500), (200, 2500)) == (10.0, 500.0)
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 10**9), st.integers(0, 10**9))
+def test_a_line_goes_through_what_was_measured_and_never_down(first: int, more: int, small: int, large: int) -> None:
+    slope, once = line_through((first, small), (first + more, large))
+    assert slope >= 1
+    assert once >= 0
+    if slope > 1:
+        assert slope * (first + more) + once >= large * (1 - 1e-9)
+
+
+def test_how_many_tokens_fit_by_hand() -> None:
+    # 8 GiB and 256 MiB are available, 256 MiB are needed once, 1 MiB per token
+    assert MEASURED.tokens_that_fit == 8192
+    assert replace(MEASURED, available=2**28 - 1).tokens_that_fit == 0
+
+
+def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
+    line = check_fits(FIXED, MEASURED, max_tokens_per_pack=8192)
+    assert line == (
+        "learner memory: weights 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB; 1.0 MiB per token, so packs of up to "
+        "8192 tokens fit (8192 allowed); its first pass took 31.4 s, the next 0.25 s"
+    )
+    with pytest.raises(ConfigError, match=r"max_tokens_per_pack=8193 does not fit .* room for packs of 8192 tokens"):
+        check_fits(FIXED, MEASURED, max_tokens_per_pack=8193)
+
+
+def test_packs_are_made_smaller_until_they_fit_by_hand() -> None:
+    # room for 8,192
+    assert fitting_pack(MEASURED, wanted=8192, longest=4096) == 8192
+    assert fitting_pack(MEASURED, wanted=32_768, longest=4096) == 8192
+    # 100 MiB less: room for 8,092, and 7 * 1,024 = 7,168
+    tight = replace(MEASURED, available=MEASURED.available - 100 * 2**20)
+    assert fitting_pack(tight, wanted=32_768, longest=4096) == 7168
+    assert fitting_pack(tight, wanted=32_768, longest=8000) == 8000  # a segment is never cut
+    assert fitting_pack(tight, wanted=100, longest=8000) == 100
+    with pytest.raises(
+        ConfigError, match=r"room for packs of 8092 tokens, .* one episode may have 8093 \(rollout\.max"
+    ):
+        fitting_pack(tight, wanted=100, longest=8093)
+
+
+@given(st.integers(0, 10**5), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_a_pack_is_never_larger_than_wanted_or_than_fits(room: int, wanted: int, longest: int) -> None:
+    measured = replace(MEASURED, bytes_once=0.0, available=room * 2**20)
+    if room < longest:
+        with pytest.raises(ConfigError):
+            fitting_pack(measured, wanted=wanted, longest=longest)
+        return
+    size = fitting_pack(measured, wanted=wanted, longest=longest)
+    assert 1 <= size <= min(wanted, room)
+    assert size == wanted or size > room - 1024
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**40, "3072.0 GiB")])
+def test_sizes_are_readable(size: int, text: str) -> None:
+    assert readable(size) == text
+
+
+def test_everything_that_is_there_in_every_step_is_counted_once() -> None:
+    policy = PolicyModel(tiny_model("llama-tied"))
+    weights = size_of(policy.model.parameters())
+    body = size_of(policy.body_parameters())
+    assert weights == 4 * sum(p.numel() for p in policy.model.parameters())
+    plain = fixed_bytes(learner_for("grpo", policy))
+    assert plain == Fixed(weights=weights, gradients=weights, optimizer=2 * weights, reference=0, critic=0)
+    head = 4 * (16 + 1)
+    separate = fixed_bytes(learner_for("ppo", policy, kl_coef=0.1, reference=policy.copy()))
+    trained = weights + body + head
+    assert separate == Fixed(
+        weights=weights, gradients=trained, optimizer=2 * trained, reference=weights, critic=weights + head
+    )
+    shared = fixed_bytes(learner_for("ppo", policy, shared=True, offload_optimizer=True))
+    assert shared == Fixed(weights=weights, gradients=weights + head, optimizer=0, reference=0, critic=head)
+
+
+def test_a_policy_with_adapters_is_its_own_reference_and_has_small_gradients() -> None:
+    pytest.importorskip("peft")
+    policy = PolicyModel(tiny_model(), lora=LoRA(rank=1, alpha=1.0, target_modules=("q_proj",), seed=0))
+    fixed = fixed_bytes(learner_for("grpo", policy, kl_coef=0.1, reference=policy.without_adapters()))
+    # two layers, q_proj: 16 -> 32, rank 1
+    assert fixed.gradients == 4 * 2 * (16 + 32)
+    assert (fixed.optimizer, fixed.reference) == (2 * fixed.gradients, 0)
+
+
+def test_on_a_cpu_only_what_can_be_counted_is_said() -> None:
+    learner = learner_for("grpo", max_tokens_per_pack=100)
+    line = estimate(learner, longest=200)
+    assert line.startswith("learner memory: weights ")
+    assert "per token" not in line
+    assert learner.max_tokens_per_pack == 100
+
+
+@pytest.mark.parametrize("tokens", [2, 512, 513, 2048])
+def test_a_synthetic_pack_has_the_size_asked_for_and_no_two_segments_that_start_alike(tokens: int) -> None:
+    batch = synthetic_batch(tokens, VOCABULARY, with_values=True)
+    steps = [item.trajectory.steps[0] for item in batch]
+    assert tokens <= sum(len(step.prompt_ids) + len(step.response_ids) for step in steps) <= tokens + 1
+    assert len({step.prompt_ids[0] for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_rehearsal_leaves_gradients_and_changes_nothing_else(name: str) -> None:
+    learner = learner_for(name, PolicyModel(tiny_model()), max_tokens_per_pack=4096)
+    before: dict[str, Any] = {key: tensor.clone() for key, tensor in learner.weights().items()}
+    learner.rehearse(synthetic_batch(600, VOCABULARY, with_values=name == "ppo"))
+    assert any(p.grad is not None for p in learner.policy.model.parameters())
+    learner.zero_grad()
+    assert all(p.grad is None for p in learner.policy.model.parameters())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in learner.weights().items())
+    assert learner.optimizer_steps == learner.updates == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is measured on a GPU")
+def test_on_a_gpu_packs_are_cut_to_what_fits_where_that_is_allowed() -> None:
+    learner = learner_for("grpo", PolicyModel(tiny_model().cuda()), max_tokens_per_pack=10**12)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_pack=1000000000000 does not fit"):
+        estimate(learner)
+    line = estimate(learner, longest=512)
+    assert 512 <= learner.max_tokens_per_pack < 10**12
+    assert f"({learner.max_tokens_per_pack} allowed)" in line
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is measured on a GPU")
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_on_a_gpu_packs_of_a_few_tokens_can_be_measured(tokens: int) -> None:
+    learner = learner_for("grpo", PolicyModel(tiny_model().cuda()), max_tokens_per_pack=tokens)
+    assert "per token" in estimate(learner)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is measured on a GPU")
+def test_on_a_gpu_the_line_predicts_a_larger_pack() -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, vocab_size=4096).cuda()
+    learner = learner_for("grpo", PolicyModel(model, autocast_dtype=torch.bfloat16), max_tokens_per_pack=16_384)
+    measured = measure(learner)
+    learner.rehearse(synthetic_batch(1024, 4096, with_values=False))  # gradients, as in the measurement
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    learner.rehearse(synthetic_batch(16_384, 4096, with_values=False))
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak == pytest.approx(measured.bytes_once + 16_384 * measured.bytes_per_token, rel=0.15)
