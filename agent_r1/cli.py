@@ -1,4 +1,4 @@
-"""The command line: agent-r1 train | sft | eval | chat.
+"""The command line: agent-r1 train | sft | eval | chat | bench.
 
 Parses arguments, loads the config, calls `run/`, and turns the errors we raise on purpose into one clear line. What is
 slow to import is imported by the command that needs it.
@@ -51,6 +51,14 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change,
 RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
 RunArg = Annotated[Path, typer.Argument(help="A run directory.")]
+
+bench = typer.Typer(help="Measure speed and memory on this machine, and compare with stored results.")
+app.add_typer(bench, name="bench", no_args_is_help=True)
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and small sizes: does it run at all?")]
+Repeats = Annotated[int, typer.Option(help="Measurements of each side; medians are reported.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results; by default the repository's, or the cache's.")]
+Only = Annotated[str | None, typer.Option(help="Measure this group of rows alone.")]
 
 
 @app.command("train")
@@ -163,6 +171,62 @@ def chat_command(
         asyncio.run(ask_once(chat, ask or chat.question, console))
     else:
         chat_loop(chat, console)
+
+
+@bench.command("engine")
+def bench_engine_command(
+    device: Device = "auto", quick: Quick = False, repeats: Repeats = 3, out: Out = None, only: Only = None
+) -> None:
+    """Sampling: pure decoding, tool episodes, growing episodes, a soak. Groups: decode, episodes, append, soak."""
+    from agent_r1.bench.command import Options, bench_engine
+
+    bench_engine(Options(device=device, quick=quick, repeats=repeats, out=out, only=only), console)
+
+
+@bench.command("learner")
+def bench_learner_command(
+    device: Device = "auto", quick: Quick = False, repeats: Repeats = 3, out: Out = None, only: Only = None
+) -> None:
+    """Optimizer steps: packed, merged, as a token tree. Groups: packed, steps, shared, sharing."""
+    from agent_r1.bench.command import Options, bench_learner
+
+    bench_learner(Options(device=device, quick=quick, repeats=repeats, out=out, only=only), console)
+
+
+@bench.command("step")
+def bench_step_command(
+    device: Device = "auto",
+    quick: Quick = False,
+    repeats: Repeats = 3,
+    out: Out = None,
+    against: Annotated[str | None, typer.Option(help="Another trainer to take turns with, such as trl.")] = None,
+) -> None:
+    """One whole GRPO step of multi-step tool use."""
+    from agent_r1.bench.command import Options, bench_step
+
+    bench_step(Options(device=device, quick=quick, repeats=repeats, out=out, only=None), console, against=against)
+
+
+@bench.command("show")
+def bench_show_command(
+    file: Annotated[Path, typer.Argument(help="A results file.")],
+    only: Only = None,
+) -> None:
+    """Print stored results as markdown tables."""
+    from agent_r1.bench.command import show
+
+    show(file, only, console)
+
+
+@bench.command("page")
+def bench_page_command(
+    page: Annotated[Path, typer.Argument(help="A markdown file with lines <!-- FILE GROUP --> and <!-- end -->.")],
+    out: Out = None,
+) -> None:
+    """Write stored results into a page, between its markers."""
+    from agent_r1.bench.command import fill_page
+
+    fill_page(page, console, out=out)
 
 
 def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: str, form: str) -> RunConfig:

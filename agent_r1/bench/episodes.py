@@ -1,0 +1,166 @@
+"""Multi-step tool episodes of exactly known lengths, played through the real collector, flow and renderer.
+
+Random weights never call a tool, so here every response counts as a call and gets an answer. Prompts, responses and
+answers have the lengths a `Workload` says, template included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from string import ascii_lowercase
+from typing import Any
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.flow import AgentEnvLoop, Limits, stable_seed
+from agent_r1.agent.rendering import Renderer
+from agent_r1.agent.sampler import Completion, Sampler, Sampling
+from agent_r1.bench.models import TURN_END, TURN_START, make_tokenizer
+from agent_r1.errors import ConfigError
+from agent_r1.rollout.collect import Collector
+from agent_r1.types import Action, Group, Observation, TaskRow, Transition
+
+# What the template writes around an answer: the end of the response before it, and the head of the next one.
+ANSWER_FRAME = f"{TURN_END}\n{TURN_START}tool\n", f"{TURN_END}\n{TURN_START}assistant\n"
+PROMPT_FRAME = f"{TURN_START}user\n{TURN_END}\n{TURN_START}assistant\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    rows: int
+    group_size: int  # episodes per row
+    at_once: int  # episodes under way
+    steps: int
+    prompt_tokens: int
+    response_tokens: int
+    observation_tokens: int
+    tool_seconds: float = 0.0  # mean; drawn from half of it to one and a half, so that episodes do not march in step
+
+    @property
+    def episodes(self) -> int:
+        return self.rows * self.group_size
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.episodes * self.steps * self.response_tokens
+
+    @property
+    def episode_tokens(self) -> int:
+        """Of a whole episode: its last prompt and response."""
+        return self.prompt_tokens + self.steps * self.response_tokens + (self.steps - 1) * self.observation_tokens
+
+    @property
+    def mean_context(self) -> float:
+        """While a token is sampled: half of all there will be, on average, above the prompt."""
+        return (self.prompt_tokens + self.episode_tokens) / 2
+
+    def task_rows(self, vocabulary: int, seed: int) -> list[TaskRow]:
+        """Rows with different prompts; other ones for every seed."""
+        size = self.prompt_tokens - count_tokens(PROMPT_FRAME, vocabulary)
+        return [_row(f"bench-{seed}-{index}", size) for index in range(self.rows)]
+
+    def answer(self, vocabulary: int, *, frame: str = "".join(ANSWER_FRAME)) -> str:
+        """The tool's text, so long that with what a template writes around it an observation has its tokens."""
+        size = self.observation_tokens - count_tokens(frame, vocabulary)
+        if size < 1:
+            raise ConfigError(f"observation_tokens={self.observation_tokens} leaves no room beside the chat template")
+        return "x" * size
+
+
+def _row(row_id: str, size: int) -> TaskRow:
+    text = "".join(random.Random(row_id).choices(ascii_lowercase, k=size))
+    return TaskRow(prompt=[{"role": "user", "content": text}], row_id=row_id)
+
+
+def count_tokens(text: str, vocabulary: int) -> int:
+    return len(make_tokenizer(vocabulary)(text)["input_ids"])
+
+
+class AnsweringEnv(AgentEnv):
+    """Answers every response with the same text after a while, and ends after the workload's steps."""
+
+    def __init__(self, workload: Workload, answer: str) -> None:
+        self._workload, self._answer = workload, answer
+        self._messages: list[dict[str, Any]] = []
+        self._taken = 0
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self._messages = list(row.prompt)
+        self._delays = random.Random(row.row_id)
+        return Observation(messages=self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        self._taken += 1
+        if self._workload.tool_seconds:
+            await asyncio.sleep(self._workload.tool_seconds * self._delays.uniform(0.5, 1.5))
+        if self._taken == self._workload.steps:
+            return Transition(terminated=True)
+        said = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, said, {"role": "tool", "content": self._answer}]
+        return Transition(observation=Observation(messages=self._messages))
+
+
+class FixedLength:
+    """A sampler whose responses are complete when their tokens are used up, so that episodes go on after them."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+        completion = await self._sampler.generate(prompt_ids, sampling, session=session)
+        return replace(completion, stop="stop")
+
+    def release(self, session: str) -> None:
+        self._sampler.release(session)
+
+
+def make_collector(
+    workload: Workload,
+    sampler: Sampler,
+    vocabulary: int,
+    *,
+    make_env: Callable[[TaskRow], AgentEnv] | None = None,
+    max_error_fraction: float = 0.0,
+) -> Collector:
+    tokenizer = make_tokenizer(vocabulary)
+    answer = workload.answer(vocabulary)
+    sampling = Sampling(max_tokens=workload.response_tokens, stop_ids=(tokenizer.eos_token_id,))
+    return Collector(
+        make_flow=lambda row: AgentEnvLoop(make_env or (lambda row: AnsweringEnv(workload, answer))),
+        sampler=FixedLength(sampler),
+        renderer=Renderer(tokenizer),
+        sampling=sampling,
+        limits=Limits(
+            max_steps=workload.steps,
+            max_response_tokens=workload.response_tokens,
+            max_context_tokens=workload.episode_tokens + 1,
+            episode_seconds=600.0,
+        ),
+        group_size=workload.group_size,
+        max_concurrent=workload.at_once,
+        max_error_fraction=max_error_fraction,
+    )
+
+
+def check_lengths(groups: list[Group], workload: Workload, vocabulary: int) -> None:
+    """The figures are about episodes of exactly these lengths; anything else would be another benchmark."""
+    turn_end = make_tokenizer(vocabulary).convert_tokens_to_ids(TURN_END)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        expected = [workload.prompt_tokens]
+        for step in trajectory.steps[:-1]:
+            # A response that happens to end with the token that ends a turn is not closed by another one.
+            closed = step.response_ids[-1] == turn_end
+            expected.append(expected[-1] + workload.response_tokens + workload.observation_tokens - closed)
+        prompts = [len(step.prompt_ids) for step in trajectory.steps]
+        responses = [len(step.response_ids) for step in trajectory.steps]
+        if prompts != expected or responses != [workload.response_tokens] * workload.steps:
+            raise AssertionError(
+                f"prompts of {prompts} and responses of {responses} tokens where {expected} and {workload.steps} times "
+                f"{workload.response_tokens} were meant: {trajectory.error}"
+            )
+
+
+def episode_seed(repeat: int) -> int:
+    return stable_seed("bench", repeat)

@@ -1,0 +1,74 @@
+"""Where and on what a benchmark ran; goes into every result file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from agent_r1.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "changed_files": len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    # A copy that travelled without its history is told by whoever sent it.
+    return os.environ.get("AGENT_R1_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {name!r}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def accelerator(device: torch.device) -> str:
+    """What computed, by name: results of the same name compare."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def slug(name: str) -> str:
+    """Fit for a file name: NVIDIA H200 -> nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def checkout() -> Path | None:
+    """The root of the repository this package runs from, or None where it was installed elsewhere."""
+    root = HERE.parents[1]
+    return root if (root / "benchmarks" / "machine.py").is_file() else None
+
+
+def _output(*words: str) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
+    except FileNotFoundError:  # no git here
+        return ""

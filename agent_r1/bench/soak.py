@@ -1,0 +1,121 @@
+"""Thousands of short episodes with failing tools and cancelled requests: what they leave behind must be nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from agent_r1.agent.sampler import Sampling
+from agent_r1.bench.episodes import AnsweringEnv, Workload, episode_seed, make_collector
+from agent_r1.bench.measure import allocated_bytes, resident_bytes
+from agent_r1.bench.results import Figures
+from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.types import Action, StopReason, Transition
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soak:
+    rounds: int  # the first is for warming up: what it allocates is there to stay
+    episodes: int  # per round
+    impatient: int  # requests per round that are cancelled some time after they were made
+    at_once: int
+    response_tokens: int = 8
+    tool_error_share: float = 0.1
+
+    def run(self, engine: LocalEngine, vocabulary: int, device: torch.device) -> Figures:
+        """Over all rounds: what ended how, and how much more there is of everything than after the first round."""
+        ended: Counter[str] = Counter()
+        first = left = self._left(engine, device)
+        for number in range(self.rounds):
+            with _tool_errors_unlogged():
+                ended += asyncio.run(self._round(engine, vocabulary, number))
+            left = self._left(engine, device)
+            first = left if number == 0 else first
+        return {
+            "episodes": float(self.rounds * self.episodes),
+            "tool_errors": float(ended[StopReason.ERROR]),
+            "cancelled_requests": float(ended["cancelled"]),
+            "lost_episodes": float(self.rounds * self.episodes - ended[StopReason.ERROR] - ended[StopReason.ANSWERED]),
+            "unanswered_requests": float(self.rounds * self.impatient - ended["cancelled"] - ended["completed"]),
+        } | {f"{name}_growth": left[name] - first[name] for name in left}
+
+    async def _round(self, engine: LocalEngine, vocabulary: int, number: int) -> Counter[str]:
+        workload = Workload(
+            rows=self.episodes,
+            group_size=1,
+            at_once=self.at_once,
+            steps=3,
+            prompt_tokens=40,
+            response_tokens=self.response_tokens,
+            observation_tokens=24,
+        )
+        answer = workload.answer(vocabulary)
+        collect = make_collector(
+            workload,
+            engine,
+            vocabulary,
+            make_env=lambda row: FailingEnv(workload, answer, share=self.tool_error_share),
+            max_error_fraction=1.0,
+        )
+        rng = random.Random(number)
+        impatient = [_impatient(engine, vocabulary, rng.random(), index) for index in range(self.impatient)]
+        rows = workload.task_rows(vocabulary, seed=number)
+        played = asyncio.create_task(collect(rows, seed=episode_seed(number)))
+        outcomes = Counter(await asyncio.gather(*impatient))
+        return outcomes + Counter(str(each.stop) for group in await played for each in group.trajectories)
+
+    def _left(self, engine: LocalEngine, device: torch.device) -> Figures:
+        return {
+            "resident_mib": resident_bytes() / MIB,
+            "gpu_mib": allocated_bytes(device) / MIB,
+            "free_blocks": float(engine.free_blocks),
+            "pending_requests": float(engine.num_requests),
+        }
+
+
+class FailingEnv(AnsweringEnv):
+    """One of its tools raises, in a given share of the episodes."""
+
+    def __init__(self, workload: Workload, answer: str, *, share: float) -> None:
+        super().__init__(workload, answer)
+        self._share = share
+
+    async def step(self, action: Action) -> Transition:
+        transition = await super().step(action)
+        if self._taken == 2 and self._delays.random() < self._share:
+            raise ConnectionError("the tool's server is gone")
+        return transition
+
+
+@contextmanager
+def _tool_errors_unlogged() -> Iterator[None]:
+    """They are meant; hundreds of tracebacks would hide one that is not."""
+    logger = logging.getLogger("agent_r1.rollout.collect")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+async def _impatient(engine: LocalEngine, vocabulary: int, patience: float, index: int) -> str:
+    """A request that is cancelled after up to 50 ms, unless it was answered by then."""
+    prompt = [(index * 31 + position) % vocabulary for position in range(24)]
+    session = f"impatient-{index}"
+    try:
+        await asyncio.wait_for(engine.generate(prompt, Sampling(max_tokens=64), session=session), 0.05 * patience)
+    except TimeoutError:
+        return "cancelled"
+    finally:
+        engine.release(session)
+    return "completed"
