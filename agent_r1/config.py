@@ -6,14 +6,15 @@ Only `agent_r1.run` and the command line read this tree; everything below them t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
 from agent_r1.errors import ConfigError, did_you_mean
@@ -23,6 +24,13 @@ RECIPES = Path(__file__).parent / "recipes"
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _switch(value: Any) -> Any:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # how YAML reads on and off
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
 class TaskConfig(Section):
@@ -46,7 +54,19 @@ class ModelConfig(Section):
     make: str | None = None  # instead of path: a function make(directory, seed) that creates a model
     chat_template: str | None = None  # a jinja file that replaces the tokenizer's own template
     template_kwargs: dict[str, Any] = {}  # passed to the chat template, e.g. {enable_thinking: false}
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the sampling copy; master weights are always float32
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
+    # of the sampling copy and of the learner's products; master weights are always float32. auto: bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class LoRAConfig(Section):
+    """Train low-rank adapters instead of the weights."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float | None = Field(default=None, gt=0)  # scale times rank; None: twice the rank
+    dropout: float = Field(default=0.0, ge=0)  # 0 is all that is allowed
+    # last parts of module names, e.g. [q_proj, v_proj]; auto: every linear layer but the output head
+    target_modules: Literal["auto"] | list[str] = "auto"
 
 
 class SFTConfig(Section):
@@ -116,10 +136,16 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    max_running: int = Field(default=256, ge=1)  # sequences decoded together
-    max_batch_tokens: int = Field(default=2048, ge=1)  # prompt tokens taken in per engine step
-    max_cached_tokens: int = Field(default=131_072, ge=256)  # size of the KV cache
-    threads: int | None = Field(default=None, ge=1)  # torch threads; None: leave as they are
+    max_running: int | None = Field(default=None, ge=1)  # sequences decoded together; None: 256, on a GPU 512
+    max_batch_tokens: int | None = Field(
+        default=None, ge=1
+    )  # prompt tokens per engine step; None: 2,048, on a GPU 16,384
+    # Size of the KV cache; None: 131,072, on a GPU what gpu_memory_share holds
+    max_cached_tokens: int | None = Field(default=None, ge=256)
+    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of what is free, for the KV cache; None: 0.3
+    burst: int | None = Field(default=None, ge=1)  # tokens a GPU samples before the host looks at them; None: 16
+    compile: bool | None = None  # the decoder layers, on a GPU; None: yes
+    threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: leave as they are
 
 
 class LearnerConfig(Section):
@@ -130,8 +156,13 @@ class LearnerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     num_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
-    max_tokens_per_pack: int = Field(default=8192, ge=1)  # tokens per forward pass
+    # tokens per forward pass; None: 8,192 on a CPU, on a GPU 32,768 or as many as fit
+    max_tokens_per_pack: int | None = Field(default=None, ge=1)
     max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops
+    prefix_sharing: Switch = "auto"  # compute what segments start with once; auto: where it pays
+    activation_checkpointing: bool = False  # less memory, one more forward pass
+    compile: bool | None = None  # torch.compile the layers; None: on a GPU
+    offload_optimizer: bool = False  # keep optimizer state on the host between steps
 
 
 class TrainerConfig(Section):
@@ -141,6 +172,7 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     dump_every: int = Field(default=1, ge=1)  # trajectories of every n-th step are written
     threads: int | None = Field(default=None, ge=1)  # torch threads of the learner
+    deterministic: bool = False  # only kernels that give the same bits every time
 
 
 class EvalConfig(Section):
@@ -164,6 +196,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
+    lora: LoRAConfig | None = None  # None: all weights are trained
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -284,7 +317,9 @@ def _check_together(config: RunConfig) -> None:
             f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) must be smaller than "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
         )
-    if config.engine.max_cached_tokens < config.rollout.max_context_tokens:
+    if config.engine.max_cached_tokens is not None and config.engine.gpu_memory_share is not None:
+        raise ConfigError("engine.gpu_memory_share does nothing beside engine.max_cached_tokens; leave one out")
+    if (config.engine.max_cached_tokens or sys.maxsize) < config.rollout.max_context_tokens:
         raise ConfigError(
             f"engine.max_cached_tokens ({config.engine.max_cached_tokens}) cannot hold one context of "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
@@ -305,6 +340,15 @@ def _check_training(config: RunConfig) -> None:
         raise ConfigError("rewards.process_weight does nothing with rewards.process=ignored")
     if config.critic is not None and config.critic.value_coef != 1 and not config.critic.shared:
         raise ConfigError("critic.value_coef does nothing for a critic with its own optimizer; set critic.shared=true")
+    if config.lora is not None and config.lora.dropout:
+        raise ConfigError(
+            f"lora.dropout={config.lora.dropout:g}: with dropout the learner's log-probs would be those of other "
+            "policies than the one that sampled. Leave it out"
+        )
+    if config.lora is not None and not config.lora.target_modules:
+        raise ConfigError(
+            "lora.target_modules is empty: name some modules, or leave it out to adapt every linear layer"
+        )
     _check_correction(config.correction)
 
 

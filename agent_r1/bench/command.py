@@ -122,7 +122,7 @@ def _run(name: str, bench: Bench, options: Options, console: Console) -> Path:
     on = accelerator(device)
     path = results_folder(options.out) / f"bench_{name}.{slug(on)}{'.quick' if quick else ''}.json"
     stored, rows = Results.read(path), list[Row]()
-    command = shlex.join(["agent-r1", *sys.argv[1:]])
+    command = shlex.join(["agent-r1", *_without_out(sys.argv[1:])])
     try:
         for group, measure in _chosen(bench, options.only).items():
             began = time.perf_counter()
@@ -137,6 +137,11 @@ def _run(name: str, bench: Bench, options: Options, console: Console) -> Path:
     compared = len(comparison(rows, stored))
     console.print(Text(f"{compared} of {len(rows)} rows compared with stored ones; written to {path}"), soft_wrap=True)
     return path
+
+
+def _without_out(words: list[str]) -> list[str]:
+    """Where results went is nobody's business later."""
+    return [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
 
 
 def _chosen(bench: Bench, only: str | None) -> Mapping[str, Callable[[], Iterator[Row]]]:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def machine() -> dict[str, Any]:
     return {
         "commit": commit(),
-        "changed_files": len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+        "changed_files": changed_files(),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
@@ -32,6 +32,13 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     # A copy that travelled without its history is told by whoever sent it.
     return os.environ.get("AGENT_R1_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+
+
+def changed_files() -> int | None:
+    """Since the commit; None where the copy has no history to compare with."""
+    if os.environ.get("AGENT_R1_COMMIT"):
+        return None
+    return len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines())
 
 
 def processor() -> str:

@@ -94,6 +94,7 @@ def _(_gradient: Tensor, query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query_NHD, key_NGD, value_NGD, query_starts, key_starts, gather_K, longest, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query_NHD, key_NGD, value_NGD, *output, query_starts, key_starts, gather_K, longest)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, gradient_NHD: Tensor, _logsumexp_gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -128,7 +128,7 @@ def measure(learner: Learner) -> Measured:
         raise ConfigError(
             f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
             "engine's cache. Set learner.activation_checkpointing=true, learner.offload_optimizer=true or a section "
-            "lora, or make the engine's cache smaller"
+            "lora, or lower engine.gpu_memory_share"
         ) from error
     slope, once = line_through((small, points[0][1].peak), (large, points[1][1].peak))
     available = _available(learner)
@@ -194,9 +194,9 @@ def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
         raise ConfigError(
             f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
             f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. Set "
-            "learner.activation_checkpointing=true, learner.offload_optimizer=true or a section lora, make the "
-            "engine's cache smaller, or lower rollout.max_context_tokens. If no episode gets that long, say so with "
-            "a learner.max_tokens_per_pack"
+            "learner.activation_checkpointing=true, learner.offload_optimizer=true or a section lora, or lower "
+            "engine.gpu_memory_share or rollout.max_context_tokens. If no episode gets that long, say so with a "
+            "learner.max_tokens_per_pack"
         )
     if fitting >= wanted:
         return wanted

@@ -24,8 +24,9 @@ from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.run.build import Model, Plan, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
+from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.metrics import Metrics, is_success
-from agent_r1.run.rng import seed_all
+from agent_r1.run.rng import deterministic, seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
 from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
@@ -69,11 +70,13 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     began = time.monotonic()
     seed_all(config.seed)
     checkpoint = _resume_point(run) if resume else None
-    source = checkpoint or await starting_model(config, console)
-    model = load_model(config, source)
+    initial = run.path / "reference"
+    # Adapters continue on the weights they were made for; a checkpoint has them merged already.
+    continued = initial if checkpoint is not None and config.lora is not None else checkpoint
+    model = load_model(config, continued or await starting_model(config, console))
     done = load_state(checkpoint)["step"] if checkpoint is not None else 0
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
-        reference = reference_model(config, model, run.path / "reference")
+        reference = reference_model(config, model, initial)
         trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
         if config.task.tools:
             for problem in model.template.problems:
@@ -81,16 +84,18 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
             display.note(f"continuing {run.path} after step {done}")
+        trainer.rehearse()
         run.forget_after(done)
-        if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
-            await trainer.evaluate(done)
-        await train(
-            trainer,
-            start=done,
-            steps=config.trainer.steps,
-            eval_every=config.trainer.eval_every,
-            save_every=config.trainer.save_every,
-        )
+        with parts_set_aside():
+            if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
+                await trainer.evaluate(done)
+            await train(
+                trainer,
+                start=done,
+                steps=config.trainer.steps,
+                eval_every=config.trainer.eval_every,
+                save_every=config.trainer.save_every,
+            )
         if config.trainer.steps == 0:
             trainer.save(0)  # nothing to learn, but something to talk to
         await trainer.engine.close()
@@ -160,9 +165,10 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     updates = len(run.read_metrics("sft"))
     state = {"step": updates, "learner": learner.state_dict()}
     path = save_checkpoint(
-        run.checkpoints, updates, model=model.network, tokenizer=model.tokenizer, state=state, keep=1
+        run.checkpoints, updates, model=learner.policy, tokenizer=model.tokenizer, state=state, keep=1
     )
-    result = await _evaluate(config, model, config.eval)
+    # As anyone else would load it: the network in memory has been prepared for learning, and may have adapters.
+    result = await _evaluate(config, load_model(config, path), config.eval)
     run.append_metrics("eval", updates, result.metrics)
     run.write_trajectories("eval", updates, result.groups)
     console.print(
@@ -196,13 +202,14 @@ async def _evaluate(config: RunConfig, model: Model, settings: EvalConfig) -> Ev
     task = build_task(config.model_copy(update={"eval": settings}))
     engine = build_engine(config, model)
     try:
-        return await evaluate(
-            task.test_rows(),
-            collector=eval_collector(config, task, model.renderer, engine, settings),
-            scorer=task.scorer,
-            success_reward=task.success_reward,
-            seed=stable_seed(config.seed, EVAL_SEED),
-        )
+        with parts_set_aside():
+            return await evaluate(
+                task.test_rows(),
+                collector=eval_collector(config, task, model.renderer, engine, settings),
+                scorer=task.scorer,
+                success_reward=task.success_reward,
+                seed=stable_seed(config.seed, EVAL_SEED),
+            )
     finally:
         await engine.close()
 
@@ -242,7 +249,8 @@ def _interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callab
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
             loop.add_signal_handler(number, stop, number)
     try:
-        return loop.run_until_complete(task)
+        with deterministic(config.trainer.deterministic):
+            return loop.run_until_complete(task)
     except asyncio.CancelledError:
         if not received:
             raise

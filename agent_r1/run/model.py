@@ -1,6 +1,7 @@
 """Models of a run: a Hugging Face directory in, weights, tokenizer and renderer out; and back again.
 
-Which directory a name means (a hub id, a folder, the newest checkpoint of a run) is decided here too.
+Where a model computes, in which number format, and which directory a name means (a hub id, a folder, the newest
+checkpoint of a run) is decided here too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.run.checkpoint import list_checkpoints
+from agent_r1.run.checkpoint import Saveable, list_checkpoints
 from agent_r1.run.resolve import recipe_path
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
@@ -27,18 +28,36 @@ transformers_logging.disable_progress_bar()  # it would draw over our own displa
 class Model:
     """Weights and tokenizer of one Hugging Face directory, with the renderer that speaks its template."""
 
-    network: Any  # a transformers causal LM in float32
+    network: Any  # a transformers causal LM in float32, on the device of the run
     tokenizer: Any
     renderer: Renderer
     template: TemplateReport  # what the chat template can do for an agent
 
 
+def model_device(config: RunConfig) -> torch.device:
+    name = config.model.device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device=cuda, but torch finds no GPU. Set model.device=cpu, or auto to take what is there"
+        )
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def model_dtype(config: RunConfig) -> torch.dtype:
+    """In which a policy samples, and multiplies matrices when it learns. Its master weights are float32."""
+    formats = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    automatic = "bfloat16" if model_device(config).type == "cuda" else "float32"
+    return formats[automatic if config.model.dtype == "auto" else config.model.dtype]
+
+
 def load_model(config: RunConfig, directory: str | Path) -> Model:
+    device = model_device(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory))
         network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
+    network = network.to(device)
     _check_context(config, network)
     if config.model.chat_template is not None:  # on the tokenizer, so that it is saved with every checkpoint
         tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
@@ -48,9 +67,10 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
 
 
-def save_model(model: Model, directory: Path) -> None:
+def save_model(model: Model, directory: Path, weights: Saveable | None = None) -> None:
+    """`weights`: what has become of the model's own in the hands of a learner."""
     directory.mkdir(parents=True, exist_ok=True)
-    model.network.save_pretrained(str(directory))
+    (weights or model.network).save_pretrained(str(directory))
     model.tokenizer.save_pretrained(str(directory))
 
 

@@ -21,7 +21,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import DataError
 from agent_r1.learn.algorithms import as_demonstrations
 from agent_r1.learn.learner import Learner
-from agent_r1.run.build import Model, Task, build_sft_learner, build_task, train_collector
+from agent_r1.run.build import Model, Task, build_sft_learner, build_task, rehearse, train_collector
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.resolve import resolve
@@ -39,6 +39,7 @@ async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Le
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0
     learner = build_sft_learner(config, model, total)
+    rehearse(config, learner)
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
     for epoch in range(settings.epochs):
         order = list(examples)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agent_r1 import __version__
 from agent_r1.config import RunConfig, recipe_name
-from agent_r1.run.build import Model, find_model, load_model, save_model
+from agent_r1.run.build import Model, find_model, load_model, model_dtype, save_model
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.resolve import recipe_files, resolve
 from agent_r1.run.sft import trajectory_source, warm_start
@@ -34,8 +34,8 @@ async def starting_model(config: RunConfig, console: Console) -> str | Path:
         return cached
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
-        await warm_start(config, model, sft_progress(display))
-    _put(cached, lambda folder: save_model(model, folder))
+        learner = await warm_start(config, model, sft_progress(display))
+    _put(cached, lambda folder: save_model(model, folder, learner.policy))
     return cached
 
 
@@ -53,12 +53,13 @@ def base_model(config: RunConfig) -> str | Path:
 
 
 def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | None:
-    """The initial policy for the KL penalty, kept in the run so that a resumed run compares with the same one."""
-    if config.algorithm.kl_coef == 0:
+    """The initial policy, for the KL penalty. It is kept in the run, so that a resumed run compares with the same one
+    and adapters are added to the same one; with adapters it needs no model of its own."""
+    if config.algorithm.kl_coef == 0 and config.lora is None:
         return None
     if not folder.is_dir():
         _put(folder, lambda part: save_model(initial, part))
-    return load_model(config, folder)
+    return load_model(config, folder) if config.lora is None else None
 
 
 def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:
@@ -96,6 +97,8 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
         _files_digest(Path(base)) if Path(base).is_dir() else str(base),
         config.model.model_dump(include={"chat_template", "template_kwargs"}),
         config.sft.model_dump(),
+        config.lora.model_dump() if config.lora is not None else None,
+        str(model_dtype(config)),
         config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),
         _files_digest(trajectory_source(config)) if config.sft.trajectories is not None else None,
         world,

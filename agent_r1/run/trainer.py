@@ -24,6 +24,7 @@ from agent_r1.run.build import (
     build_shaper,
     eval_collector,
     greedy_collector,
+    rehearse,
     train_collector,
 )
 from agent_r1.run.checkpoint import save_checkpoint
@@ -168,7 +169,7 @@ class Trainer:
         save_checkpoint(
             self.run.checkpoints,
             step,
-            model=self.model.network,
+            model=self.learner.policy,
             tokenizer=self.model.tokenizer,
             state=self._state(step),
             keep=self.config.trainer.keep_checkpoints,
@@ -182,6 +183,10 @@ class Trainer:
             advantages = {item.trajectory.trajectory_id: item.advantages for item in credited}
             self.run.write_trajectories("train", step, groups, advantages)
         self.display.step(step, step_summary(metrics), value=metrics["success"])
+
+    def rehearse(self) -> None:
+        """Say what training will take, and find out before the first step if that is too much."""
+        self.display.note(rehearse(self.config, self.learner))
 
     def restore(self, state: dict[str, Any]) -> int:
         """Continue exactly where the checkpoint was taken; returns its step."""

@@ -7,7 +7,18 @@ from typing import Any
 
 import yaml
 
-from agent_r1.config import AlgorithmConfig, CorrectionConfig, CriticConfig, RewardsConfig, Section
+from agent_r1.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    EngineConfig,
+    LearnerConfig,
+    LoRAConfig,
+    ModelConfig,
+    RewardsConfig,
+    Section,
+    TrainerConfig,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SECTIONS: dict[str, type[Section]] = {
@@ -15,7 +26,16 @@ SECTIONS: dict[str, type[Section]] = {
     "rewards": RewardsConfig,
     "critic": CriticConfig,
     "correction": CorrectionConfig,
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "learner": LearnerConfig,
+    "lora": LoRAConfig,
+    "trainer": TrainerConfig,
 }
+
+
+def _as_written(default: Any) -> Any:
+    return list(default) if isinstance(default, tuple) else default  # YAML has no tuples
 
 
 def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
@@ -26,7 +46,7 @@ def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
             default = rest.split(" | ")[0]
             shown[name] = "required" if default == "(required)" else yaml.safe_load(default.strip("`"))
     actual = {
-        f"{name}.{key}": "required" if field.is_required() else field.default
+        f"{name}.{key}": "required" if field.is_required() else _as_written(field.default)
         for name, section in SECTIONS.items()
         for key, field in section.model_fields.items()
     }

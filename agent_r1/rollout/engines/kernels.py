@@ -210,10 +210,10 @@ def _draw(logits, logits_row, temperature_B, uniform_B, token_B, logprob_B, V: t
     x = tl.load(source + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32) * factor
     weights = tl.exp(x - best)
     upto = tl.cumsum(weights, 0)
-    # Sums in another order differ in the last digits: below the tile's own total there is always an id to find, and
-    # the first one above the target has a weight.
+    # Sums in another order differ in the last digits: below the tile's own total there is always an id to find. Only
+    # ids with a weight are looked at, since a sum in parallel need not rise from one id to the next.
     target = tl.minimum(target, tl.max(upto, 0) * 0.9999999)
-    drawn = start + tl.sum((upto <= target).to(tl.int32), 0)
+    drawn = start + tl.min(tl.where((upto > target) & (weights > 0), v, TILE - 1), 0)
     token = tl.where(greedy, best_token, drawn)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # logits that are not finite must not lead out of the row
     chosen = tl.load(source + token).to(tl.float32) * factor
