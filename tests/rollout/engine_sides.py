@@ -1,4 +1,5 @@
-"""The local engine as it computes on a CPU, and as on a GPU: with its kernels in plain torch, and short bursts."""
+"""The local engine as it computes on a CPU, and as on a GPU, in short bursts: there with its own kernels and graphs,
+and where there is no GPU with the kernels in plain torch."""
 
 from __future__ import annotations
 
@@ -16,15 +17,23 @@ from agent_r1.rollout.engines import reference
 from agent_r1.rollout.engines.local import LocalEngine
 
 CPU: dict[str, Any] = {}
-GPU: dict[str, Any] = {"kernels": reference, "burst": 3}
+GPU: dict[str, Any] = (
+    {"device": "cuda", "burst": 3, "compile_layers": False}  # not compiled, or every test would wait for it
+    if torch.cuda.is_available()
+    else {"kernels": reference, "burst": 3}
+)
 both = pytest.mark.parametrize("side", [CPU, GPU], ids=["cpu", "gpu"])
+
+
+def make_engine(model: Any, *, device: str = "cpu", **settings: Any) -> LocalEngine:
+    defaults = {"seed": 0, "max_running": 8, "max_batch_tokens": 64, "max_cached_tokens": 512, "block_size": 4}
+    return LocalEngine(copy.deepcopy(model).to(device), threads=1, **(defaults | settings))
 
 
 @contextmanager
 def engine(model: Any, **settings: Any) -> Iterator[LocalEngine]:
     """An engine on a copy of the model, with small blocks so that sequences span several."""
-    defaults = {"seed": 0, "max_running": 16, "max_batch_tokens": 64, "max_cached_tokens": 1024, "block_size": 4}
-    local = LocalEngine(copy.deepcopy(model), threads=1, **(defaults | settings))
+    local = make_engine(model, **({"max_running": 16, "max_cached_tokens": 1024} | settings))
     yield local
     asyncio.run(local.close())
 

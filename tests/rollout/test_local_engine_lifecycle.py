@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, RolloutError
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.local import LocalEngine
-from tests.rollout.engine_sides import both
+from tests.rollout.engine_sides import both, make_engine
 from tests.rollout.tiny_models import VOCAB, prompts, tiny
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
@@ -21,8 +20,7 @@ ENDLESS = Sampling(max_tokens=100, temperature=0.0)
 
 
 def make(model: Any = None, **settings: Any) -> LocalEngine:
-    defaults = {"seed": 0, "max_running": 8, "max_batch_tokens": 64, "max_cached_tokens": 512, "block_size": 4}
-    return LocalEngine(copy.deepcopy(model or tiny("llama")), threads=1, **(defaults | settings))
+    return make_engine(model or tiny("llama"), **settings)
 
 
 def ask(local: Engine, prompt: list[int], sampling: Sampling = GREEDY, session: str = "s") -> Completion:
