@@ -147,6 +147,8 @@ def _without_out(words: list[str]) -> list[str]:
 def _chosen(bench: Bench, only: str | None) -> Mapping[str, Callable[[], Iterator[Row]]]:
     if only is None:
         return bench.groups
-    if only not in bench.groups:
-        raise ConfigError(f"--only {only}: no such group of rows.{did_you_mean(only, bench.groups)}")
-    return {only: bench.groups[only]}
+    names = only.split(",")
+    for name in names:
+        if name not in bench.groups:
+            raise ConfigError(f"--only {name}: no such group of rows.{did_you_mean(name, bench.groups)}")
+    return {name: bench.groups[name] for name in names}

@@ -20,6 +20,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agent_r1.rollout.engines.model_runner import cast_weights
+
 PAD, TURN_START, TURN_END, NEVER = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|never|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -86,7 +88,7 @@ def make_network(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed
     )
     with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the random numbers they had
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(dtype=dtype, device=device)
+        return cast_weights(LlamaForCausalLM(config), dtype).to(device)
 
 
 @cache

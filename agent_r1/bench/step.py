@@ -26,6 +26,7 @@ from agent_r1.learn.algorithms import assign_credit, get_algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.rollout.reward import Scorer
 from agent_r1.types import TaskRow, Trajectory
 
@@ -93,7 +94,7 @@ class OurStep:
         network = make_network(sizes.shape, dtype=torch.float32, device=device)
         workload = sizes.workload
         self._engine = LocalEngine(
-            copy.deepcopy(network).to(torch.bfloat16 if gpu else torch.float32),
+            cast_weights(copy.deepcopy(network), torch.bfloat16 if gpu else torch.float32),
             seed=0,
             max_running=workload.at_once,
             max_batch_tokens=sizes.batch_tokens,

@@ -43,7 +43,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     """
     for layer in decoder_layers(model):
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.training = True
 
 

@@ -163,10 +163,10 @@ def _peak(learner: Learner, tokens: int) -> _Pass:
 def _available(learner: Learner) -> int:
     """For packs: what is free now, with gradients in place, less optimizer state that only the first step makes."""
     device = learner.policy.device
+    torch.cuda.empty_cache()  # what is cached for CUDA graphs, an engine's for example, is not for packs
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     missing = sum(optimizer.state_bytes for optimizer in learner.optimizers if not optimizer.has_state)
-    return int(free + unused - missing - RESERVE * total)
+    return int(free - missing - RESERVE * total)
 
 
 def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: int) -> str:

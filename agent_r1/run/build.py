@@ -34,6 +34,7 @@ from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.reward import Scorer, check_reward_signature
+from agent_r1.run.engine import GPU_ONLY
 from agent_r1.run.engine import build_engine as build_engine
 from agent_r1.run.model import Model as Model
 from agent_r1.run.model import find_model as find_model
@@ -48,6 +49,8 @@ from agent_r1.types import TaskRow
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack through 30 layers takes the host
 # some 100 ms, however large it is: on an H200, 32,768 tokens of a 135M model took 0.29 s as three packs, 0.14 s as one.
 PACK_TOKENS = {"cpu": 8192, "cuda": 32_768}
+# Of weights of size 0.02, whose neighbours in bfloat16 are 1e-4 away, and some ten steps of Adam.
+SMALLEST_LORA_LR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,8 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
     """`resume`: a checkpoint is continued, so what a run begins with is not needed and may be gone."""
     task, algorithm = build_task(config), build_algorithm(config)
     _check_machine(config)
+    if not resume:
+        _check_for_this_device(config)
     if config.model.chat_template is not None:
         recipe_path(config.model.chat_template, recipe=config.recipe)
     if not resume:
@@ -348,10 +353,8 @@ def _check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[s
 
 
 def _check_machine(config: RunConfig) -> None:
-    """Whether this machine has what the learner is to use."""
+    """Whether this machine has what the run is to use."""
     device = model_device(config)
-    if config.learner.offload_optimizer and device.type == "cpu":
-        raise ConfigError("learner.offload_optimizer does nothing on a CPU: optimizer state is in host memory anyway")
     if _compiles(config):
         require_compiler(device)
     if config.lora is not None:
@@ -360,6 +363,22 @@ def _check_machine(config: RunConfig) -> None:
         raise ConfigError(
             "eval.top_p and eval.top_k need cumulative sums, for which torch has no deterministic kernel on a GPU: "
             "leave them out, or set trainer.deterministic=false"
+        )
+
+
+def _check_for_this_device(config: RunConfig) -> None:
+    """Settings that say nothing on the device a run begins on. It may be continued, and evaluated, on another."""
+    on_cpu = model_device(config).type == "cpu"
+    if config.learner.offload_optimizer and on_cpu:
+        raise ConfigError("learner.offload_optimizer does nothing on a CPU: optimizer state is in host memory anyway")
+    given = [name for name in GPU_ONLY if getattr(config.engine, name) is not None]
+    if given and on_cpu:
+        raise ConfigError(f"engine.{given[0]} is for a GPU, and this run is on the CPU: leave it out")
+    if config.lora is not None and model_dtype(config) == torch.bfloat16 and config.learner.lr < SMALLEST_LORA_LR:
+        raise ConfigError(
+            f"learner.lr={config.learner.lr:g} is too small for lora in bfloat16: what adapters add would be rounded "
+            "away where it is merged into the weights that sample. Set learner.lr=1e-4, as is usual for adapters, or "
+            "model.dtype=float32"
         )
 
 

@@ -167,6 +167,7 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     path = save_checkpoint(
         run.checkpoints, updates, model=learner.policy, tokenizer=model.tokenizer, state=state, keep=1
     )
+    del model, learner, state  # evaluation needs their room
     # As anyone else would load it: the network in memory has been prepared for learning, and may have adapters.
     result = await _evaluate(config, load_model(config, path), config.eval)
     run.append_metrics("eval", updates, result.metrics)

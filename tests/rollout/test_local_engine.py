@@ -15,8 +15,9 @@ from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.cpu_attention import Placed, alike
 from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.rollout.engines.request import Chunk, Request
-from tests.rollout.engine_sides import CPU, assert_logprobs_match, both, engine, generate
+from tests.rollout.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
 from tests.rollout.tiny_models import prompts, tiny
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma3", "granite_scaled_logits", "gpt2"]
@@ -259,7 +260,7 @@ def test_the_stop_token_is_part_of_the_response_with_its_logprob(side: dict[str,
 
 @both
 def test_half_precision_models_run_in_their_own_precision(side: dict[str, Any]) -> None:
-    model = tiny("llama").to(torch.bfloat16)
+    model = cast_weights(tiny("llama"), torch.bfloat16)
     asked = prompts(7, 3)
     with engine(model, **side) as local:
         for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
@@ -268,6 +269,21 @@ def test_half_precision_models_run_in_their_own_precision(side: dict[str, Any]) 
             # bfloat16 has 8 bits of precision; logits here are of the order of 10.
             chosen = torch.log_softmax(logits, dim=-1)[completion.token_ids[0]].item()
             assert completion.logprobs[0] == pytest.approx(chosen, abs=0.3)
+
+
+@both
+def test_frequencies_of_rotary_embeddings_in_half_precision_are_refused(side: dict[str, Any]) -> None:
+    """As model.to(bfloat16) leaves them: the angles of position 2,000 would be off by a radian."""
+    with pytest.raises(ConfigError, match=r"inv_freq of LlamaForCausalLM is in torch\.bfloat16"):
+        make_engine(tiny("llama").to(torch.bfloat16), **side)
+
+
+def test_casting_weights_leaves_the_frequencies_alone() -> None:
+    model = tiny("llama")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cast = cast_weights(model, torch.bfloat16)
+    assert {parameter.dtype for parameter in cast.parameters()} == {torch.bfloat16}
+    assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)
 
 
 @both

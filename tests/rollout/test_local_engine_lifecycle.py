@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -338,3 +339,26 @@ def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
     LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512)
     with pytest.raises(AgentR1Error, match="belongs to a LocalEngine and was called outside it"):
         learner(torch.tensor([[1, 2]]))
+
+
+@both
+def test_an_engine_that_serves_one_event_loop_says_so_to_another(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
+    started, asked = threading.Event(), threading.Event()
+
+    async def busy() -> None:
+        """Serves this loop for as long as the test likes."""
+        local._driver = asyncio.create_task(asyncio.to_thread(lambda: [asked.wait()].clear()))
+        started.set()
+        await local._driver
+        local._driver = None
+
+    other = threading.Thread(target=lambda: asyncio.run(busy()))
+    other.start()
+    assert started.wait(30)
+    try:
+        with pytest.raises(RolloutError, match="serves another event loop now"):
+            ask(local, prompt)
+    finally:
+        asked.set()
+        other.join()

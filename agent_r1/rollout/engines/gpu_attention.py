@@ -19,6 +19,8 @@ from torch import Tensor
 
 from agent_r1.errors import ConfigError
 
+MAX_COPIED = 64  # blocks copied at once: they pass through memory beside the pool
+
 
 class Kernels(Protocol):
     """What `kernels.py` and `reference.py` offer."""
@@ -66,9 +68,10 @@ class GpuCache:
         return keys_PKSD, values_PKSD
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fill the second block of each pair with what the first holds, in every layer; all are read before any."""
-        if pairs:
-            index = torch.tensor(pairs).pin_memory() if self.pool_L2PKSD.is_cuda else torch.tensor(pairs)
+        """Fill the second block of each pair with what the first holds, in every layer. No block is both."""
+        for start in range(0, len(pairs), MAX_COPIED):
+            index = torch.tensor(pairs[start : start + MAX_COPIED])
+            index = index.pin_memory() if self.pool_L2PKSD.is_cuda else index
             source_N, target_N = index.to(self.pool_L2PKSD.device, non_blocking=True).unbind(1)
             self.pool_L2PKSD.index_copy_(2, target_N, self.pool_L2PKSD.index_select(2, source_N))
 

@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.attention import running
@@ -33,6 +34,7 @@ from agent_r1.rollout.engines.sampling import nucleus
 # Below this many programs a GPU of 132 multiprocessors is not full, so sequences are divided among several.
 FULL_GPU = 264
 MAX_SPLITS = 16
+FILTERED = 64  # rows that top-k and top-p are applied to at once
 LARGEST_GRAPH = 4096  # tokens; a pass over more of them is long enough to hide its launches
 
 Pass = Callable[[], None]
@@ -50,19 +52,20 @@ def ladder(largest: int) -> list[int]:
 class Graphs:
     """Captured passes, all in one memory pool: only one runs at a time."""
 
+    side: Any = field(default_factory=torch.cuda.Stream)  # one for all: every stream has workspaces of its own
     pool: Any = None
     made: dict[tuple[str, int, bool], Any] = field(default_factory=dict)
 
     def capture(self, key: tuple[str, int, bool], work: Pass) -> None:
         """Work is also run once before it is captured: kernels are compiled on their first run."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # What other threads do meanwhile (tools, rewards, a classifier on the same GPU) is not part of it.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
             work()
         self.pool = graph.pool()
         self.made[key] = graph
@@ -128,11 +131,22 @@ class GpuRunner(ModelRunner):
         with torch.inference_mode():
             self._cache.pool_L2PKSD.zero_()
 
+    def close(self) -> None:
+        self._graphs = None
+        self._cache = self._probe
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
         for chunks in steps:
-            tokens = self._lay_out(self._load(chunks))
-            logits = self._first_logits(tokens, len(chunks), self._probe)
+            ordered = self._load(chunks)
+            if all(chunk.length == 1 and chunk.samples for chunk in chunks):
+                logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
+            else:
+                logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
+        self._state.left_R.zero_()  # nothing of this may be taken for a sequence
+        self._before = {}
         return logits
 
     @torch.inference_mode()
@@ -169,15 +183,17 @@ class GpuRunner(ModelRunner):
     # What a pass computes. These run under capture: nothing in them may depend on what the host knows.
 
     def _decode(self, rows: int, filtered: bool) -> None:
-        state, size = self._state, self._cache.block_size
-        position_R = state.position_R[:rows]
         alive_R = self._state.alive(rows)
+        self._draw(self._decode_logits(rows, alive_R, self._cache), alive_R, filtered)
+
+    def _decode_logits(self, rows: int, alive_R: Tensor, cache: GpuCache) -> Tensor:
+        state, size = self._state, cache.block_size
+        position_R = state.position_R[:rows]
         block_R = state.table_RW[:rows].gather(1, (position_R // size)[:, None])[:, 0]
-        slot_R = torch.where(alive_R, block_R * size + position_R % size, self._cache.trash)
         step = GpuStep(
-            cache=self._cache,
+            cache=cache,
             kernels=self._kernels,
-            slot_N=slot_R,
+            slot_N=torch.where(alive_R, block_R * size + position_R % size, cache.trash),
             position_N=position_R,
             table_QW=state.table_RW,
             sequence_T=self._places[:rows],
@@ -187,8 +203,7 @@ class GpuRunner(ModelRunner):
             splits=splits_for(rows * self._key_heads),
         )
         with running(step):
-            logits_RV = self.forward(state.token_R[:rows], position_R, self._places[:rows])
-        self._draw(logits_RV, alive_R, filtered)
+            return self.forward(state.token_R[:rows], position_R, self._places[:rows])
 
     def _first_logits(self, tokens: int, rows: int, cache: GpuCache) -> Tensor:
         first = self._first
@@ -222,7 +237,9 @@ class GpuRunner(ModelRunner):
         uniform_R = state.uniform_CR.index_select(0, state.passes)[0, :rows]
         if filtered:  # greedy rows have a top_k of the whole vocabulary
             scores_RV = logits_RV.float() / torch.where(temperature_R == 0, 1, temperature_R)[:, None]
-            logits_RV = nucleus(scores_RV, state.top_k_R[:rows], state.top_p_R[:rows])
+            parts = (scores_RV, state.top_k_R[:rows], state.top_p_R[:rows])
+            # In parts: sorting takes several times the memory of what is sorted.
+            logits_RV = torch.cat([nucleus(*part) for part in zip(*(p.split(FILTERED) for p in parts), strict=True)])
             temperature_R = torch.where(temperature_R == 0, 0.0, 1.0)
         state.draw(*self._kernels.draw(logits_RV, temperature_R, uniform_R), alive_R)
 
@@ -265,10 +282,10 @@ def triton_kernels() -> Kernels:
 
 def compile_decoder_layers(model: Any) -> None:
     """One by one: they share their code, so it is compiled once and not once per layer."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    layers: Any = max(lists, key=len, default=())
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # learners compile it too
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # as transformers marks the layers that repeat
+            layer.compile(dynamic=True)
 
 
 def is_filtered(chunk: Chunk) -> bool:

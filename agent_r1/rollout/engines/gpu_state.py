@@ -99,6 +99,7 @@ class State:
         put(self.uniform_CR[:, : len(drawing)], np.minimum(uniform_RC.T, np.float32(1 - 2.0**-24)))
         settings = [chunk.request.sampling for chunk in drawing]
         if settings != self.settings:  # the same objects as a rule, while a batch goes on
+            self.settings = []  # if this fails, nobody may take what is there for theirs
             self._load_settings(settings, vocab)
             self.settings = settings
 
@@ -108,12 +109,11 @@ class State:
         floats = np.array([(s.temperature, s.top_p if s.temperature else 1.0) for s in settings], dtype=np.float32)
         self.temperature_R[:rows], self.top_p_R[:rows] = moved(floats.reshape(rows, 2).T, device)
         put(self.top_k_R[:rows], np.array([(s.top_k or vocab) if s.temperature else vocab for s in settings], np.int64))
-        alike = {s.stop_ids for s in settings}
-        stops = rectangle(
-            [[stop + 1 for stop in ids] for ids in (alike if len(alike) == 1 else (s.stop_ids for s in settings))]
-        )
-        self.stop_RE.fill_(-1)
-        self.stop_RE[:rows, : stops.shape[1]] = moved(stops - 1, device)
+        alike = {s.stop_ids for s in settings}  # as a rule
+        stops = np.full((1 if len(alike) == 1 else rows, MAX_STOP_IDS), -1, dtype=np.int64)
+        for row, ids in enumerate(alike if len(alike) == 1 else (s.stop_ids for s in settings)):
+            stops[row, : len(ids)] = ids
+        self.stop_RE[:rows] = moved(stops, device)
 
     def draw(self, token_R: Tensor, logprob_R: Tensor, alive_R: Tensor) -> None:
         """Book what a pass has sampled, and be ready for the next one."""

@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _write(key, value, keys, values, slot_N, key_row, key_head, value_row, value_head, S: tl.constexpr,
            KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
     slot = tl.load(slot_N + row).to(tl.int64)
     d = tl.arange(0, WIDTH)
@@ -204,16 +204,16 @@ def _draw(logits, logits_row, temperature_B, uniform_B, token_B, logprob_B, V: t
     before = tl.cumsum(sums, 0)
     total = tl.max(before, 0)
     target = tl.load(uniform_B + row) * total
-    tile = tl.minimum(tl.sum((before <= target).to(tl.int32), 0), (V - 1) // TILE)
+    # Only tiles and ids with a weight are looked at, since a sum in parallel need not rise from one to the next.
+    tile = tl.min(tl.where((before > target) & (sums > 0), t, tl.max(tl.where(sums > 0, t, 0), 0)), 0)
     target -= tl.sum(tl.where(t < tile, sums, 0.0), 0)
     start = tile * TILE
     x = tl.load(source + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32) * factor
     weights = tl.exp(x - best)
     upto = tl.cumsum(weights, 0)
-    # Sums in another order differ in the last digits: below the tile's own total there is always an id to find. Only
-    # ids with a weight are looked at, since a sum in parallel need not rise from one id to the next.
-    target = tl.minimum(target, tl.max(upto, 0) * 0.9999999)
-    drawn = start + tl.min(tl.where((upto > target) & (weights > 0), v, TILE - 1), 0)
+    target = tl.minimum(target, tl.max(upto, 0) * 0.9999999)  # sums in another order differ in the last digits
+    last = tl.max(tl.where(weights > 0, v, 0), 0)
+    drawn = start + tl.min(tl.where((upto > target) & (weights > 0), v, last), 0)
     token = tl.where(greedy, best_token, drawn)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # logits that are not finite must not lead out of the row
     chosen = tl.load(source + token).to(tl.float32) * factor

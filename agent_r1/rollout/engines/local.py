@@ -108,7 +108,7 @@ class LocalEngine:
             else GpuRunner(model, kernels, limits, graphs=on_gpu)
         )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent_r1-engine")
-        if threads is not None:
+        if threads is not None and kernels is None:
             self._on_worker(lambda: torch.set_num_threads(threads))
         self._vocab: int = self._runner.model.get_input_embeddings().num_embeddings
         self._seeds = np.random.default_rng(seed)
@@ -117,22 +117,24 @@ class LocalEngine:
         self._version = 0
         self._closed = False
         started = time.perf_counter()
-        self._verify(fuse=kernels is not None)
-        if compile_layers if compile_layers is not None else on_gpu:
-            compile_decoder_layers(self._runner.model)
+        self._verify(fuse=kernels is not None, compiled=on_gpu if compile_layers is None else compile_layers)
         self._on_worker(self._runner.prepare)
         self._startup_seconds = time.perf_counter() - started
 
-    def _verify(self, *, fuse: bool) -> None:
+    def _verify(self, *, fuse: bool, compiled: bool) -> None:
+        """What will run is compared with what the model itself says: its layers fused and compiled."""
         expected = self._on_worker(self._runner.plain_logits)
         fused = fuse_linears(self._runner.model) if fuse else []
+        if compiled:
+            compile_decoder_layers(self._runner.model)
         try:
             self._on_worker(lambda: self._runner.verify(expected))
-        except Exception:
+        except ConfigError as error:
             if not fused:
                 raise
-            restore_linears(fused)  # a model that calls them in another way
+            restore_linears(fused)
             self._on_worker(lambda: self._runner.verify(expected))
+            logger.warning("this model calls its linear layers in a way of its own, so they are not fused: %s", error)
 
     @property
     def stats(self) -> EngineStats:
@@ -156,6 +158,8 @@ class LocalEngine:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
         """Sample one response. Its log-probs are those of the distribution drawn from; see `sampling.sample`."""
         self._check(prompt_ids, sampling)
+        if self._driver is not None and self._driver.get_loop() is not asyncio.get_running_loop():
+            raise RolloutError("this LocalEngine serves another event loop now: wait for it, or make one for each")
         # Drawn here, so that the stream follows the order of submission.
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         request = Request(
@@ -201,6 +205,7 @@ class LocalEngine:
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
         await asyncio.to_thread(self._worker.shutdown)
+        self._runner.close()
 
     async def _drive(self) -> None:
         """Run steps until there are no requests. Ends with the event loop; the next `generate` starts another."""
@@ -254,10 +259,12 @@ class LocalEngine:
 
     def _drop_broken(self, requests: Sequence[Request]) -> None:
         """Non-finite logits fail their requests, and the cache is emptied: it may hold what caused or followed them."""
+        requests = [request for request in requests if request in self._futures]
+        if not requests:
+            return
         for request in requests:
-            if request in self._futures:
-                message = f"the model (version {self._version}) gave logits that are not finite; are its weights?"
-                self._fail(request, RolloutError(message))
+            message = f"the model (version {self._version}) gave logits that are not finite; are its weights?"
+            self._fail(request, RolloutError(message))
         self._scheduler.forget()
         self._on_worker(self._runner.clear_cache)
 

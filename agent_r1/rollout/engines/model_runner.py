@@ -30,7 +30,17 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 PROBE_BLOCKS = 12  # one for each token, whatever the block size
 
+# Angles are these times positions: in half precision they would be off by whole turns after some thousand tokens.
+FREQUENCIES = "inv_freq"
+
 Drawn = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]  # tokens and log-probs, for each request that draws
+
+
+def cast_weights(model: Any, dtype: torch.dtype) -> Any:
+    """`model.to(dtype)` for the weights alone; buffers, rotary frequencies among them, stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 class ModelRunner(ABC):
@@ -44,6 +54,12 @@ class ModelRunner(ABC):
         self.model: Any = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = model.device
+        for name, buffer in model.named_buffers():
+            if FREQUENCIES in name and buffer.dtype != torch.float32:
+                raise ConfigError(
+                    f"{name} of {type(model).__name__} is in {buffer.dtype}, too coarse for positions after some "
+                    "hundred tokens: use cast_weights(model, dtype) instead of model.to(dtype)"
+                )
 
     @abstractmethod
     def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
@@ -56,6 +72,10 @@ class ModelRunner(ABC):
     @abstractmethod
     def clear_cache(self) -> None:
         """Overwrite what the cache holds."""
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        return
 
     @abstractmethod
     def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
@@ -83,13 +103,14 @@ class ModelRunner(ABC):
             request = Request(session="", tokens=ids, sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
             return Chunk(request, ids, start, blocks, count)
 
-        # Both kinds of work at once: prefill in two chunks beside prefill and one decoded token, in separate blocks.
+        # All kinds of work: prefill, prefill that goes on beside a single token, and single tokens alone.
         blocks_long, blocks_short = list(range(8)), list(range(8, PROBE_BLOCKS))
-        first = [chunk(long[:5], 0, blocks_long, 0), chunk(short[:3], 0, blocks_short, 0)]
-        second = [chunk(short[3:], 3, blocks_short, 1), chunk(long[5:], 5, blocks_long, 1)]
+        first = [chunk(long[:5], 0, blocks_long, 0), chunk(short[:2], 0, blocks_short, 0)]
+        second = [chunk(short[2:3], 2, blocks_short, 1), chunk(long[5:7], 5, blocks_long, 1)]
+        third = [chunk(short[3:], 3, blocks_short, 1), chunk(long[7:], 7, blocks_long, 1)]
         windows: dict[int, int | None] = {}
         with noting(windows):
-            got = self.logits_of([first, second])
+            got = self.logits_of([first, second, third])
         self._check_layers(windows)
         self._check_logits(got, expected)
 

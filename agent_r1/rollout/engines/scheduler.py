@@ -295,7 +295,7 @@ class Scheduler:
         for block in held:  # now, so that making room cannot take them away
             self._pool.share(block)
         # One spare block per running request, or the newcomer would soon push itself out again.
-        if not self._make_room(wanted + len(self._running)):
+        if not self._make_room(wanted + len(self._running), spared=held):
             self._pool.give_back(held)
             if idle is not None:  # its own cache stays usable for the next attempt
                 self._idle[request.session] = idle
@@ -362,11 +362,11 @@ class Scheduler:
         request.blocks = request.blocks + self._pool.take(wanted)
         return True
 
-    def _make_room(self, wanted: int) -> bool:
+    def _make_room(self, wanted: int, spared: Sequence[int] = ()) -> bool:
         """Evict idle sessions, least recently used first, until `wanted` blocks are free; none if that cannot do."""
         if wanted <= self._pool.num_blank:
             return True
-        in_use = {block for request in self._running for block in request.blocks}
+        in_use = {block for request in self._running for block in request.blocks}.union(spared)
         if wanted > self._pool.num_blocks - len(in_use):
             return False
         while wanted > self._pool.num_blank and self._idle:
