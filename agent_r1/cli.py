@@ -45,6 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
 
 RecipeArg = Annotated[str, typer.Argument(help=f"A bundled recipe ({', '.join(bundled_recipes())}) or a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")]
@@ -102,7 +103,7 @@ def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
     from agent_r1.run.run_dir import RunDir
 
     directory = RunDir.open(path)
-    config = _with_overrides(directory.config, changes, only="trainer.steps=", form="trainer.steps=N")
+    config = _with_overrides(directory.config, changes, only=("trainer.steps=", ON_DEVICE), form="trainer.steps=N")
     saved = list_checkpoints(directory.checkpoints)
     done = saved[-1][0] if saved else None
     if changes and done is not None and config.trainer.steps < done:
@@ -150,7 +151,7 @@ def eval_command(
     from agent_r1.run.commands import run_eval
     from agent_r1.run.run_dir import RunDir
 
-    config = _with_overrides(RunDir.open(run).config, overrides or [], only="eval.", form="eval.key=value")
+    config = _with_overrides(RunDir.open(run).config, overrides or [], only=("eval.", ON_DEVICE), form="eval.key=value")
     with _signals_told():
         run_eval(config, model or str(run), console, config.eval)
 
@@ -229,11 +230,11 @@ def bench_page_command(
     fill_page(page, console, out=out)
 
 
-def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: str, form: str) -> RunConfig:
-    """An existing run is what its config.json says; only settings that begin with `only` may be changed."""
+def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[str, ...], form: str) -> RunConfig:
+    """An existing run is what its config.json says; only settings that begin with one of `only` may be changed."""
     for item in overrides:
         if not item.startswith(only):
-            raise ConfigError(f"{item!r}: of an existing run only {form} can be changed here")
+            raise ConfigError(f"{item!r}: of an existing run only {form} and model.device can be changed here")
     changes: Any = OmegaConf.to_container(_overrides(overrides))
     tree = config.model_dump()
     for section, values in changes.items():

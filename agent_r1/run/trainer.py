@@ -15,6 +15,7 @@ from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.engine import Engine
+from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.reward import Scorer
 from agent_r1.run.build import (
     Model,
@@ -64,6 +65,8 @@ class Trainer:
     ) -> Trainer:
         """`reference` is the policy as it was before the first step, for the KL penalty."""
         engine = build_engine(config, model)
+        if isinstance(engine, LocalEngine) and engine.startup_seconds > 1:
+            display.note(f"engine: ready after {engine.startup_seconds:.0f} s of compiling and capturing")
         return cls(
             config=config,
             run=run,

@@ -111,11 +111,17 @@ def test_a_value_that_is_no_yaml_is_an_error_about_that_value(cli: Cli, describe
 
 def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, described: Path) -> None:
     for words, message in (
-        (("eval", described, "seed=3"), "'seed=3': of an existing run only eval.key=value can be changed here"),
+        (
+            ("eval", described, "seed=3"),
+            "'seed=3': of an existing run only eval.key=value and model.device can be changed here",
+        ),
         (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
         (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),
         (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N"),
-        (("train", "--resume", described, MINI), "of an existing run only trainer.steps=N can be changed here"),
+        (
+            ("train", "--resume", described, MINI),
+            "of an existing run only trainer.steps=N and model.device can be changed here",
+        ),
         (("train", "--resume", described, "trainer.steps=2", "learner.lr=1"), "'learner.lr=1': of an existing"),
         (("train", "--resume", described, "trainer.steps=many"), "trainer.steps='many': input should be a valid int"),
         (("train", "--resume", described, "--run", "x"), "says where the run is; give no --run with it"),
