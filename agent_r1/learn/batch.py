@@ -46,6 +46,10 @@ from agent_r1.types import PerToken, Step, Trajectory
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
 
+# Keys and values of a tree are gathered along its paths, layer by layer. More than this many times the budget of rows,
+# and they would take the memory that packs of that size are expected to leave.
+MAX_KEYS_PER_ROW = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -135,8 +139,13 @@ def pack(
     """
     ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
     trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
-    bins = first_fit([count_rows([ids[index] for index in tree]) for tree in trees], max_tokens)
+    bins = first_fit([_room([ids[index] for index in tree]) for tree in trees], max_tokens)
     return [_to_pack([trees[i] for i in members], segments, ids).to(device) for members in bins]
+
+
+def _room(tree: Sequence[IntArray]) -> int:
+    """What a tree takes of the budget: its rows, unless the keys gathered along its paths are many times as many."""
+    return max(count_rows(tree), -(-sum(map(len, tree)) // MAX_KEYS_PER_ROW))
 
 
 def _to_pack(trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray]) -> Pack:

@@ -347,3 +347,17 @@ def test_a_learner_takes_the_same_step_whether_prefixes_are_shared_or_not(
         assert tree[metric] == pytest.approx(flat[metric], rel=1e-4, abs=1e-6)
     for key, gradient in expected.items():
         torch.testing.assert_close(got[key], gradient, rtol=1e-5, atol=1e-5 * max(1.0, gradient.abs().max().item()))
+
+
+def test_trees_whose_paths_are_many_times_their_rows_take_more_of_the_budget() -> None:
+    """Keys are gathered along paths: packs of few rows and long paths would take more memory than their size says."""
+
+    def group(first: int) -> list[Trajectory]:
+        prompt = [first] * 100
+        return [trajectory(step(prompt, [first, answer])) for answer in range(1, 33)]
+
+    # A group of 32: 100 + 1 + 32 rows, since the first response token is shared too, and paths of 32 * 102 = 3,264
+    # rows, which count as 3,264 / 8 = 408. Two of them fit into 1,000, by rows alone all four would.
+    packs = pack(merge_steps([each for first in range(4) for each in group(first)]), 1000, prefix_sharing="on")
+    assert [part.num_tokens for part in packs] == [266, 266]
+    assert all(sum(part.layout.key_lengths) <= 8 * 1000 for part in packs)
