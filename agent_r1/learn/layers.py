@@ -1,32 +1,21 @@
-"""What is done to the decoder layers of a transformers model for speed or memory; what they compute stays the same.
-
-transformers marks the layers that repeat (`GradientCheckpointingLayer`), so that they can be found in any model.
-"""
+"""What is done to the decoder layers of a transformers model for speed or memory; what they compute stays the same."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agent_r1.compiling import COMPILERS, compile_each, has_compiler, repeated_layers
 from agent_r1.errors import ConfigError
-
-# Variants of one layer that torch compiles before it gives up and runs it as it is: windows or none, with gradients or
-# without, trained or frozen, with adapters or without. torch's own limit of 8 is less than their product.
-MAX_VARIANTS = 32
-# In the order in which torch looks for them.
-COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = repeated_layers(model)
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} does not mark its layers as transformers models do, so they can be neither "
@@ -48,16 +37,12 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """One by one: their code is the same, so it is compiled once. The model around them stays as it is."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
+    compile_each(decoder_layers(model))
 
 
 def require_compiler(device: torch.device) -> None:
     """torch.compile would say so too, but in the middle of the first update."""
-    wanted = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
-    if not any(shutil.which(name) for name in (*wanted, *COMPILERS)):
+    if not has_compiler():
         raise ConfigError(
             f"learner.compile needs a C++ compiler, and none of {', '.join(COMPILERS)} is on the path. Install one "
             "(for example apt-get install g++), or set learner.compile=false"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import shutil
 from typing import Any
 
 import torch
 
+from agent_r1.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engine import Engine
@@ -17,7 +17,6 @@ from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.run.model import Model, model_dtype
 
-C_COMPILERS = ("cc", "gcc", "clang")
 GPU_ONLY = ("gpu_memory_share", "burst", "compile")
 CPU_CACHE = 131_072  # tokens
 GPU_MEMORY_SHARE = 0.3  # the learner, which comes later, needs the rest
@@ -29,7 +28,7 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
     network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
     network.set_attn_implementation("eager")  # a learner may have set its own on the original
     on_gpu = network.device.type == "cuda"
-    if on_gpu and not any(shutil.which(name) for name in C_COMPILERS):
+    if on_gpu and not has_compiler():
         raise ConfigError(
             "sampling on a GPU needs a C compiler for Triton's kernels, and there is none on the path: install one "
             "(for example apt-get install gcc python3-dev), or set model.device=cpu"

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.attention import running
@@ -278,14 +277,6 @@ def triton_kernels() -> Kernels:
             f"sampling on a GPU needs Triton, which is not installed ({error}); it comes with torch"
         ) from error
     return kernels
-
-
-def compile_decoder_layers(model: Any) -> None:
-    """One by one: they share their code, so it is compiled once and not once per layer."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # learners compile it too
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):  # as transformers marks the layers that repeat
-            layer.compile(dynamic=True)
 
 
 def is_filtered(chunk: Chunk) -> bool:

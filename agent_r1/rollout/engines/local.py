@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.compiling import compile_each, repeated_layers
 from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.rollout.engines.fused_linear import fuse_linears, restore_linears
 from agent_r1.rollout.engines.gpu_attention import Kernels
-from agent_r1.rollout.engines.gpu_runner import GpuLimits, GpuRunner, compile_decoder_layers, triton_kernels
+from agent_r1.rollout.engines.gpu_runner import GpuLimits, GpuRunner, triton_kernels
 from agent_r1.rollout.engines.model_runner import CpuRunner, Drawn, ModelRunner
 from agent_r1.rollout.engines.request import Chunk, EngineStats, Request
 from agent_r1.rollout.engines.sampling import uniform_stream
@@ -126,7 +127,7 @@ class LocalEngine:
         expected = self._on_worker(self._runner.plain_logits)
         fused = fuse_linears(self._runner.model) if fuse else []
         if compiled:
-            compile_decoder_layers(self._runner.model)
+            compile_each(repeated_layers(self._runner.model))
         try:
             self._on_worker(lambda: self._runner.verify(expected))
         except ConfigError as error:
