@@ -22,11 +22,12 @@ from agent_r1.bench.append import Append
 from agent_r1.bench.arithmetic import floor_tokens_per_second
 from agent_r1.bench.decode import Decoding
 from agent_r1.bench.episodes import Workload, check_lengths, episode_seed, make_collector
-from agent_r1.bench.measure import alternate, copy_bytes_per_second, free_memory, settle, synchronize
+from agent_r1.bench.measure import alternate, copy_bytes_per_second, free_memory, synchronize
 from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.soak import Soak
 from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.run.garbage import set_parts_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class EngineBench:
             for sequences in self.sizes.sequences:
                 self._decoding(sequences, new_tokens=4).tokens_per_second(self._engine)
             synchronize(self.device)
-            settle()
+            set_parts_aside()  # as a run does
             self.start_up_seconds = time.perf_counter() - began
         return self._engine
 

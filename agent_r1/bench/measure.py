@@ -50,14 +50,9 @@ def alternate(sides: Mapping[str, Callable[[], Result]], repeats: int) -> list[d
     return results
 
 
-def settle() -> None:
-    """As a run does once all is built: the garbage collector need not look through torch again and again."""
-    gc.collect()
-    gc.freeze()
-
-
 def free_memory(device: torch.device) -> None:
     """Give back what nobody refers to any more, so that one benchmark does not crowd the next."""
+    gc.unfreeze()  # what was set aside for a benchmark that is over is no longer needed either
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

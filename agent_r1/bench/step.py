@@ -19,7 +19,7 @@ import torch
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.bench.episodes import Workload, check_lengths, episode_seed, make_collector
-from agent_r1.bench.measure import free_memory, settle, synchronize
+from agent_r1.bench.measure import free_memory, synchronize
 from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.learn.algorithms import assign_credit, get_algorithm
@@ -28,6 +28,7 @@ from agent_r1.learn.policy import PolicyModel
 from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.rollout.reward import Scorer
+from agent_r1.run.garbage import set_parts_aside
 from agent_r1.types import TaskRow, Trajectory
 
 LR = 1e-6
@@ -115,7 +116,7 @@ class OurStep:
         )
         self._collect = make_collector(workload, self._engine, sizes.shape.vocabulary)
         self._score = Scorer(reward=_reward, timeout=60.0, max_error_fraction=0.0)
-        settle()
+        set_parts_aside()  # as a run does
 
     def __call__(self) -> Figures:
         self._steps += 1

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-@contextmanager
-def parts_set_aside() -> Iterator[None]:
-    """Inside, collections leave alone what was there before. Enter with all parts built: what is made later is looked
-    at as ever. Objects without cycles are freed at once, set aside or not."""
+def set_parts_aside() -> None:
+    """From now on collections leave alone what is there. Call it with all parts built: what is made later is looked at
+    as ever. Objects without cycles are freed at once, set aside or not. `gc.unfreeze` undoes it."""
     gc.collect()  # first, so that no garbage is set aside with the rest
     gc.freeze()
+
+
+@contextmanager
+def parts_set_aside() -> Iterator[None]:
+    """Inside, collections leave alone what was there before."""
+    set_parts_aside()
     try:
         yield
     finally:
