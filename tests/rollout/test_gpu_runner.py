@@ -22,7 +22,7 @@ from agent_r1.errors import DataError, RolloutError
 from agent_r1.rollout.engines import local as local_module
 from agent_r1.rollout.engines import reference
 from agent_r1.rollout.engines.gpu_runner import FULL_GPU, MAX_SPLITS, ladder, splits_for
-from agent_r1.rollout.engines.gpu_state import MAX_STOP_IDS, cut, in_order, rectangle
+from agent_r1.rollout.engines.gpu_state import MAX_STOP_IDS, block_tables, cut, in_order
 from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.engines.request import Chunk, Request
 from tests.rollout.engine_sides import CPU, GPU, assert_logprobs_match, engine, generate
@@ -53,8 +53,11 @@ def test_sequences_are_divided_until_the_gpu_is_full(programs: int) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=5))
-def test_a_rectangle_holds_the_rows_and_zeros_behind_them(rows: list[list[int]]) -> None:
-    filled = rectangle(rows)
+def test_block_tables_hold_the_blocks_and_zeros_behind_them(rows: list[list[int]]) -> None:
+    def asked() -> Request:
+        return Request(session="s", tokens=[1], sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
+
+    filled = block_tables([Chunk(asked(), [1], 0, blocks, 1) for blocks in rows])
     assert filled.shape == (len(rows), max(map(len, rows), default=0))
     assert [row[: len(given)].tolist() for row, given in zip(filled, rows, strict=True)] == rows
     assert not any(row[len(given) :].any() for row, given in zip(filled, rows, strict=True))

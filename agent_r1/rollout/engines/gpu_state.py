@@ -10,7 +10,7 @@ the longest sequence, E = stop ids.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -206,30 +206,18 @@ def put(buffer: Tensor, values: NDArray[Any]) -> None:
     buffer.copy_(moved(values, buffer.device))
 
 
-def rectangle(rows: Iterable[Sequence[int]]) -> NDArray[np.int32]:
-    """Lists of different lengths side by side, filled up with zeros."""
-    return _side_by_side([array("i", row).tobytes() for row in rows])
-
-
 def block_tables(chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-    """The blocks of each chunk side by side. They change once in many steps, so what was made of them is kept."""
-    tables = []
+    """The blocks of each chunk side by side, filled up with zeros. They change once in many steps, so what was made of
+    them is kept."""
+    tables: list[bytes] = []
     for chunk in chunks:
         request = chunk.request
         if request.table[0] is not chunk.blocks:
             request.table = chunk.blocks, array("i", chunk.blocks).tobytes()
         tables.append(request.table[1])
-    return _side_by_side(tables)
-
-
-def _side_by_side(rows: Sequence[bytes]) -> NDArray[np.int32]:
-    width = max(map(len, rows), default=0)
-    filled = bytearray().join(row.ljust(width, b"\0") for row in rows)
-    return (
-        np.frombuffer(filled, dtype=np.int32).reshape(len(rows), width // 4)
-        if width
-        else np.zeros((len(rows), 0), np.int32)
-    )
+    width = max(map(len, tables), default=0)
+    filled = bytearray().join(table.ljust(width, b"\0") for table in tables)
+    return np.frombuffer(filled, dtype=np.int32).reshape(len(tables), width // 4)
 
 
 def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> Drawn:
