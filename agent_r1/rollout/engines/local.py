@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -45,6 +46,10 @@ Result = TypeVar("Result")
 # few for each task or timeout its tool call is wrapped in; a turn costs some microseconds.
 SETTLE_TURNS = 32
 POLL_SECONDS = 0.0005  # between looks whether the GPU is done; the next step is under way then, so nothing waits
+# Answers handed out before the next step is planned, on a GPU. Each wakes an episode, whose parsing, tools and
+# rendering the loop finishes before it comes back here: some half a millisecond, where a burst takes some twenty.
+# Episodes that are all answered at once leave the GPU idle, and then ask all at once again: for ever in step.
+ANSWERS_AT_ONCE = 32
 
 UnderWay = tuple[list[Chunk], Callable[[], Drawn | None]]
 
@@ -114,6 +119,7 @@ class LocalEngine:
         self._vocab: int = self._runner.model.get_input_embeddings().num_embeddings
         self._seeds = np.random.default_rng(seed)
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._answers: deque[tuple[Request, Completion]] = deque()  # complete, to be handed out
         self._driver: asyncio.Task[None] | None = None
         self._version = 0
         self._closed = False
@@ -214,16 +220,19 @@ class LocalEngine:
         under_way: UnderWay | None = None
         try:
             while True:
+                self._answer(ANSWERS_AT_ONCE if self._runner.overlaps else None)
                 for _ in range(SETTLE_TURNS if under_way is None else 1):
                     await asyncio.sleep(0)
                 chunks = self._scheduler.plan()
                 if not chunks and under_way is None:
+                    if self._answers:
+                        continue
                     return
                 launched = (chunks, await self._launch(chunks)) if chunks else None
                 if launched is not None and not self._runner.overlaps:
                     under_way, launched = launched, None
                 if under_way is not None:
-                    self._deliver(under_way[0], *await self._drawn(under_way))
+                    self._take(under_way[0], *await self._drawn(under_way))
                 under_way = launched
         except Exception as failure:
             logger.exception("a step of the local engine failed")
@@ -231,6 +240,7 @@ class LocalEngine:
             error.__cause__ = failure
         finally:
             self._driver = None
+            self._answer()
             for request in list(self._futures):
                 self._fail(request, error)
 
@@ -242,21 +252,29 @@ class LocalEngine:
 
     async def _drawn(self, under_way: UnderWay) -> Drawn:
         while (drawn := under_way[1]()) is None:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(0 if self._answer(1) else POLL_SECONDS)
         return drawn
 
-    def _deliver(
+    def _take(
         self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
     ) -> None:
+        """What a step has drawn. Responses that are complete now wait to be handed out."""
         finished = self._scheduler.apply(chunks, tokens, logprobs)
         if not all(math.isfinite(value) for values in logprobs for value in values):
             sampled = [request for chunk in chunks for request in chunk.draws]
             broken = [not all(map(math.isfinite, values)) for values in logprobs]
             self._drop_broken([request for request, bad in zip(sampled, broken, strict=True) if bad])
-        for request in finished:
+        self._answers += [(request, self._completion(request)) for request in finished if request in self._futures]
+
+    def _answer(self, most: int | None = None) -> int:
+        """Hand out what is complete; returns how many were."""
+        count = len(self._answers) if most is None else min(most, len(self._answers))
+        for _ in range(count):
+            request, completion = self._answers.popleft()
             future = self._futures.pop(request, None)
             if future is not None and not future.done():
-                future.set_result(self._completion(request))
+                future.set_result(completion)
+        return count
 
     def _drop_broken(self, requests: Sequence[Request]) -> None:
         """Non-finite logits fail their requests, and the cache is emptied: it may hold what caused or followed them."""
