@@ -261,9 +261,9 @@ def _text_size(value: object) -> int:
     """The characters in all strings of a nested value: contents in parts and tool calls count too."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
-        return sum(_text_size(item) for item in value.values())
-    return sum(_text_size(item) for item in value) if isinstance(value, list | tuple) else 0
+    if isinstance(value, dict | Mapping):  # nearly always a dict, which is told much faster
+        return sum(map(_text_size, value.values()))
+    return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 0
 
 
 def _finite(reward: object) -> float:

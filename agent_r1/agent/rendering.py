@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
 MAX_RECENT = 256  # results kept of each step of the work: members of a group often see, say and are told the same
 MAX_KEPT = 65_536  # characters such a result may be made from, an id counting as four: long ones are seldom shared
+# Messages kept with their look-alikes defused, and their characters: every message is shown again in each later step.
+MAX_RECENT_MESSAGES, MAX_KEPT_MESSAGE = 4096, 4096
 
 # A template is a program that expects certain roles, keys and types; these are its ways to refuse.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -83,6 +85,9 @@ class Renderer:
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
         self._tools_from = _remembering(lambda tools: self._special.defuse(json.loads(tools)))
+        self._safe_from = _remembering(
+            lambda message: self._safe(json.loads(message)), recent=MAX_RECENT_MESSAGES, longest=MAX_KEPT_MESSAGE
+        )
         self._written_from = _remembering(self._write_from)
         self._ids_of = _remembering(self._tokenise)
         self._text_of = _remembering(self._spell)
@@ -253,16 +258,19 @@ class Renderer:
         shown = messages if slot is None else with_slot(messages, slot)
         tools_as_json = f"[{', '.join(map(_as_json, tools))}]"
         try:
-            as_json = json.dumps(shown)
+            as_json = tuple(map(json.dumps, shown))
         except (TypeError, ValueError):  # not JSON: images, say
-            return self._write(messages, tools_as_json, slot, generation_prompt)
+            return self._write(list(map(self._safe, messages)), tools_as_json, slot, generation_prompt)
         return self._written_from(as_json, tools_as_json, slot, generation_prompt)
 
-    def _write_from(self, messages: str, tools: str, slot: int | None, generation_prompt: bool) -> str:
-        return self._write(json.loads(messages), tools, slot, generation_prompt)
+    def _write_from(self, messages: tuple[str, ...], tools: str, slot: int | None, generation_prompt: bool) -> str:
+        return self._write(list(map(self._safe_from, messages)), tools, slot, generation_prompt)
 
-    def _write(self, messages: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
-        safe = [(self._control if is_from_tool(m) else self._special).defuse(m) for m in messages]
+    def _safe(self, message: Message) -> Message:
+        safe: Message = (self._control if is_from_tool(message) else self._special).defuse(message)
+        return safe
+
+    def _write(self, safe: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 safe if slot is None else with_slot(safe, slot),
@@ -406,17 +414,25 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     )
 
 
-def _remembering(function: Callable[..., Result]) -> Callable[..., Result]:
+def _remembering(
+    function: Callable[..., Result], *, recent: int = MAX_RECENT, longest: int = MAX_KEPT
+) -> Callable[..., Result]:
     """`function`, computed once for arguments that come again soon, unless they are long."""
-    recent = lru_cache(MAX_RECENT)(function)
+    remembered = lru_cache(recent)(function)
 
     def call(*arguments: Hashable) -> Result:
-        size = sum(
-            len(each) * (1 if isinstance(each, str) else 4) for each in arguments if isinstance(each, str | tuple)
-        )
-        return recent(*arguments) if size <= MAX_KEPT else function(*arguments)
+        return remembered(*arguments) if sum(map(_size, arguments)) <= longest else function(*arguments)
 
     return call
+
+
+def _size(argument: Hashable) -> int:
+    """In characters; an id counts as four."""
+    if isinstance(argument, str):
+        return len(argument)
+    if not isinstance(argument, tuple):
+        return 0
+    return sum(map(len, argument)) if argument and isinstance(argument[0], str) else 4 * len(argument)
 
 
 def _as_json(tool: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ Shape suffixes: R = response tokens of a mini-batch, N = rows of a pack, T = tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -176,10 +177,15 @@ def _numbered(step_indices: list[IntArray]) -> Tensor:
     return torch.from_numpy(np.cumsum(np.concatenate(starts)) - 1)
 
 
-def column(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:
-    """[trajectory][step][token] as one column over all response tokens; None becomes NaN."""
+def column(per_trajectory: Iterable[Sequence[Sequence[float]]]) -> Tensor:
+    """[trajectory][step][token] as one column over all response tokens."""
     flat = chain.from_iterable(chain.from_iterable(per_trajectory))
-    return torch.tensor([float("nan") if value is None else value for value in flat], dtype=torch.float32)
+    return torch.from_numpy(np.fromiter(flat, dtype=np.float32))
+
+
+def column_with_gaps(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:
+    """The same where None may stand; it becomes NaN."""
+    return column([[[math.nan if v is None else v for v in step] for step in steps] for steps in per_trajectory])
 
 
 def nested(column_R: Tensor, trajectories: Iterable[Trajectory]) -> list[PerToken]:
@@ -190,12 +196,14 @@ def nested(column_R: Tensor, trajectories: Iterable[Trajectory]) -> list[PerToke
 
 def step_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
     """At every response token, how many tokens its step has."""
-    return column([[[len(s.response_ids)] * len(s.response_ids) for s in each.steps] for each in trajectories])
+    sizes = np.array([len(step.response_ids) for each in trajectories for step in each.steps], dtype=np.int64)
+    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
 
 
 def trajectory_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
     """At every response token, how many response tokens its trajectory has."""
-    return column([[[t.num_response_tokens] * len(s.response_ids) for s in t.steps] for t in trajectories])
+    sizes = np.array([each.num_response_tokens for each in trajectories], dtype=np.int64)
+    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
 
 
 def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError, TrainingError, did_you_mean
-from agent_r1.learn.batch import Pack, column, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch import Pack, column, column_with_gaps, merge_steps, nested, pack, split_evenly
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.credit import Values
 from agent_r1.learn.critic import Critic, explained_variance, with_last_state
@@ -346,7 +346,7 @@ class Learner:
     def _critic_metrics(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         """How good the values were that this batch's advantages were computed with."""
         values_R = column([item.values or [] for item in credited])
-        targets_R = column([item.value_targets or [] for item in credited])
+        targets_R = column_with_gaps([item.value_targets or [] for item in credited])
         asked_R = ~targets_R.isnan()
         if not bool(asked_R.any()):
             return {}

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import DataError
-from agent_r1.learn.batch import Pack, Segment, column, merge_steps, pack, step_sizes, trajectory_sizes
+from agent_r1.learn.batch import (
+    Pack,
+    Segment,
+    column,
+    column_with_gaps,
+    merge_steps,
+    pack,
+    step_sizes,
+    trajectory_sizes,
+)
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.losses import Counts, LossInputs, ratio_report
 from agent_r1.learn.tree import PrefixSharing
@@ -120,7 +129,7 @@ def _columns(credited: Sequence[CreditedTrajectory]) -> Columns:
         trajectory_sizes_R=trajectory_sizes(trajectories),
         importance_R=torch.ones_like(advantages_R),
         values_R=column([item.values or [] for item in credited]) if True in has_values else None,
-        targets_R=column([item.value_targets or [] for item in credited]) if True in has_values else None,
+        targets_R=column_with_gaps([item.value_targets or [] for item in credited]) if True in has_values else None,
     )
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import chain
+from operator import add
 from typing import Any, Literal
 
 from agent_r1.types import PerToken, Step, Trajectory
@@ -204,8 +206,8 @@ def _any(placed: PerToken) -> bool:
 
 
 def _scaled(placed: PerToken, factor: float) -> PerToken:
-    return [[factor * value for value in step] for step in placed]
+    return placed if factor == 1 else [[factor * value for value in step] for step in placed]
 
 
 def _add(*parts: PerToken) -> PerToken:
-    return [[sum(values) for values in zip(*steps, strict=True)] for steps in zip(*parts, strict=True)]
+    return [list(reduce(partial(map, add), steps)) for steps in zip(*parts, strict=True)]

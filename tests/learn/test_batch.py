@@ -10,6 +10,7 @@ from agent_r1.errors import DataError
 from agent_r1.learn.batch import (
     Pack,
     column,
+    column_with_gaps,
     merge_steps,
     nested,
     pack,
@@ -170,7 +171,7 @@ def test_packing_the_same_segments_twice_gives_the_same_packs() -> None:
 
 def test_columns_run_over_all_response_tokens_in_order() -> None:
     attempts = [trajectory(step([1], [2, 3]), step([1], [])), trajectory(), trajectory(step([1], [4]))]
-    made = column([[[0.5, None], []], [], [[2.0]]])
+    made = column_with_gaps([[[0.5, None], []], [], [[2.0]]])
     assert made.isnan().tolist() == [False, True, False]
     assert (made[0].item(), made[2].item()) == (0.5, 2.0)
     assert step_sizes(attempts).tolist() == [2, 2, 1]
