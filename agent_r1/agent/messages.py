@@ -5,10 +5,12 @@ Pure functions of messages; nothing here knows templates or tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from agent_r1.agent.control_tokens import SLOT
+from agent_r1.errors import DataError
 from agent_r1.types import Message
 
 TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # whoever speaks in these is outside our control
@@ -50,3 +52,13 @@ def with_slot(safe: list[Message], index: int) -> list[Message]:
     """The messages with `SLOT` for the content of one of them, in the shape that content has."""
     shape = [{"type": "text", "text": SLOT}] if isinstance(safe[index].get("content"), list) else SLOT
     return [*safe[:index], {**safe[index], "content": shape}, *safe[index + 1 :]]
+
+
+def schema_as_json(tool: Mapping[str, Any]) -> str:
+    """As JSON, schemas are told apart as templates show them: 1 is not True, and the order of keys counts."""
+    try:
+        return json.dumps(tool)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"a tool schema cannot be written as JSON: {error}. Use strings, numbers, lists and dicts: {tool!r:.300}"
+        ) from error

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
-from agent_r1.agent.messages import is_from_tool, is_parsed_from, says, with_slot
+from agent_r1.agent.messages import is_from_tool, is_parsed_from, says, schema_as_json, with_slot
+from agent_r1.agent.remember import remembering
+from agent_r1.agent.tokenizing import decoder, encoder
 from agent_r1.errors import DataError
 from agent_r1.types import Message, Observation
 
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-Result = TypeVar("Result")
 
 MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
-MAX_RECENT = 256  # results kept of each step of the work: members of a group often see, say and are told the same
-MAX_KEPT = 65_536  # characters such a result may be made from, an id counting as four: long ones are seldom shared
+# A template that says this of itself, in a comment, writes what follows a reply without looking at what is before it.
+# Then that is all it is asked to write, however long the conversation has become.
+FORGETFUL = "What follows a reply does not depend on what is before it."
 # Messages kept with their look-alikes defused, and their characters: every message is shown again in each later step.
 MAX_RECENT_MESSAGES, MAX_KEPT_MESSAGE = 4096, 4096
 
@@ -76,22 +79,25 @@ class Renderer:
         extra_stop_ids: Iterable[int] = (),  # e.g. those of the model's generation config
     ) -> None:
         self._tokenizer = tokenizer
+        self._encoder, self._decoder = encoder(tokenizer), decoder(tokenizer)
         self._chat_template = chat_template
         self._template_kwargs = dict(template_kwargs or {})
+        self._forgetful = FORGETFUL in str(chat_template or tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
         control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
-        self._tools_from = _remembering(lambda tools: self._special.defuse(json.loads(tools)))
-        self._safe_from = _remembering(
+        self._tools_from = remembering(lambda tools: self._special.defuse(json.loads(tools)))
+        self._safe_from = remembering(
             lambda message: self._safe(json.loads(message)), recent=MAX_RECENT_MESSAGES, longest=MAX_KEPT_MESSAGE
         )
-        self._written_from = _remembering(self._write_from)
-        self._ids_of = _remembering(self._tokenise)
-        self._text_of = _remembering(self._spell)
-        self._span_of = _remembering(self._find_span)
+        self._written_from = remembering(self._write_from)
+        self._ids_of = remembering(self._tokenise)
+        self._text_of = remembering(self._spell)
+        self._span_of = remembering(self._find_span)
+        self._piece = lru_cache(None)(lambda token: self._spell((token,)))  # as many as the vocabulary has
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
@@ -125,6 +131,13 @@ class Renderer:
             raise ValueError(
                 f"characters [{text_start}, {text_end}) do not lie in the decoded response of {len(text)} characters"
             )
+
+        own = response_ids if self._stop_id(response_ids) is None else response_ids[:-1]
+        pieces = list(map(self._piece, own))
+        if "".join(pieces) == text:  # no character is spread over several tokens
+            ends = list(accumulate(map(len, pieces)))
+            start = bisect_right(ends, text_start)
+            return start, bisect_left(ends, text_end) + 1 if text_start < text_end else start
 
         def spelled(count: int) -> tuple[int, int]:
             """Characters the first `count` tokens spell out in full, and those they at least begin."""
@@ -208,6 +221,8 @@ class Renderer:
 
     def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
         """What the template writes after the content of message `reply`; None unless it shows it exactly once."""
+        if self._forgetful:
+            messages, reply, tools = messages[reply:], 0, ()
         pieces = self._template(messages, tools, slot=reply).split(SLOT)
         return pieces[1] if len(pieces) == 2 else None
 
@@ -256,7 +271,7 @@ class Renderer:
     ) -> str:
         """What the template writes, look-alikes defused, with `SLOT` for the content of message `slot`."""
         shown = messages if slot is None else with_slot(messages, slot)
-        tools_as_json = f"[{', '.join(map(_as_json, tools))}]"
+        tools_as_json = f"[{', '.join(map(schema_as_json, tools))}]"
         try:
             as_json = tuple(map(json.dumps, shown))
         except (TypeError, ValueError):  # not JSON: images, say
@@ -301,15 +316,13 @@ class Renderer:
         return list(self._ids_of(text))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        pieces = [piece for piece in text.split(CUT) if piece]
-        encode = self._tokenizer.encode  # not verbose: whether a prompt is too long is the flow's business
-        return tuple(token for piece in pieces for token in encode(piece, add_special_tokens=False, verbose=False))
+        return tuple(token for piece in text.split(CUT) if piece for token in self._encoder(piece))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._text_of(tuple(ids))
 
     def _spell(self, ids: tuple[int, ...]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._decoder(list(ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 
@@ -412,37 +425,6 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         tools_shown=tools_shown,
         problems=tuple(problem for problem, holds in checks.items() if not holds),
     )
-
-
-def _remembering(
-    function: Callable[..., Result], *, recent: int = MAX_RECENT, longest: int = MAX_KEPT
-) -> Callable[..., Result]:
-    """`function`, computed once for arguments that come again soon, unless they are long."""
-    remembered = lru_cache(recent)(function)
-
-    def call(*arguments: Hashable) -> Result:
-        return remembered(*arguments) if sum(map(_size, arguments)) <= longest else function(*arguments)
-
-    return call
-
-
-def _size(argument: Hashable) -> int:
-    """In characters; an id counts as four."""
-    if isinstance(argument, str):
-        return len(argument)
-    if not isinstance(argument, tuple):
-        return 0
-    return sum(map(len, argument)) if argument and isinstance(argument[0], str) else 4 * len(argument)
-
-
-def _as_json(tool: Mapping[str, Any]) -> str:
-    """As JSON, schemas are told apart as templates show them: 1 is not True, and the order of keys counts."""
-    try:
-        return json.dumps(tool)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"a tool schema cannot be written as JSON: {error}. Use strings, numbers, lists and dicts: {tool!r:.300}"
-        ) from error
 
 
 def _snapshot(observation: Observation, extends: Turn | None) -> Observation:

@@ -53,7 +53,7 @@ class LearnerSizes:
 FULL = LearnerSizes(
     shape=SMOLLM2_135M,
     fp32_layers=2,
-    tokens_per_pack=32_768,
+    tokens_per_pack=131_072,
     packed=((1024, 32), (4096, 16)),
     prompt_share=0.25,
     steps=((4, 64), (16, 32), (64, 16)),

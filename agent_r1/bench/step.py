@@ -73,7 +73,7 @@ FULL = StepSizes(
         response_tokens=64,
         observation_tokens=32,
     ),
-    tokens_per_pack=32_768,
+    tokens_per_pack=131_072,
     batch_tokens=16_384,
 )
 QUICK = StepSizes(

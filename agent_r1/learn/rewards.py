@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
 from itertools import chain
-from operator import add
 from typing import Any, Literal
 
 from agent_r1.types import PerToken, Step, Trajectory
@@ -210,4 +208,4 @@ def _scaled(placed: PerToken, factor: float) -> PerToken:
 
 
 def _add(*parts: PerToken) -> PerToken:
-    return [list(reduce(partial(map, add), steps)) for steps in zip(*parts, strict=True)]
+    return [list(map(sum, zip(*steps, strict=True))) for steps in zip(*parts, strict=True)]

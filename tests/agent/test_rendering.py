@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.control_tokens import CUT
-from agent_r1.agent.rendering import MAX_KEPT, Conversation, Renderer
+from agent_r1.agent.remember import MAX_KEPT
+from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.types import Message, Observation
 from tests.agent.rendering_checks import (
     Subject,
@@ -393,9 +394,21 @@ def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_c
 
 @pytest.mark.parametrize(("length", "times"), [(MAX_KEPT // 2, 1), (MAX_KEPT, 2)], ids=["short", "long"])
 def test_only_results_of_moderate_size_are_kept(monkeypatch: pytest.MonkeyPatch, length: int, times: int) -> None:
-    methods = ("apply_chat_template", "encode", "decode")
-    written, encoded, decoded = (count_calls(monkeypatch, method) for method in methods)
+    written = count_calls(monkeypatch, "apply_chat_template")
     renderer = Renderer(tokenizer_of("qwen3"))
+    encode, decode = renderer._encoder, renderer._decoder
+    encoded: list[str] = []
+    decoded: list[list[int]] = []
+
+    def encode_and_note(text: str) -> list[int]:
+        encoded.append(text)
+        return encode(text)
+
+    def decode_and_note(ids: list[int], skip_special_tokens: bool) -> Any:
+        decoded.append(ids)
+        return decode(ids, skip_special_tokens=skip_special_tokens)
+
+    renderer._encoder, renderer._decoder = encode_and_note, decode_and_note
     written.clear()
     page = "a" * length  # and the template adds to it
     ids = [1] * (length // 4 + 1)  # an id counts as four characters
@@ -403,8 +416,8 @@ def test_only_results_of_moderate_size_are_kept(monkeypatch: pytest.MonkeyPatch,
         assert page in renderer.decode(renderer.render(asking({"role": "user", "content": page})))
         renderer.decode(ids)
     assert len(written) == times
-    assert sum(page in text for text, *_ in encoded) == times
-    assert [asked for asked, *_ in decoded].count(ids) == times
+    assert sum(page in text for text in encoded) == times
+    assert decoded.count(ids) == times
 
 
 def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:

@@ -15,7 +15,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.cpu_attention import Placed, alike
 from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.local import LocalEngine
-from agent_r1.rollout.engines.model_runner import cast_weights
+from agent_r1.rollout.engines.model_runner import CpuRunner, cast_weights
 from agent_r1.rollout.engines.request import Chunk, Request
 from tests.rollout.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
 from tests.rollout.tiny_models import prompts, tiny
@@ -301,6 +301,15 @@ def test_models_it_cannot_run_exactly_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes), **side):
         pass
+
+
+def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if_on_none() -> None:
+    runner = CpuRunner(tiny("llama"), num_blocks=16, block_size=4)
+    right = runner.plain_logits()
+    wrong = [logits_2V + 100 for logits_2V in right]
+    runner.verify([*wrong[:-1], right[-1]])
+    with pytest.raises(ConfigError, match="they differ by 100 where the largest is"):
+        runner.verify(wrong)
 
 
 @both
