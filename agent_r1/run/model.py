@@ -1,27 +1,36 @@
 """Models of a run: a Hugging Face directory in, weights, tokenizer and renderer out; and back again.
 
 Where a model computes, in which number format, and which directory a name means (a hub id, a folder, the newest
-checkpoint of a run) is decided here too.
+checkpoint of a run) is decided here too. Names of what has to be fetched or converted first: see `model_source.py`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.config import RunConfig
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.cache import put
 from agent_r1.run.checkpoint import Saveable, list_checkpoints
+from agent_r1.run.model_source import as_directory, check_source, is_source
 from agent_r1.run.resolve import recipe_path
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
+
+# What makes a model, among trainer state, weights in formats that can run code, and the like.
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "README*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +60,11 @@ def model_dtype(config: RunConfig) -> torch.dtype:
 
 
 def load_model(config: RunConfig, directory: str | Path) -> Model:
-    device = model_device(config)
+    """From what `find_model` gives."""
+    device, directory = model_device(config), as_directory(str(directory))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        network = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
     network = network.to(device)
@@ -75,7 +85,13 @@ def save_model(model: Model, directory: Path, weights: Saveable | None = None) -
 
 
 def find_model(path: str) -> str:
-    """A run directory means its newest checkpoint; another directory or a hub id is taken as it is."""
+    """A run directory means its newest checkpoint; another directory, a hub id or a source is taken as it is.
+
+    Finds mistakes, and is quick: nothing is loaded, downloaded or converted.
+    """
+    if is_source(path):
+        check_source(path)
+        return path
     local = Path(path).expanduser()
     if _is_run(local):
         saved = list_checkpoints(local / "checkpoints")
@@ -86,6 +102,30 @@ def find_model(path: str) -> str:
     if not local.exists() and looks_local:
         raise ConfigError(f"model {path!r}: there is no such directory, and it is not a hub id (owner/name)")
     return str(local) if local.exists() else path
+
+
+def export_model(path: str, directory: Path, report: Callable[[str], None]) -> int:
+    """Write whatever `find_model` takes as a Hugging Face directory of its own. The number of its parameters."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already; name a directory that is not, or is empty")
+    source = Path(as_directory(find_model(path), report))
+    if not source.is_dir():
+        report(f"fetching {path} from the hub")
+        try:
+            source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot fetch {path} from the hub: {error}") from error
+    files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
+    if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
+        found = ", ".join(sorted(path.name for path in source.iterdir()))
+        raise DataError(f"{source} is no model with config.json and safetensors; it holds {found or 'nothing'}")
+    put(directory, lambda part: [shutil.copy2(file, part) for file in files])
+    return sum(_parameters(file) for file in directory.glob("*.safetensors"))
+
+
+def _parameters(weights: Path) -> int:
+    with safe_open(str(weights), framework="pt") as tensors:
+        return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())  # noqa: SIM118
 
 
 def _is_run(path: Path) -> bool:
@@ -116,6 +156,6 @@ def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
     if not (report.stop_tokens and report.renders and report.joins):
         raise ConfigError(
             f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
-            "Give a chat template with model.chat_template=FILE"
+            "Give a chat template with model.chat_template=FILE, or one of ours by its name: chatml_tools"
         )
     return report

@@ -24,6 +24,8 @@ from typing import Any
 from agent_r1.config import RECIPES, recipe_file
 from agent_r1.errors import ConfigError, did_you_mean
 
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 _NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
 
@@ -49,12 +51,16 @@ def import_recipe(recipe: str) -> None:
 
 
 def recipe_path(name: str, *, recipe: str) -> Path:
-    """A file named in a recipe: beside its YAML, or anywhere by path."""
-    beside = recipe_folder(recipe) / name
-    path = beside if beside.is_file() else Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {name!r}, neither in {beside.parent} nor at {path.absolute()}")
-    return path
+    """A file named in a recipe: beside its YAML, anywhere by path, or a chat template of ours by its bare name."""
+    beside, path = recipe_folder(recipe) / name, Path(name).expanduser()
+    bundled = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
+    found = next((place for place in (beside, path, bundled.get(name)) if place is not None and place.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"there is no file {name!r}, neither in {beside.parent} nor at {path.absolute()}, and no chat template of "
+            f"ours has that name ({', '.join(sorted(bundled))})"
+        )
+    return found
 
 
 def recipe_files(recipe: str) -> list[Path]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +15,10 @@ from rich.console import Console
 from agent_r1 import __version__
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.run.build import Model, find_model, load_model, model_dtype, save_model
+from agent_r1.run.cache import cache_root, put
 from agent_r1.run.metrics import Metrics
-from agent_r1.run.resolve import recipe_files, resolve
+from agent_r1.run.model_source import as_directory
+from agent_r1.run.resolve import recipe_files, recipe_path, resolve
 from agent_r1.run.sft import trajectory_source, warm_start
 from agent_r1.run.track import Display
 
@@ -34,21 +34,21 @@ async def starting_model(config: RunConfig, console: Console) -> str | Path:
         return cached
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
-        learner = await warm_start(config, model, sft_progress(display))
-    _put(cached, lambda folder: save_model(model, folder, learner.policy))
+        learner = await warm_start(config, model, sft_progress(display), display.note)
+    put(cached, lambda folder: save_model(model, folder, learner.policy))
     return cached
 
 
 def base_model(config: RunConfig) -> str | Path:
     """The model before any warm start; one that the recipe makes is made once."""
     if config.model.path is not None:
-        return find_model(config.model.path)
+        return as_directory(find_model(config.model.path))
     assert config.model.make is not None  # the config checks that one of the two is given
     make = resolve(config.model.make, recipe=config.recipe)
     key = _digest(config.model.make, config.seed, _recipe_digest(config))
     folder = cache_root() / f"base-{recipe_name(config.recipe)}-{key}"
     if not folder.is_dir():
-        _put(folder, lambda part: make(directory=part, seed=config.seed))
+        put(folder, lambda part: make(directory=part, seed=config.seed))
     return folder
 
 
@@ -58,7 +58,7 @@ def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | 
     if config.algorithm.kl_coef == 0 and config.lora is None:
         return None
     if not folder.is_dir():
-        _put(folder, lambda part: save_model(initial, part))
+        put(folder, lambda part: save_model(initial, part))
     return load_model(config, folder) if config.lora is None else None
 
 
@@ -71,32 +71,16 @@ def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:
     return show
 
 
-def cache_root() -> Path:
-    root = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
-    return Path(root).expanduser()
-
-
-def _put(folder: Path, write: Callable[[Path], object]) -> None:
-    """Fill `folder` completely or not at all. Of two runs that make the same thing, the first one's stays."""
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    try:
-        write(part)
-        part.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
 def _warm_start_key(config: RunConfig, base: str | Path) -> str:
     """Everything the warm start depends on: model, template, demonstrations or trajectories, world, optimizer, seed."""
-    world = config.task.model_dump(include={"flow", "env", "env_kwargs", "tools"})
+    template = config.model.chat_template
+    world = config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"})
     return _digest(
         _files_digest(Path(base)) if Path(base).is_dir() else str(base),
-        config.model.model_dump(include={"chat_template", "template_kwargs"}),
+        recipe_path(template, recipe=config.recipe).read_text(encoding="utf-8") if template is not None else None,
+        config.model.template_kwargs,
         config.sft.model_dump(),
+        config.data.path,
         config.lora.model_dump() if config.lora is not None else None,
         str(model_dtype(config)),
         config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),

@@ -11,7 +11,7 @@ import pytest
 
 from agent_r1.agent.env import env_class
 from agent_r1.errors import ConfigError
-from agent_r1.run.resolve import import_recipe, recipe_files, recipe_path, resolve
+from agent_r1.run.resolve import TEMPLATES, import_recipe, recipe_files, recipe_path, resolve
 
 ENV = """
 from agent_r1.agent import AgentEnv
@@ -153,3 +153,13 @@ def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch
     assert [path.name for path in recipe_files(name)] == ["a.jinja", "task.py"]
     with pytest.raises(ConfigError, match=r"there is no file 'b\.jinja', neither in .*mine nor at .*b\.jinja"):
         recipe_path("b.jinja", recipe=name)
+
+
+def test_a_bare_name_is_a_chat_template_of_ours_unless_a_file_has_it(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "mine", task="")
+    assert recipe_path("chatml_tools", recipe=name) == TEMPLATES / "chatml_tools.jinja"
+    (tmp_path / "mine" / "chatml_tools").write_text("mine", encoding="utf-8")
+    assert recipe_path("chatml_tools", recipe=name).read_text(encoding="utf-8") == "mine"
+    for wrong in ("chatml_tool", "chatml_tools.jinja", "templates/chatml_tools"):
+        with pytest.raises(ConfigError, match=r"no chat template of ours has that name \(chatml_tools\)"):
+            recipe_path(wrong, recipe=name)

@@ -9,6 +9,7 @@ import pytest
 
 from agent_r1.config import RunConfig, load_config
 from agent_r1.run import start
+from agent_r1.run.cache import put
 from agent_r1.run.start import base_model
 
 MINI = str(Path(__file__).parent / "mini")
@@ -70,6 +71,14 @@ def test_other_trajectories_under_the_same_path_give_another_key(tmp_path: Path)
     assert key(*settings) != before
 
 
+def test_another_chat_template_under_the_same_name_gives_another_key(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}", encoding="utf-8")
+    before = key(f"model.chat_template={template}")
+    template.write_text("{{ messages[0] }}", encoding="utf-8")
+    assert key(f"model.chat_template={template}") != before
+
+
 def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
     folder = tmp_path / "made"
 
@@ -78,7 +87,7 @@ def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Pat
         os.makedirs(folder)  # meanwhile another run has finished the same
         (folder / "theirs").write_text("first", encoding="utf-8")
 
-    start._put(folder, slow)
+    put(folder, slow)
     assert [path.name for path in folder.iterdir()] == ["theirs"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -89,5 +98,5 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        start._put(tmp_path / "made", broken)
+        put(tmp_path / "made", broken)
     assert list(tmp_path.glob("*made*")) == []
