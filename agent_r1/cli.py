@@ -1,4 +1,4 @@
-"""The command line: agent-r1 train | sft | eval | chat | bench.
+"""The command line: agent-r1 train | sft | collect | eval | compare | chat | bench.
 
 Parses arguments, loads the config, calls `run/`, and turns the errors we raise on purpose into one clear line. What is
 slow to import is imported by the command that needs it.
@@ -21,6 +21,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 from typer.core import TyperGroup
 
+from agent_r1.cli_data import app as data
+from agent_r1.cli_search import app as search
 from agent_r1.config import RunConfig, _overrides, bundled_recipes, load_config, parse_config
 from agent_r1.errors import AgentR1Error, ConfigError
 
@@ -55,6 +57,8 @@ RunArg = Annotated[Path, typer.Argument(help="A run directory.")]
 
 bench = typer.Typer(help="Measure speed and memory on this machine, and compare with stored results.")
 app.add_typer(bench, name="bench", no_args_is_help=True)
+app.add_typer(data, name="data", no_args_is_help=True)
+app.add_typer(search, name="search", no_args_is_help=True)
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and small sizes: does it run at all?")]
 Repeats = Annotated[int, typer.Option(help="Measurements of each side; medians are reported.")]
@@ -139,6 +143,34 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
         run_sft(config, directory, console)
 
 
+@app.command("collect")
+def collect_command(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Sample from this model or run, not from where training starts.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Training rows to play, from the first; by default all.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Episodes per row; by default rollout.group_size.")] = None,
+    run: RunOption = None,
+) -> None:
+    """Play training rows without training, and keep the episodes for sft.trajectories."""
+    from agent_r1.run.build import build_task
+    from agent_r1.run.commands import collect_config, run_collect
+    from agent_r1.run.run_dir import RunDir, new_run_path
+
+    config = collect_config(load_config(recipe, overrides or ()), model=model, rows=rows, samples=samples)
+    task = build_task(config)  # as always: what is wrong is found before there is a run directory
+    chosen = task.train_rows()
+    path = new_run_path(config)
+    directory = RunDir.create(run or path.with_name(f"{path.name}-collect"), config)
+    console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
+    with _signals_told():
+        run_collect(config, task, chosen, directory, console)
+
+
 @app.command("eval")
 def eval_command(
     run: RunArg,
@@ -146,14 +178,42 @@ def eval_command(
     model: Annotated[
         str | None, typer.Option(help="Evaluate this model instead of the run's newest checkpoint.")
     ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="The split whose rows are asked; by default task.test_split.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Keep the result as RUN/evals/NAME.json.")] = None,
 ) -> None:
-    """Evaluate a run's newest checkpoint on held-out rows: mean, standard error, pass@k."""
+    """Evaluate a run's newest checkpoint on a panel of rows: mean, standard error, pass@k; kept for compare."""
     from agent_r1.run.commands import run_eval
     from agent_r1.run.run_dir import RunDir
 
-    config = _with_overrides(RunDir.open(run).config, overrides or [], only=("eval.", ON_DEVICE), form="eval.key=value")
+    directory = RunDir.open(run)
+    allowed, form = ("eval.", "task.test_split=", "data.path=", ON_DEVICE), "eval.key=value, task.test_split, data.path"
+    config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
+    if split is not None:
+        config = config.model_copy(update={"task": config.task.model_copy(update={"test_split": split})})
     with _signals_told():
-        run_eval(config, model or str(run), console, config.eval)
+        run_eval(config, directory, console, model=model, name=name)
+
+
+@app.command("compare")
+def compare_command(
+    places: Annotated[
+        list[Path], typer.Argument(help="Run directories, or files that eval wrote; the first is the base.")
+    ],
+    step: Annotated[
+        str | None,
+        typer.Option(help="Evaluations made while training: first, last or a step; one, or one each: 0,last."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Evaluations made by eval: RUN/evals/NAME.json of each run.")] = None,
+    measure: Annotated[
+        str, typer.Option(help="What the verdict is on: success, reward or reward_part/NAME.")
+    ] = "success",
+) -> None:
+    """Is B better than A? Their difference on the same rows, with a 95 % interval, and the rows won and lost."""
+    from agent_r1.run.compare import find_sides, show_comparisons
+
+    show_comparisons(find_sides(places, step=step, name=name), console, measure=measure)
 
 
 @app.command("chat")
@@ -278,7 +338,7 @@ def _print_plan(config: RunConfig, plan: str) -> None:
 @contextmanager
 def _signals_told() -> Iterator[None]:
     """What a signal stopped ends with one line about what was kept, and with the signal's exit code."""
-    from agent_r1.run.commands import Interrupted
+    from agent_r1.run.interrupt import Interrupted
 
     try:
         yield

@@ -1,49 +1,54 @@
-"""The commands as functions: what `agent-r1 train | sft | eval` do, apart from reading the command line.
+"""The commands as functions: what `agent-r1 train | sft | eval | collect` do, apart from reading the command line.
 
-Each ends with what to do next. Chat has a module of its own.
+Each ends with what to do next. Chat and compare have modules of their own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from rich.console import Console
+from rich.text import Text
 
 from agent_r1.agent.flow import stable_seed
-from agent_r1.agent.guard import CANCEL_SECONDS
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
-from agent_r1.run.build import Model, Plan, build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.errors import ConfigError
+from agent_r1.rollout.collect import OnEpisode
+from agent_r1.run.build import (
+    Model,
+    Plan,
+    Task,
+    build_engine,
+    build_task,
+    eval_collector,
+    find_model,
+    load_model,
+    train_collector,
+)
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.garbage import parts_set_aside
-from agent_r1.run.metrics import Metrics, is_success
-from agent_r1.run.rng import deterministic, seed_all
+from agent_r1.run.interrupt import interruptible
+from agent_r1.run.metrics import Metrics, rollout_metrics
+from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
+from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
 from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
+from agent_r1.run.statistics import standard_error
 from agent_r1.run.track import Display, clock, curve_picture, eval_summary, program, transcript_panel
 from agent_r1.run.train import train
 from agent_r1.run.trainer import EVAL_SEED, Trainer
+from agent_r1.tasks.panel import panel_hash
+from agent_r1.types import Group, TaskRow
 
-T = TypeVar("T")
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; `kept` says what was saved and how to go on."""
-
-    def __init__(self, number: int, kept: str) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-        self.kept = kept
+EPISODES_PER_FILE = 4096  # of `collect`: what an interruption loses at most, and what is in memory at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +68,13 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
 
     with run.locked():
         _log_to(run.log_file)
-        return _interruptible(_train(config, plan, run, console, resume=resume), config, kept)
+        return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
 
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
     began = time.monotonic()
+    if run.read_metrics("collect"):
+        raise ConfigError(f"{run.path} holds collected episodes, not a training run: train in another directory")
     seed_all(config.seed)
     checkpoint = _resume_point(run) if resume else None
     initial = run.path / "reference"
@@ -125,6 +132,7 @@ def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: Ru
         f"  picture     {run.path}/curve.png\n"
         f"  talk to it  {program()} chat {run.path}\n"
         f"  evaluate    {program()} eval {run.path}\n"
+        f"  how sure?   {program()} compare {run.path} {run.path} --step first,last\n"
         f"  look inside {run.path}/metrics.jsonl, {run.path}/trajectories/",
         highlight=False,
         soft_wrap=True,
@@ -149,11 +157,38 @@ def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
 
     with run.locked():
         _log_to(run.log_file)
-        return _interruptible(_sft(config, run, console), config, kept)
+        return interruptible(_sft(config, run, console), config, kept)
 
 
 async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
-    model = load_model(config, base_model(config))
+    task, base = build_task(config), base_model(config)
+    rows = task.test_rows()
+
+    async def held_out(step: int, model: str | Path) -> Metrics:
+        # As anyone else would load it: a network that has been prepared for learning is another, and may have adapters.
+        result = await _evaluate(config, task, rows, load_model(config, model), console)
+        run.append_metrics("eval", step, result.metrics, panel=result.panel)
+        run.write_trajectories("eval", step, result.groups)
+        return result.metrics
+
+    before = await held_out(0, base)
+    path, updates = await _imitate(config, base, run, console)
+    after = await held_out(updates, path)
+    console.print(
+        f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]\n"
+        f"  train from it  {program()} train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
+        f"sft.trajectories=null\n"
+        f"  talk to it     {program()} chat {run.path}\n"
+        f"  how sure?      {program()} compare {run.path} {run.path} --step first,last",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return path
+
+
+async def _imitate(config: RunConfig, base: str | Path, run: RunDir, console: Console) -> tuple[Path, int]:
+    """The checkpoint of the warm start, and the updates it took."""
+    model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
         show = sft_progress(display)
 
@@ -161,58 +196,148 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
             run.append_metrics("sft", update, metrics)
             show(update, total, metrics)
 
-        learner = await warm_start(config, model, on_update)
+        learner = await warm_start(config, model, on_update, display.note)
     updates = len(run.read_metrics("sft"))
     state = {"step": updates, "learner": learner.state_dict()}
     path = save_checkpoint(
         run.checkpoints, updates, model=learner.policy, tokenizer=model.tokenizer, state=state, keep=1
     )
-    del model, learner, state  # evaluation needs their room
-    # As anyone else would load it: the network in memory has been prepared for learning, and may have adapters.
-    result = await _evaluate(config, load_model(config, path), config.eval)
-    run.append_metrics("eval", updates, result.metrics)
-    run.write_trajectories("eval", updates, result.groups)
-    console.print(
-        f"\n[bold]held-out success after the warm start: {eval_summary(result.metrics)}[/]\n"
-        f"  train from it  {program()} train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
-        f"sft.trajectories=null\n"
-        f"  talk to it     {program()} chat {run.path}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return path
+    return path, updates
 
 
-def run_eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
-    return _interruptible(_eval(config, model_path, console, settings), config, lambda: "an evaluation keeps nothing")
+def run_eval(
+    config: RunConfig, run: RunDir, console: Console, *, model: str | None = None, name: str | None = None
+) -> Evaluation:
+    """Evaluate the run's newest checkpoint, or another `model` in its place, and keep the result in `run`."""
+    return interruptible(_eval(config, run, console, model, name), config, lambda: "the evaluation was not kept")
 
 
-async def _eval(config: RunConfig, model_path: str, console: Console, settings: EvalConfig) -> Evaluation:
-    result = await _evaluate(config, load_model(config, find_model(model_path)), settings)
-    metrics = result.metrics
-    console.print(f"[bold]success {eval_summary(metrics)}[/]  ({_how(settings)})", highlight=False)
-    for name in ("reward/mean", "episode/steps", "episode/tool_calls", "episode/bad_calls", "episode/response_tokens"):
-        console.print(f"  {name:26s} {metrics[name]:.3f}", highlight=False)
-    for name, value in metrics.items():
-        if name.startswith("stop/") and value > 0:
-            console.print(f"  {name:26s} {value:.1%}", highlight=False)
+async def _eval(config: RunConfig, run: RunDir, console: Console, model: str | None, name: str | None) -> Evaluation:
+    path, task = find_model(model or str(run.path)), build_task(config)
+    rows = task.test_rows()
+    where = str(Path(path).resolve()) if Path(path).exists() else path  # a hub id is no place
+    subject = Subject.of(config, model=where, panel=panel_hash(rows))
+    file = eval_file(run.evals, subject, name=name, stem=stem_of(model or path))  # a name that is taken is told now
+    result = await _evaluate(config, task, rows, load_model(config, path), console)
+    record = EvalRecord(subject=subject, outcomes=_outcomes(result.groups, task.success_reward), metrics=result.metrics)
+    record.save(file)
+    _show_evaluation(record, config.eval, file, console)
     return result
 
 
-async def _evaluate(config: RunConfig, model: Model, settings: EvalConfig) -> Evaluation:
-    task = build_task(config.model_copy(update={"eval": settings}))
+def _show_evaluation(record: EvalRecord, settings: EvalConfig, file: Path, console: Console) -> None:
+    metrics, subject = record.metrics, record.subject
+    console.print(f"[bold]success {eval_summary(metrics)}[/]  ({_how(settings)})", highlight=False, soft_wrap=True)
+    console.print(Text(f"  {'panel':26s} {subject.panel} (split {subject.split})"))
+    for measure in record.measures[1:]:
+        mean, error = record.mean_and_error(measure)
+        console.print(Text(f"  {measure:26s} {mean:.3f} +- {error:.3f}"))
+    for measure in ("episode/steps", "episode/tool_calls", "episode/bad_calls", "episode/response_tokens"):
+        console.print(Text(f"  {measure:26s} {metrics[measure]:.3f}"))
+    for stop, share in metrics.items():
+        if stop.startswith("stop/") and share > 0:
+            console.print(Text(f"  {stop:26s} {share:.1%}"))
+    console.print(Text(f"  kept in {file}; compare it: {program()} compare {file} OTHER"), soft_wrap=True)
+
+
+async def _evaluate(
+    config: RunConfig, task: Task, rows: Sequence[TaskRow], model: Model, console: Console
+) -> Evaluation:
     engine = build_engine(config, model)
     try:
-        with parts_set_aside():
+        with parts_set_aside(), Display(console, "evaluating", total=len(rows) * config.eval.samples) as display:
             return await evaluate(
-                task.test_rows(),
-                collector=eval_collector(config, task, model.renderer, engine, settings),
+                rows,
+                collector=eval_collector(config, task, model.renderer, engine),
                 scorer=task.scorer,
                 success_reward=task.success_reward,
                 seed=stable_seed(config.seed, EVAL_SEED),
+                on_episode=_advancing(display),
             )
     finally:
         await engine.close()
+
+
+def collect_config(config: RunConfig, *, model: str | None, rows: int | None, samples: int | None) -> RunConfig:
+    """The description of what is collected; what is None is as the recipe has it."""
+    task, rollout, start, sft = config.task, config.rollout, config.model, config.sft
+    if rows is not None:
+        task = task.model_copy(update={"train_count": rows})
+    if samples is not None:
+        rollout = rollout.model_copy(update={"group_size": samples})
+    if model is not None:  # as it is: with no warm start
+        start = start.model_copy(update={"path": find_model(model), "make": None})
+        sft = sft.model_copy(update={"demos": None, "trajectories": None})
+    return config.model_copy(update={"task": task, "rollout": rollout, "model": start, "sft": sft})
+
+
+def run_collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console) -> Outcomes:
+    """Play rows without training and keep the episodes, for `sft` to imitate the good ones."""
+
+    def kept() -> str:
+        episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
+        return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
+
+    with run.locked():
+        _log_to(run.log_file)
+        return interruptible(_collect(config, task, rows, run, console), config, kept)
+
+
+async def _collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console) -> Outcomes:
+    began, outcomes, samples = time.monotonic(), Outcomes(), config.rollout.group_size
+    seed_all(config.seed)
+    start = await starting_model(config, console)
+    model = load_model(config, start)
+    engine = build_engine(config, model)
+    size = max(1, EPISODES_PER_FILE // samples)
+    try:
+        with parts_set_aside(), Display(console, "collecting", total=len(rows) * samples) as display:
+            collector, on_episode = train_collector(config, task, model.renderer, engine), _advancing(display)
+            for number, first in enumerate(range(0, len(rows), size)):
+                seed = stable_seed(config.seed, "collect", number)
+                played = await collector(rows[first : first + size], seed=seed, on_episode=on_episode)
+                groups = await task.scorer(played)
+                run.write_trajectories("train", number, groups)
+                metrics = rollout_metrics(groups, success_reward=task.success_reward)
+                run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})
+                outcomes |= _outcomes(groups, task.success_reward)
+                success = metrics["success"]
+                display.step(len(outcomes) * samples, f"success {success:.1%}", value=success)
+    finally:
+        await engine.close()
+    _conclude_collecting(config, run, outcomes, start, console, time.monotonic() - began)
+    return outcomes
+
+
+def _conclude_collecting(
+    config: RunConfig, run: RunDir, outcomes: Outcomes, start: str | Path, console: Console, seconds: float
+) -> None:
+    success = [row["success"] for row in outcomes.values()]
+    solved = sum(value > 0 for value in success)
+    mean, error = sum(success) / len(success), standard_error(success)
+    console.print(
+        f"[bold]success {mean:.1%} +- {error:.1%} of {len(success)} rows x {config.rollout.group_size} episodes[/]; "
+        f"{solved} rows were solved at least once; this took {clock(seconds)} min",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if solved:
+        least = f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
+        words = f"sft {config.recipe} sft.demos=null sft.trajectories={run.path}{least}"
+        policy = f"model.path={start} model.make=null"  # the one that was sampled: its own words change it least
+        console.print(Text(f"  imitate the good ones  {program()} {words} {policy}"), soft_wrap=True)
+    else:
+        console.print("  nothing to imitate yet: try more --samples, another --model, or easier rows", highlight=False)
+    console.print(Text(f"  look inside            {run.path}/trajectories/"), soft_wrap=True)
+
+
+def _outcomes(groups: Sequence[Group], success_reward: float) -> Outcomes:
+    return row_outcomes({group.row.row_id: group.trajectories for group in groups}, success_reward=success_reward)
+
+
+def _advancing(display: Display) -> OnEpisode:
+    finished = count(1)
+    return lambda _: display.advance(next(finished))
 
 
 def _how(settings: EvalConfig) -> str:
@@ -231,41 +356,3 @@ def _log_to(path: Path) -> None:
         old.close()
     package.addHandler(handler)
     package.propagate = False
-
-
-def _interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callable[[], str]) -> T:
-    """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
-    received: list[int] = []
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-
-    def stop(number: int) -> None:
-        received.append(number)
-        loop.remove_signal_handler(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-            loop.add_signal_handler(number, stop, number)
-    try:
-        with deterministic(config.trainer.deterministic):
-            return loop.run_until_complete(task)
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise Interrupted(received[0], kept()) from None
-    finally:
-        _close(loop)
-
-
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Like `asyncio.run` at its end, but it does not wait for ever for user code that ignores being cancelled."""
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()

@@ -1,4 +1,4 @@
-"""Evaluation: the same flow as training, greedy or k samples, on fixed rows."""
+"""Evaluation: the same flow as training, greedy or k samples, on a panel of rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from agent_r1.rollout.collect import Collector, OnEpisode
 from agent_r1.rollout.reward import Scorer
 from agent_r1.run.metrics import Metrics, rollout_metrics, success_estimate
+from agent_r1.tasks.panel import panel_hash
 from agent_r1.types import Group, TaskRow
 
 
@@ -15,6 +16,7 @@ from agent_r1.types import Group, TaskRow
 class Evaluation:
     metrics: Metrics
     groups: list[Group]
+    panel: str  # hash of the rows, without which the numbers cannot be compared
 
 
 async def evaluate(
@@ -26,7 +28,8 @@ async def evaluate(
     seed: int,
     on_episode: OnEpisode | None = None,
 ) -> Evaluation:
+    panel = panel_hash(rows)  # first: rows that cannot be part of one are found before they are played
     groups = await scorer(await collector(rows, seed=seed, on_episode=on_episode))
     metrics = rollout_metrics(groups, success_reward=success_reward)
     metrics |= success_estimate(groups, success_reward=success_reward)
-    return Evaluation(metrics=metrics, groups=groups)
+    return Evaluation(metrics=metrics, groups=groups, panel=panel)

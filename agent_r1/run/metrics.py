@@ -5,11 +5,12 @@ Pure functions of groups. Names follow `family/name`; docs/metrics.md explains h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from agent_r1.learn.algorithms import is_uniform
+from agent_r1.run.outcomes import is_success
+from agent_r1.run.statistics import standard_error
 from agent_r1.types import Group, StopReason, Trajectory
 
 Metrics = dict[str, float]
@@ -39,10 +40,6 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
     return metrics
 
 
-def is_success(trajectory: Trajectory, success_reward: float) -> bool:
-    return not trajectory.stop.is_failure and trajectory.outcome_reward >= success_reward
-
-
 def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metrics:
     """Success with its standard error over rows (attempts at one row are not independent), and pass@k."""
     per_row = [fmean(float(is_success(t, success_reward)) for t in group.trajectories) for group in groups]
@@ -52,15 +49,6 @@ def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metri
     if attempts > 1:
         result |= {f"pass@{attempts}": fmean(solved), "samples": float(attempts)}
     return result
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for a single value, which says nothing about its spread."""
-    if len(values) < 2:
-        return 0.0
-    mean = fmean(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return math.sqrt(variance / len(values))
 
 
 def count_tokens(groups: Iterable[Group]) -> int:

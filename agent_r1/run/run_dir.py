@@ -4,6 +4,7 @@
     metrics.jsonl                    one object per training step and per evaluation
     trajectories/train_000012.jsonl.gz, eval_000010.jsonl.gz
     checkpoints/step_000010/         Hugging Face format plus trainer state
+    evals/NAME.json                  evaluations made afterwards, row by row
     curve.png  run.log
 
 Viewers, replay and tests read these files, never log lines.
@@ -81,13 +82,19 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    @property
     def log_file(self) -> Path:
         return self.path / "run.log"
 
-    def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """`kind` is "train" or "eval". One write per line, so a kill leaves at most one torn line at the end."""
+    def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float], *, panel: str | None = None) -> None:
+        """`kind` is "train", "eval" (with the hash of its rows), "sft" or "collect". One write per line, so a kill
+        leaves at most one torn line at the end."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **finite}) + "\n"
+        rows = {} if panel is None else {"panel": panel}
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **rows, **finite}) + "\n"
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line)
 

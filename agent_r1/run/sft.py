@@ -10,8 +10,8 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -24,17 +24,18 @@ from agent_r1.learn.learner import Learner
 from agent_r1.run.build import Model, Task, build_sft_learner, build_task, rehearse, train_collector
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
-from agent_r1.run.resolve import resolve
+from agent_r1.run.task import recipe_function
 from agent_r1.types import TaskRow, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
 OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metrics
+Report = Callable[[str], None]
 
 
-async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Learner:
-    """Train `model.network` in place on the recipe's demonstrations."""
-    trajectories = await sft_trajectories(config, build_task(config), model.renderer)
+async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate, report: Report) -> Learner:
+    """Train `model.network` in place on the recipe's demonstrations or on a run's good trajectories."""
+    trajectories = await sft_trajectories(config, build_task(config), model.renderer, report)
     examples, settings = as_demonstrations(trajectories), config.sft
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0
@@ -56,12 +57,12 @@ async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate) -> Le
     return learner
 
 
-async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer) -> list[Trajectory]:
+async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, report: Report) -> list[Trajectory]:
     settings = config.sft
     if settings.trajectories is not None:
-        return _filtered(config, renderer)
+        return _own_trajectories(config, renderer, report)
     assert settings.demos is not None  # callers check
-    demos: list[Demo] = list(resolve(settings.demos, recipe=config.recipe)(count=settings.count, seed=config.seed))
+    demos: list[Demo] = list(recipe_function(settings.demos, config)(count=settings.count, seed=config.seed))
     if not demos:
         raise DataError(f"sft.demos={settings.demos!r} gave no demonstrations")
     gate = asyncio.Semaphore(config.rollout.max_concurrent)
@@ -117,18 +118,60 @@ def trajectory_source(config: RunConfig) -> Path:
     return source / "trajectories" if (source / "trajectories").is_dir() else source
 
 
-def _filtered(config: RunConfig, renderer: Renderer) -> list[Trajectory]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What rejection sampling left of a run's trajectories, and why the others went."""
+
+    trajectories: list[Trajectory]
+    read: int
+    good: int  # earned enough
+    distinct: int  # of the good ones, those that are no copy of another
+
+
+def select(trajectories: Iterable[Trajectory], *, min_reward: float, max_per_row: int | None) -> Selection:
+    """Those that earned enough, each once, and of each row the best `max_per_row`; among equals the latest, which are
+    nearest to what the policy has become. In the order in which they came."""
+    read, good, seen = 0, 0, set()
+    rows: dict[str, list[tuple[float, int, Trajectory]]] = {}
+    for position, trajectory in enumerate(trajectories):
+        read += 1
+        if trajectory.stop.is_failure or trajectory.total_reward < min_reward:
+            continue
+        good += 1
+        said = tuple((tuple(step.prompt_ids), tuple(step.response_ids)) for step in trajectory.steps)
+        if said not in seen:
+            seen.add(said)
+            rows.setdefault(trajectory.row_id, []).append((trajectory.total_reward, position, trajectory))
+    best = [item for row in rows.values() for item in sorted(row, key=_quality)[-(max_per_row or len(row)) :]]
+    kept = [trajectory for _, _, trajectory in sorted(best, key=lambda item: item[1])]
+    return Selection(trajectories=kept, read=read, good=good, distinct=len(seen))
+
+
+def _quality(item: tuple[float, int, Trajectory]) -> tuple[float, int]:
+    reward, position, _ = item
+    return reward, position
+
+
+def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> list[Trajectory]:
     """A run's own trajectories that earned enough: rejection sampling."""
-    source, least = trajectory_source(config), config.sft.min_reward
+    source, settings = trajectory_source(config), config.sft
     stem = "train_*" if source.is_dir() else "*"  # never its evaluations
-    good = [t for t in read_trajectories(source, stem) if not t.stop.is_failure and t.total_reward >= least]
-    if not good:
-        raise DataError(f"no trajectory under {source} has a reward of at least {least:g} (sft.min_reward)")
-    for trajectory in good:
+    read = read_trajectories(source, stem)
+    chosen = select(read, min_reward=settings.min_reward, max_per_row=settings.max_per_row)
+    if not chosen.trajectories:
+        raise DataError(
+            f"no trajectory under {source} has a reward of at least {settings.min_reward:g} (sft.min_reward)"
+        )
+    limit = "" if settings.max_per_row is None else f", at most {settings.max_per_row} of one row"
+    report(
+        f"imitating {len(chosen.trajectories)} of {chosen.read} trajectories: {chosen.good} earned at least "
+        f"{settings.min_reward:g}, {chosen.distinct} of them different{limit}"
+    )
+    for trajectory in chosen.trajectories:
         for step in trajectory.steps:
             if renderer.decode(step.response_ids) != step.action_text:
                 raise DataError(
                     f"trajectory {trajectory.trajectory_id!r} of {source} was sampled with another tokenizer: its ids "
                     f"read {renderer.decode(step.response_ids)[:60]!r}, its text is {step.action_text[:60]!r}"
                 )
-    return good
+    return chosen.trajectories

@@ -65,6 +65,12 @@ class Display:
         self._episodes = Text(f"episodes {finished}/{total}", style="dim")
         self._refresh()
 
+    def advance(self, done: int) -> None:
+        """Progress of a stage that has no steps with a line of their own."""
+        self._done = done
+        self._progress.update(self._task, completed=done)
+        self._refresh()
+
     def step(self, step: int, summary: str, *, value: float) -> None:
         """One step is done; `value` joins the small curve."""
         self._done = step

@@ -164,7 +164,7 @@ class Trainer:
             seed=seed,
             on_episode=counter,
         )
-        self.run.append_metrics("eval", step, self.last_evaluation.metrics)
+        self.run.append_metrics("eval", step, self.last_evaluation.metrics, panel=self.last_evaluation.panel)
         self.run.write_trajectories("eval", step, self.last_evaluation.groups)
         self.display.note(f"step {step:4d}  held-out success {eval_summary(self.last_evaluation.metrics)}")
 

@@ -1,0 +1,234 @@
+"""Compare: the right evaluations are found, only like is compared with like, and the verdict says what was shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent_r1.config import parse_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.compare import find_sides, show_comparisons
+from agent_r1.run.outcomes import EvalRecord, Subject, by_row, eval_file, row_outcomes, stem_of
+from agent_r1.run.run_dir import RunDir
+from agent_r1.tasks.panel import panel_hash
+from agent_r1.types import Group, Step, StopReason, Trajectory
+from tests.chatml import row
+
+CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
+SUBJECT = Subject.of(CONFIG, model="a/b", panel="p")
+
+
+def episode(row_id: str, reward: float, *, attempt: int = 0, failed: bool = False, **parts: float) -> Trajectory:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[-1.0], reward=0.25)
+    return Trajectory(
+        row_id=row_id,
+        trajectory_id=f"{row_id}#{attempt}",
+        steps=[step],
+        stop=StopReason.ERROR if failed else StopReason.ANSWERED,
+        outcome_reward=reward,
+        reward_components={"reward": reward, **parts},
+    )
+
+
+def evaluated(run: RunDir, step: int, rewards: Sequence[float]) -> None:
+    """As a trainer leaves an evaluation behind."""
+    rows = [row(f"r{i:02d}") for i in range(len(rewards))]
+    groups = [Group(row=r, trajectories=[episode(r.row_id, reward)]) for r, reward in zip(rows, rewards, strict=True)]
+    run.append_metrics("eval", step, {"success": sum(rewards) / len(rewards)}, panel=panel_hash(rows))
+    run.write_trajectories("eval", step, groups)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """20 rows; of them 2 are solved at first, 4 after 5 steps, 14 after 10."""
+    made = RunDir.create(tmp_path / "run", CONFIG)
+    for step, solved in ((0, 2), (5, 4), (10, 14)):
+        evaluated(made, step, [float(i < solved) for i in range(20)])
+    return made
+
+
+def stored(path: Path, rewards: Mapping[str, float], **changes: object) -> Path:
+    outcomes = row_outcomes({name: [episode(name, reward)] for name, reward in rewards.items()}, success_reward=1.0)
+    subject = replace(SUBJECT, **changes)  # type: ignore[arg-type]
+    EvalRecord(subject=subject, outcomes=outcomes, metrics={"success": 0.5}).save(path)
+    return path
+
+
+def shown(places: Sequence[Path], *, measure: str = "success", step: str | None = None, name: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=40)
+    show_comparisons(find_sides(places, step=step, name=name), console, measure=measure)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_outcomes_by_hand() -> None:
+    attempts = by_row(
+        [
+            episode("a", 1.0, f1=0.5),
+            episode("b", 0.5),
+            episode("a", 0.0, attempt=1, f1=0.25),
+            episode("b", 1.0, attempt=1, failed=True, f1=1.0),
+        ]
+    )
+    assert row_outcomes(attempts, success_reward=0.5) == {
+        # success: 1 and 0; reward: 0.25 for the step, then 1 and 0; f1: 0.5 and 0.25
+        "a": {"success": 0.5, "reward": 0.75, "reward_part/f1": 0.375},
+        # the second attempt failed and counts 0 in everything; the first has no f1
+        "b": {"success": 0.5, "reward": 0.375, "reward_part/f1": 0.0},
+    }
+
+
+def test_before_and_after_training_are_told_apart(run: RunDir) -> None:
+    text = shown([run.path, run.path], step="first,last")
+    # 12 of 20 rows differ, all won: mean 0.6, variance 0.24 * 20 / 19, error 0.1124, t(19) = 2.093: +- 23.5 points
+    assert "B is better than A: +60.0 points of success, 95 % interval 36.5 to 83.5" in text
+    assert f"A  {run.path}, step 0\nB  {run.path}, step 10\n" in text  # not wrapped: paths are there to be copied
+    line = next(line for line in text.splitlines() if line.startswith("A -> B  success"))
+    assert line.split()[4:] == ["10.0", "70.0", "+60.0", "+36.5", "to", "+83.5", "12", "0", "8"]
+    assert "A is better than B: +60.0 points of success, 95 % interval 36.5 to 83.5" in shown(
+        [run.path, run.path], step="last,first"
+    )
+
+
+def test_two_rows_more_show_no_difference(run: RunDir) -> None:
+    text = shown([run.path, run.path], step="0,5")
+    assert "no difference shown, B against A: +10.0 points of success, 95 % interval -4.4 to 24.4" in text
+    assert "only 2 rows differ, and it takes 6" in text
+    assert "no difference shown, B against A: -10.0 points" in shown([run.path, run.path], step="5,0")
+
+
+def test_a_run_with_itself_is_no_different(run: RunDir) -> None:
+    assert "+0.0 points of success, 95 % interval 0.0 to 0.0; only 0 rows differ" in shown([run.path, run.path])
+
+
+def test_several_runs_are_each_compared_with_the_first(run: RunDir) -> None:
+    text = shown([run.path] * 3, step="0,5,10", measure="reward")
+    assert "no difference shown, B against A: +0.100 of reward" in text
+    assert "C is better than A: +0.600 of reward, 95 % interval 0.365 to 0.835" in text
+    assert [line.split("  ")[0] for line in text.splitlines() if "->" in line] == ["A -> B"] * 2 + ["A -> C"] * 2
+
+
+def test_files_and_runs_mix_and_named_evaluations_are_found(run: RunDir) -> None:
+    rewards = {f"r{i:02d}": float(i < 14) for i in range(20)}
+    panel = panel_hash([row(name) for name in rewards])
+    file = stored(run.evals / "best.json", rewards, panel=panel)
+    assert f"A  {run.path}, step 10\nB  {file}\n" in shown([run.path, file])
+    assert f"A  {file}\nB  {file}\n" in shown([run.path, run.path], name="best")
+    with pytest.raises(ConfigError, match=r"has no evaluation 'bset'. Did you mean 'best'\?"):
+        shown([run.path, run.path], name="bset")
+    with pytest.raises(ConfigError, match="is one evaluation: --step and --name choose among those of a run"):
+        shown([file, run.path], step="last")
+
+
+def test_other_rows_are_refused_with_both_panels(run: RunDir, tmp_path: Path) -> None:
+    other = RunDir.create(tmp_path / "other", CONFIG)
+    evaluated(other, 0, [1.0] * 19)
+    with pytest.raises(ConfigError, match=r"on panel \w{12} \(20 rows of 'test'\), B .* on panel \w{12} \(19 rows"):
+        shown([run.path, other.path])
+
+
+def test_a_side_that_lost_rows_is_refused(tmp_path: Path) -> None:
+    whole = stored(tmp_path / "whole.json", {"a": 1.0, "b": 0.0})
+    torn = stored(tmp_path / "torn.json", {"a": 1.0})
+    with pytest.raises(DataError, match="do not have the same rows: one is damaged"):
+        shown([whole, torn])
+    with pytest.raises(ConfigError, match="has a single row, which shows nothing"):
+        shown([torn, torn])
+
+
+def test_what_else_differs_is_said(tmp_path: Path) -> None:
+    rewards = {"a": 1.0, "b": 0.0}
+    hot = {**SUBJECT.settings, "temperature": 1.0}
+    greedy, sampled = stored(tmp_path / "a.json", rewards), stored(tmp_path / "b.json", rewards, settings=hot, seed=3)
+    note = "note: not evaluated in the same way: temperature 0.0 (A), 1.0 (B); seed 0 (A), 3 (B)"
+    assert note in shown([greedy, sampled])
+    other_seed = stored(tmp_path / "c.json", rewards, seed=3)
+    assert "note" not in shown([greedy, other_seed])  # greedy attempts have no use for a seed
+
+
+def test_steps_and_measures_that_do_not_exist_are_refused(run: RunDir) -> None:
+    two = [run.path, run.path]
+    for problem, message in (
+        ({"step": "7"}, r"--step 7: .* was evaluated at the steps 0, 5, 10; give one of them, first or last"),
+        ({"step": "frist"}, r"--step frist: .* was evaluated at the steps 0, 5, 10"),
+        ({"step": "0,5,10"}, r"give one step for all, or one for each of the 2 compared"),
+        ({"step": "0", "name": "best"}, r"--step is of evaluations made while training, --name of those made by eval"),
+        ({"measure": "sucess"}, r"there is no measure 'sucess'. Did you mean 'success'\?"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            shown(two, **problem)
+    with pytest.raises(ConfigError, match="to be compared with"):
+        shown([run.path])
+
+
+def test_a_run_without_evaluations_says_where_they_come_from(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    with pytest.raises(ConfigError, match=r"was never evaluated while it trained. Make one: agent-r1 eval"):
+        shown([run.path, run.path])
+    stored(run.evals / "later.json", {"a": 1.0})
+    with pytest.raises(ConfigError, match=r"It has these, made by eval: .*later\.json"):
+        shown([run.path, run.path])
+    run.append_metrics("eval", 0, {"success": 0.5})  # as versions without panels did
+    with pytest.raises(DataError, match="did not say which rows it evaluated"):
+        shown([run.path, run.path])
+
+
+def test_an_evaluation_round_trips_through_its_file(tmp_path: Path) -> None:
+    path = stored(tmp_path / "evals" / "a.json", {"ü": 1 / 3, "b": 0.0})
+    record = EvalRecord.load(path)
+    assert (record.subject, record.metrics) == (SUBJECT, {"success": 0.5})
+    assert record.outcomes["ü"]["reward"] == 1 / 3 + 0.25
+    assert record.mean_and_error("success") == (0.0, 0.0)
+    again = tmp_path / "again.json"
+    record.save(again)
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "outcomes": {}}'])
+def test_a_file_that_is_no_evaluation_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=r"x\.json is not an evaluation"):
+        EvalRecord.load(tmp_path / "x.json")
+
+
+def test_an_evaluation_takes_its_own_place_again_and_never_another_ones(tmp_path: Path) -> None:
+    def place(subject: Subject, name: str | None = None) -> str:
+        path = eval_file(tmp_path, subject, name=name, stem="step_000040")
+        EvalRecord(subject=subject, outcomes={"a": {"success": 1.0}}, metrics={}).save(path)
+        return path.name
+
+    other = replace(SUBJECT, panel="q")
+    assert [place(SUBJECT), place(SUBJECT), place(other), place(other)] == [
+        "step_000040.json",
+        "step_000040.json",
+        "step_000040-2.json",
+        "step_000040-2.json",
+    ]
+    assert place(SUBJECT, "best") == "best.json"
+    with pytest.raises(ConfigError, match=r"best\.json holds another evaluation: choose another --name"):
+        place(other, "best")
+    with pytest.raises(ConfigError, match="make a file name"):
+        place(other, "../x")
+
+
+def test_models_have_short_names_for_files() -> None:
+    names = [stem_of(model) for model in ("runs/x/checkpoints/step_000040", "Qwen/Qwen2.5-0.5B", "my runs/a b", "..")]
+    assert names == ["step_000040", "Qwen2.5-0.5B", "a-b", "model"]
+
+
+def test_comparing_needs_no_torch(run: RunDir) -> None:
+    words = json.dumps(["agent-r1", "compare", str(run.path), str(run.path), "--step", "first,last"])
+    code = (
+        f"import sys, json; sys.argv = json.loads({words!r})\nfrom agent_r1.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "B is better than A: +60.0 points of success" in done.stdout
