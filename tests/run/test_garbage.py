@@ -81,7 +81,7 @@ def test_parts_are_set_aside_while_a_run_plays_and_not_after_it(recipe: Path, tm
     assert len(counts) == 2 + 4 + 2  # held-out rows, attempts at a row, held-out rows
     assert min(counts) > 10_000  # modules, the model, the engine
     assert gc.get_freeze_count() == 0
-    run_eval(config, str(run.path), console(), config.eval)
+    run_eval(config, run, console())
     assert min(seen(recipe)) > 10_000
     assert gc.get_freeze_count() == 0
     run_sft(config, RunDir.create(tmp_path / "sft", config), console())

@@ -108,7 +108,7 @@ def test_packs_are_as_large_as_the_device_likes_unless_the_config_says(monkeypat
         return learner.max_tokens_per_pack, build_sft_learner(config, model, num_updates=1).max_tokens_per_pack
 
     assert sizes("model.device=cpu") == (8192, 8192)
-    assert sizes() == (32_768, 32_768)
+    assert sizes() == (131_072, 131_072)
     assert sizes("learner.max_tokens_per_pack=100") == (100, 100)
 
 
@@ -185,7 +185,7 @@ def test_a_run_with_adapters_resumes_exactly_and_leaves_a_plain_model(tmp_path: 
     # evaluated as any other model is, the last evaluation comes out again
     run = RunDir.open(tmp_path / "whole")
     last = [record for record in numbers(run.path) if record["kind"] == "eval"][-1]
-    again = run_eval(run.config, str(run.path), console(), run.config.eval)
+    again = run_eval(run.config, run, console())
     assert again.metrics["success"] == last["success"]
 
 

@@ -180,13 +180,13 @@ def test_the_kl_penalty_compares_with_the_initial_policy_also_after_resuming(tmp
 
 def test_evaluation_reports_success_with_its_error_and_pass_at_k(finished: Path) -> None:
     run = RunDir.open(finished)
-    settings = mini("eval.rows=5", "eval.samples=3", "eval.temperature=1.0").eval
-    result = run_eval(run.config, str(finished), console(), settings)
+    config = mini("eval.rows=5", "eval.samples=3", "eval.temperature=1.0")
+    result = run_eval(config, run, console())
     assert len(result.groups) == 5
     assert result.metrics["rows"] == 5
     assert result.metrics["samples"] == 3
     assert "pass@3" in result.metrics
-    again = run_eval(run.config, str(finished), console(), settings)
+    again = run_eval(config, run, console())
     assert again.metrics == result.metrics
 
 
@@ -197,6 +197,7 @@ def test_sft_writes_a_checkpoint_that_rl_can_start_from(tmp_path: Path) -> None:
     assert len(losses) == 4  # 8 demonstrations / 4 per update x 2 epochs
     assert losses[-1] < losses[0]
     assert path.name == "step_000004"
+    assert [record["step"] for record in numbers(tmp_path / "sft") if record["kind"] == "eval"] == [0, 4]
     outcome = trained(
         tmp_path / "rl", f"model.path={tmp_path / 'sft'}", "model.make=null", "sft.demos=null", "trainer.steps=1"
     )

@@ -1,0 +1,146 @@
+"""What is asked, who plays it and how it is judged: the rows, tools, env, flow and reward that a recipe names.
+
+Names become objects here (`resolve.py` finds them), and are called with what the config says. No model is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any
+
+from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
+from agent_r1.agent.flow import AgentFlowBase, flow_class
+from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.config import RunConfig
+from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
+from agent_r1.rollout.reward import Scorer, check_reward_signature
+from agent_r1.run.resolve import import_recipe, recipe_folder, resolve
+from agent_r1.tasks.rows import load_rows
+from agent_r1.types import TaskRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is asked, who plays it, how it is judged: everything of a recipe except the model."""
+
+    train_rows: Callable[[], list[TaskRow]]  # read when needed: evaluation and chat never do
+    test_rows: Callable[[], list[TaskRow]]
+    make_flow: Callable[[TaskRow], AgentFlowBase]
+    scorer: Scorer
+    success_reward: float
+
+
+def build_task(config: RunConfig) -> Task:
+    task, folder = config.task, recipe_folder(config.recipe)
+    import_recipe(config.recipe)
+    source = task.rows if is_data_source(task.rows) else _rows_function(config)
+    _check_data_path(config)
+    reward = resolve(task.reward, recipe=config.recipe)
+    check_reward_signature(reward, task.reward)
+    return Task(
+        train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count, beside=folder),
+        test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows, beside=folder),
+        make_flow=_flow_maker(config),
+        scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
+        success_reward=task.success_reward,
+    )
+
+
+def _flow_maker(config: RunConfig) -> Callable[[TaskRow], AgentFlowBase]:
+    task = config.task
+    tools = _tools(config)
+    default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
+    default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
+    for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
+    base_kwargs = {**task.env_kwargs, **({"tools": tools} if tools else {})}
+
+    def make_row_env(row: TaskRow) -> AgentEnv:
+        kwargs = merge_env_kwargs(base_kwargs, row)
+        env_type = kwargs.pop("env_type", None)
+        return make_env(env_class(env_type) if env_type else default_env, env_type or task.env, kwargs)
+
+    def make_flow(row: TaskRow) -> AgentFlowBase:
+        flow = flow_class(row.agent_name) if row.agent_name else default_flow
+        made: AgentFlowBase = flow(make_row_env)
+        return made
+
+    return make_flow
+
+
+def _tools(config: RunConfig) -> list[BaseTool]:
+    names, settings = config.task.tools, dict(config.task.tool_kwargs)
+    found: list[Any] = [resolve(name, recipe=config.recipe) if "." in name else get_tool(name) for name in names]
+    made = [_tool(name, tool, settings) for name, tool in zip(names, found, strict=True)]
+    if settings:
+        classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
+        name = next(iter(settings))
+        raise ConfigError(
+            f"task.tool_kwargs has settings for {name!r}, and task.tools has no class of that name."
+            f"{did_you_mean(name, classes)}"
+        )
+    return made
+
+
+def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool:
+    """Takes what it uses out of `settings`."""
+    if isinstance(found, type) and issubclass(found, BaseTool):
+        kwargs = settings.pop(getattr(found, "name", name), {})
+        try:
+            inspect.signature(found).bind(**kwargs)
+            return get_tool(found(**kwargs))
+        except AgentR1Error:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"task.tool_kwargs: {found.__name__} cannot be made with {kwargs}: {error}") from error
+    if not isinstance(found, BaseTool):
+        raise ConfigError(f"task.tools: {name!r} is {found!r}, not a tool; put @tool on the function")
+    return found
+
+
+def is_data_source(rows: str) -> bool:
+    return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl")) or "/" in rows
+
+
+def _rows_function(config: RunConfig) -> Callable[..., Any]:
+    """`count` is given where the config has one; where it has none, the function's own default holds."""
+    for count in (config.task.train_count, config.eval.rows):
+        check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
+    return recipe_function(config.task.rows, config)
+
+
+def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
+    """A function of the recipe that makes rows or demonstrations. One with a parameter `path` is told where the data
+    are (`data.path`)."""
+    found: Callable[..., Any] = resolve(name, recipe=config.recipe)
+    return update_wrapper(partial(found, path=config.data.path), found) if _takes_path(found) else found
+
+
+def _takes_path(function: Any) -> bool:
+    return callable(function) and "path" in inspect.signature(function).parameters
+
+
+def _check_data_path(config: RunConfig) -> None:
+    names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
+    if config.data.path is None or any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
+        return
+    raise ConfigError(
+        f"data.path={config.data.path!r} does nothing here: neither task.rows nor sft.demos is a function with a "
+        "parameter path"
+    )
+
+
+def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
+    """Say before the run that a function of the recipe cannot be called the way it will be."""
+    found = recipe_function(name, config)
+    call = f"{name.rpartition('.')[2]}({', '.join(f'{keyword}=...' for keyword in keywords)})"
+    if not callable(found):
+        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called as {call}")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting}={name!r} cannot be called as {call}: {error}") from error

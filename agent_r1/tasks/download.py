@@ -1,0 +1,68 @@
+"""Public data files, fetched once and checked.
+
+A file is complete or not there: it is written beside its place, checked against its hash and renamed. Recipes say what
+they need; whoever has a copy of their own points `data.path` at it and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from agent_r1.errors import DataError
+
+Report = Callable[[str], None]
+
+SECONDS_TO_CONNECT = 20.0
+SECONDS_WITHOUT_DATA = 60.0
+MIB = 2**20
+MIB_PER_LINE = 16
+
+
+def data_dir(name: str) -> Path:
+    """Where the data of a recipe are kept: $AGENT_R1_DATA/NAME, or NAME in the user's cache."""
+    root = os.environ.get("AGENT_R1_DATA")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(root).expanduser() if root else cache / "agent-r1" / "data") / name
+
+
+def fetch(url: str, to: Path, *, sha256: str, report: Report) -> Path:
+    """The file at `to`, downloaded unless it is there. `DataError` if it cannot be had, or is not the right one."""
+    if to.exists():
+        return to
+    to.parent.mkdir(parents=True, exist_ok=True)
+    part = to.with_name(f".{to.name}.{os.getpid()}.part")
+    try:
+        digest = _download(url, part, report)
+        if digest != sha256:
+            raise DataError(f"{url} has sha256 {digest}, and {sha256} was expected: it has changed, or was cut off")
+        part.replace(to)
+    except httpx.HTTPError as error:
+        raise DataError(
+            f"cannot fetch {url} ({type(error).__name__}: {error}). Without a network, put that file at {to}, or set "
+            "data.path to a folder that holds the recipe's data"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return to
+
+
+def _download(url: str, to: Path, report: Report) -> str:
+    digest, size = hashlib.sha256(), 0
+    timeout = httpx.Timeout(SECONDS_WITHOUT_DATA, connect=SECONDS_TO_CONNECT)
+    with httpx.stream("GET", url, follow_redirects=True, timeout=timeout) as response, to.open("wb") as file:
+        response.raise_for_status()
+        total = int(response.headers.get("content-length", 0))
+        of = f" of {total / MIB:.1f}" if total else ""
+        report(f"fetching {url}")
+        for chunk in response.iter_bytes():
+            digest.update(chunk)
+            file.write(chunk)
+            if (size + len(chunk)) // (MIB_PER_LINE * MIB) > size // (MIB_PER_LINE * MIB):
+                report(f"  {(size + len(chunk)) / MIB:.1f}{of} MiB")
+            size += len(chunk)
+    return digest.hexdigest()

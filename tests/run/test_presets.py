@@ -1,0 +1,121 @@
+"""Presets: YAML files beside a recipe's own that change a part of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_r1.config import RECIPES, bundled_presets, bundled_recipes, load_config, recipe_file, recipe_name
+from agent_r1.errors import ConfigError
+from agent_r1.run.build import build_plan
+from agent_r1.run.resolve import recipe_folder, resolve
+from agent_r1.run.run_dir import RunDir, new_run_path
+
+BASE = """
+task: {rows: task.rows, reward: task.reward, tools: [task.a, task.b], env_kwargs: {deep: {one: 1, two: 2}}}
+model: {path: some/model, chat_template: chatml_tools}
+trainer: {steps: 60, eval_every: 20}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE, encoding="utf-8")
+    return tmp_path
+
+
+def preset(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_a_preset_changes_what_it_names_and_keeps_the_rest(folder: Path) -> None:
+    changes = "task: {tools: [task.c], env_kwargs: {deep: {two: 3}}}\nmodel: {chat_template: null}\ntrainer: {steps: 2}"
+    made = load_config(preset(folder, f"base: base.yaml\n{changes}"))
+    assert (made.trainer.steps, made.trainer.eval_every) == (2, 20)
+    assert made.task.tools == ["task.c"]  # lists are replaced
+    assert made.task.env_kwargs == {"deep": {"one": 1, "two": 3}}  # mappings are merged, however deep
+    assert (made.model.path, made.model.chat_template) == ("some/model", None)  # null takes a setting away
+    assert load_config(str(folder)).trainer.steps == 60
+
+
+def test_overrides_win_over_the_preset_and_the_preset_over_its_base(folder: Path) -> None:
+    small = preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
+    assert load_config(small).trainer.steps == 2
+    assert load_config(small, ["trainer.steps=3"]).trainer.steps == 3
+
+
+def test_a_preset_is_of_a_whole_description_not_of_another_preset(folder: Path) -> None:
+    preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
+    with pytest.raises(ConfigError, match="its base 'mine.yaml' has a base itself"):
+        load_config(preset(folder, "base: mine.yaml\nseed: 7", "smaller.yaml"))
+
+
+def test_a_preset_may_take_away_what_settings_of_its_base_belong_to(folder: Path) -> None:
+    with_demos = "sft: {demos: task.demos, count: 3}"
+    base = folder / "base.yaml"
+    base.write_text(f"{base.read_text(encoding='utf-8')}\n{with_demos}\n", encoding="utf-8")
+    assert load_config(preset(folder, "base: base.yaml\nsft: {demos: null}")).sft.demos is None
+
+
+@pytest.mark.parametrize("base", ["mine.yaml", "none.yaml", "../base.yml", "[base.yaml]"])
+def test_a_base_is_another_file_that_is_there(folder: Path, base: str) -> None:
+    with pytest.raises(ConfigError, match="must name another YAML file in the same folder"):
+        load_config(preset(folder, f"base: {base}\ntrainer: {{steps: 2}}"))
+
+
+def test_what_is_wrong_in_a_preset_is_found_like_anywhere_else(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer has no field 'step'\. Did you mean 'steps'"):
+        load_config(preset(folder, "base: base.yaml\ntrainer: {step: 2}"))
+
+
+def test_bundled_presets_go_by_recipe_and_name() -> None:
+    assert recipe_file("gsm8k_tool/tiny") == RECIPES / "gsm8k_tool" / "tiny.yaml"
+    assert {"gsm8k_tool/oracle", "gsm8k_tool/tiny"} <= set(bundled_presets("gsm8k_tool"))
+    assert not any(name.endswith("/base") for name in bundled_presets("gsm8k_tool"))
+    assert bundled_presets("quickstart") == []
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe 'gsm8k_tool/tny'\. Did you mean 'gsm8k_tool/tiny'\?"):
+        load_config("gsm8k_tool/tny")
+    with pytest.raises(ConfigError, match="gsm8k_tool/oracle, gsm8k_tool/qwen2_5_1_5b, gsm8k_tool/qwen3_4b"):
+        load_config("gsm8k_tool/none")
+
+
+@pytest.mark.parametrize("name", [name for recipe in bundled_recipes() for name in (recipe, *bundled_presets(recipe))])
+def test_every_bundled_preset_can_be_read_and_what_it_names_exists(name: str) -> None:
+    config = load_config(name)
+    assert config.recipe == name
+    named = [config.task.reward, config.task.rows, *config.task.tools, config.sft.demos, config.model.make]
+    for dotted in filter(None, named):
+        resolve(dotted, recipe=name)
+
+
+def test_the_page_about_recipes_lists_all_of_them_with_their_presets() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    listed = {}
+    for line in lines:
+        if found := re.match(r"\| \[`(\w+)`\]\(.*\| ([^|]*) \|$", line):
+            listed[found[1]] = {f"{found[1]}/{name}" for name in re.findall(r"`(\w+)`", found[2])}
+    assert listed == {recipe: set(bundled_presets(recipe)) for recipe in bundled_recipes()}
+
+
+def test_a_run_of_a_preset_finds_its_recipe_again(tmp_path: Path) -> None:
+    config = load_config("gsm8k_tool/tiny")
+    run = RunDir.create(tmp_path / "run", config)
+    again = RunDir.open(run.path).config
+    assert again == config
+    assert again.recipe == "gsm8k_tool/tiny"
+    assert recipe_folder(again.recipe) == (RECIPES / "gsm8k_tool").resolve()
+    assert recipe_name(again.recipe) == "gsm8k_tool"
+    assert new_run_path(again, tmp_path).name.startswith("gsm8k_tool-")  # no slash in the name of a folder
+    assert len(build_plan(again, resume=True).train_rows) == 16
+
+
+def test_a_preset_of_ones_own_finds_its_folder_again(folder: Path) -> None:
+    config = load_config(preset(folder, "base: base.yaml"))
+    assert Path(config.recipe) == folder / "mine.yaml"
+    assert recipe_folder(config.recipe) == folder.resolve()

@@ -1,0 +1,214 @@
+"""What a recipe names, made as its settings say: tools that are classes, and data that lie where they are kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_r1.agent.flow import AgentEnvLoop
+from agent_r1.cli import main
+from agent_r1.config import RunConfig, load_config
+from agent_r1.errors import ConfigError
+from agent_r1.run.build import build_plan
+from agent_r1.run.data import prepare_data
+from agent_r1.run.task import build_task, recipe_function
+
+TASK = '''
+from agent_r1.agent import BaseTool, tool
+
+class Scale(BaseTool):
+    """Multiplies."""
+    name = "scale"
+    description = "Multiply a number."
+    parameters = {"type": "object", "properties": {"number": {"type": "number"}}, "required": ["number"]}
+
+    def __init__(self, *, factor, offset=0):
+        if factor == 0:
+            raise ValueError("factor must not be 0")
+        self.factor, self.offset = factor, offset
+
+    async def execute(self, args, **context):
+        return str(args["number"] * self.factor + self.offset)
+
+@tool
+def shout(text: str) -> str:
+    """Say it loudly."""
+    return text.upper()
+
+class NoTool:
+    pass
+
+def rows(split, count=3):
+    return [{"prompt": f"{split} {index}"} for index in range(count)]
+
+def kept_rows(split, count=3, path=None):
+    return [{"prompt": f"{split} {index} of {path}"} for index in range(count)]
+
+def demos(count, seed): ...
+
+def kept_demos(count, seed, path=None):
+    return (count, seed, path)
+
+def reward(row, trajectory): return 0.0
+'''
+DATA = """
+FOLDER = "mine"
+
+def prepare(directory, report):
+    directory.mkdir(parents=True)
+    (directory / "rows.txt").write_text("all of them")
+    report("one file written")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "recipe"
+    made.mkdir()
+    (made / "base.yaml").write_text(
+        "task: {rows: task.rows, reward: task.reward, tools: [task.shout]}\nmodel: {path: a/b}\n", encoding="utf-8"
+    )
+    (made / "task.py").write_text(TASK, encoding="utf-8")
+    return made
+
+
+def config(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(str(folder), overrides)
+
+
+def tools(settings: RunConfig) -> dict[str, Any]:
+    """The tools that a row is played with, by name."""
+    task = build_task(settings)
+    [row] = task.test_rows()[:1]
+    flow = task.make_flow(row)
+    assert isinstance(flow, AgentEnvLoop)
+    found: dict[str, Any] = flow.make_env(row)._tools  # type: ignore[attr-defined]
+    return found
+
+
+# Tools
+
+
+def test_a_class_is_made_with_its_settings(folder: Path) -> None:
+    given = config(folder, "task.tools=[task.shout,task.Scale]", "task.tool_kwargs={scale: {factor: 3, offset: 1}}")
+    made = tools(given)
+    assert list(made) == ["shout", "scale"]
+    assert (made["scale"].factor, made["scale"].offset) == (3, 1)
+
+
+def test_all_episodes_share_one_tool(folder: Path) -> None:
+    task = build_task(config(folder, "task.tools=[task.Scale]", "task.tool_kwargs.scale.factor=3"))
+    envs = [flow.make_env(row) for row in task.test_rows() if isinstance(flow := task.make_flow(row), AgentEnvLoop)]
+    assert len({id(env._tools["scale"]) for env in envs}) == 1  # type: ignore[attr-defined]
+
+
+def test_the_settings_of_the_config_are_left_as_they_are(folder: Path) -> None:
+    given = config(folder, "task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 3}}")
+    tools(given)
+    tools(given)  # a second time
+    assert given.task.tool_kwargs == {"scale": {"factor": 3}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["task.tools=[task.Scale]", "task.tool_kwargs={scal: {factor: 3}, scale: {factor: 3}}"],
+            r"task\.tool_kwargs has settings for 'scal', and task\.tools has no class of that name\. "
+            r"Did you mean 'scale'\?",
+        ),
+        (["task.tool_kwargs={shout: {loud: true}}"], "settings for 'shout', and task.tools has no class of that name"),
+        (
+            ["task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 3, factr: 4}}"],
+            r"task\.tool_kwargs: Scale cannot be made with .*: got an unexpected keyword argument 'factr'",
+        ),
+        (["task.tools=[task.Scale]"], r"task\.tool_kwargs: .*missing a required .*argument: 'factor'"),
+        (["task.tools=[task.NoTool]"], r"task\.tools: 'task\.NoTool' is <class .*>, not a tool"),
+        (["task.tools=[task.reward]"], r"task\.tools: 'task\.reward' is <function .*>, not a tool; put @tool on"),
+        (["task.tools=[task.Scal]"], r"task has no 'Scal'\. Did you mean 'Scale'"),
+        (["task.tools=[nobody]"], "unknown tool 'nobody'"),
+    ],
+)
+def test_settings_that_no_tool_takes_are_errors(folder: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_plan(config(folder, *overrides))
+
+
+def test_what_a_tool_itself_refuses_is_told_as_it_says(folder: Path) -> None:
+    with pytest.raises(ValueError, match="factor must not be 0"):
+        build_plan(config(folder, "task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 0}}"))
+
+
+# Data
+
+
+def test_functions_with_a_parameter_path_are_told_where_the_data_are(folder: Path) -> None:
+    given = config(folder, "task.rows=task.kept_rows", "sft.demos=task.kept_demos", "data.path=/my/data", "eval.rows=1")
+    [row] = build_task(given).test_rows()
+    assert row.prompt[0]["content"] == "test 0 of /my/data"
+    assert recipe_function("task.kept_demos", given)(count=2, seed=0) == (2, 0, "/my/data")
+    without = config(folder, "task.rows=task.kept_rows", "eval.rows=1")
+    assert build_task(without).test_rows()[0].prompt[0]["content"] == "test 0 of None"
+
+
+@pytest.mark.parametrize("taker", ["task.rows=task.kept_rows", "sft.demos=task.kept_demos"])
+def test_one_that_takes_the_path_is_enough(folder: Path, taker: str) -> None:
+    build_task(config(folder, taker, "data.path=/my/data"))
+
+
+@pytest.mark.parametrize("overrides", [[], ["sft.demos=task.demos"], ["task.rows='{split}.jsonl'"]])
+def test_a_path_that_nobody_takes_is_an_error(folder: Path, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path='/my/data' does nothing here"):
+        build_task(config(folder, *overrides, "data.path=/my/data"))
+
+
+def test_a_recipes_data_are_prepared_where_they_will_be_looked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
+    (folder / "data.py").write_text(DATA, encoding="utf-8")
+    said: list[str] = []
+    assert prepare_data(str(folder), None, said.append) == tmp_path / "data" / "mine"
+    assert (tmp_path / "data" / "mine" / "rows.txt").read_text() == "all of them"
+    assert said == ["one file written"]
+
+
+Typed = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """The exit code of a command, and all that it printed."""
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agent-r1", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        printed = capsys.readouterr()
+        return end.value.code, printed.out + printed.err
+
+    return call
+
+
+def test_the_command_puts_data_where_it_is_told_and_says_how_to_use_them(
+    folder: Path, tmp_path: Path, typed: Typed
+) -> None:
+    (folder / "data.py").write_text(DATA, encoding="utf-8")
+    code, printed = typed("data", "recipe", str(folder), "--to", str(tmp_path / "here"))
+    assert code == 0
+    assert (tmp_path / "here" / "rows.txt").is_file()
+    assert "one file written" in printed
+    assert f"train {folder} data.path={tmp_path / 'here'}" in printed
+
+
+def test_a_recipe_without_data_says_so(folder: Path, typed: Typed) -> None:
+    code, printed = typed("data", "recipe", str(folder))
+    assert code != 0
+    assert f"{folder} has no data to fetch: there is no data.py in" in printed
+    with pytest.raises(ConfigError, match="quickstart has no data to fetch"):
+        prepare_data("quickstart", None, print)
