@@ -1,0 +1,1 @@
+"""A sandbox for untrusted Python, and the tool "python" over it. Levels of isolation: `levels.py`."""

@@ -1,0 +1,173 @@
+"""How a process gives up what it could do: a small file system, namespaces of its own, limits, filtered system calls.
+
+Two steps. The zygote confines itself once (`enter`): a read-only view of the file system, no network, no privileges. A
+run, forked from it, goes further (`confine_run`): user, process, network and mount namespaces that it shares with
+nobody, an empty /tmp of its own, limits, no capabilities, and a filter on system calls. The kernel ends every process
+of a process namespace with its first one, so when a run is over nothing of it is left.
+
+What is to be seen and how much is allowed is decided by whoever starts the zygote, and arrives as `Orders`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+
+from agent_r1.tools.python.inside import kernel
+
+NOBODY = 65534  # who root becomes: the kernel counts no processes of root
+MIB = 1 << 20
+APART = kernel.NEW_NS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
+NEW_ROOT = "/tmp"  # where the view is put together; any folder that surely exists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the host asks of a zygote; travels as JSON."""
+
+    isolated: bool  # False: limits only
+    build_view: bool  # False: bubblewrap has done it
+    folders: list[tuple[str, str]]  # of the host, and where they are seen
+    links: list[tuple[str, str]]  # target, place
+    preload: list[str]  # modules imported once, for all runs
+    warm_up: list[str]  # our own programs, run once: what they make libraries load and remember, every run has
+    search: list[str]  # where they are found
+    cpu_seconds: int
+    session_cpu_seconds: int
+    memory_mb: int
+    processes: int
+    file_mb: int
+    open_files: int
+    scratch_mb: int
+    proc: int  # a descriptor of the host's /proc: the view has none
+    control: int  # a descriptor of the socket that requests come from
+
+
+def enter(orders: Orders) -> None:
+    """Confine the zygote. Returns in the first process of a new process namespace; the caller's waits for its end."""
+    uid, gid = os.getuid(), os.getgid()
+    if orders.build_view:
+        kernel.unshare(APART if uid == 0 else APART | kernel.NEW_USER)
+        if uid != 0:
+            _map_user(orders.proc, uid, gid)
+        _build_view(orders)
+    if uid == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        kernel.own_proc_files()
+        uid, gid = NOBODY, NOBODY
+    # A user namespace, too: only its owner may make process namespaces, one for each run.
+    kernel.unshare(kernel.NEW_USER | kernel.NEW_PID)
+    _map_user(orders.proc, uid, gid)
+    inner = os.fork()
+    if inner:
+        os.close(orders.control)  # or the end of the host would go unnoticed
+        _, status = os.waitpid(inner, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    kernel.die_with_parent(signal.SIGKILL)
+
+
+def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
+    """Confine the process of one run. It is the first of a process namespace already (see `zygote.py`)."""
+    os.setsid()  # a process group reaches out of a process namespace: kill(0) would hit the zygote and other runs
+    if orders.isolated:
+        uid, gid = os.getuid(), os.getgid()
+        # A user namespace for each run: the kernel counts processes per user and user namespace.
+        kernel.unshare(APART | kernel.NEW_USER)
+        _map_user(orders.proc, uid, gid)
+        options = f"size={orders.scratch_mb}m,nr_inodes=4096,mode=0700"
+        kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        os.chdir("/tmp")
+    _write(orders.proc, "self/oom_score_adj", "1000")  # if memory runs out, this is what has to go
+    os.close(orders.proc)
+    _set_limits(orders, base_bytes, session)
+    kernel.no_new_privileges()
+    if orders.isolated:
+        kernel.drop_capabilities()
+        kernel.filter_system_calls()
+
+
+def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
+    limits = {
+        resource.RLIMIT_AS: base_bytes + orders.memory_mb * MIB,
+        resource.RLIMIT_CPU: orders.session_cpu_seconds if session else orders.cpu_seconds,
+        resource.RLIMIT_FSIZE: orders.file_mb * MIB,
+        resource.RLIMIT_NOFILE: orders.open_files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    if orders.isolated:  # elsewhere it would count all processes of the user
+        limits[resource.RLIMIT_NPROC] = orders.processes
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+
+
+def _build_view(orders: Orders) -> None:
+    """A root with nothing in it but what the orders name, read-only."""
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    # Sources are held open while they can still be reached: the new root may cover a part of where they are.
+    held = [(os.open(source, os.O_PATH), place) for source, place in orders.folders]
+    kernel.mount("tmpfs", NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
+    for fd, place in held:
+        target = NEW_ROOT + place
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        kernel.mount(f"/proc/self/fd/{fd}", target, "", kernel.MS_BIND | kernel.MS_REC)
+        device = kernel.NO_DEV if not place.startswith("/dev/") else 0
+        kernel.restrict_mount(target, kernel.READ_ONLY | kernel.NO_SUID | device)
+        os.close(fd)
+    for target, place in orders.links:
+        os.makedirs(os.path.dirname(NEW_ROOT + place), exist_ok=True)
+        os.symlink(target, NEW_ROOT + place)
+    os.makedirs(NEW_ROOT + "/tmp", exist_ok=True)
+    kernel.change_root(NEW_ROOT)
+    kernel.restrict_mount("/", kernel.READ_ONLY)
+
+
+def _map_user(proc: int, uid: int, gid: int) -> None:
+    """Be, in the new user namespace, who one was outside. Without this no file could be made there."""
+    _write(proc, "self/setgroups", "deny")
+    _write(proc, "self/uid_map", f"{uid} {uid} 1")
+    _write(proc, "self/gid_map", f"{gid} {gid} 1")
+
+
+def _write(proc: int, name: str, text: str) -> None:
+    fd = os.open(name, os.O_WRONLY, dir_fd=proc)
+    try:
+        os.write(fd, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"writing {text!r} to /proc/{name}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def own_bytes(proc: int) -> int:
+    """The address space that this process takes now."""
+    fd = os.open("self/statm", os.O_RDONLY, dir_fd=proc)
+    try:
+        return int(os.read(fd, 200).split()[0]) * resource.getpagesize()
+    finally:
+        os.close(fd)
+
+
+def threads(proc: int) -> int:
+    fd = os.open("self/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+    try:
+        return len(os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
+def load_all(orders: Orders) -> None:
+    sys.path[:0] = orders.search
+    for name in orders.preload:
+        __import__(name)
+    for program in orders.warm_up:
+        exec(program, {})

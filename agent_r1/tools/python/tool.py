@@ -1,0 +1,88 @@
+"""`PythonTool`, the tool "python" over a sandbox, and `PythonEnv`, in which its variables last for an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from agent_r1.agent.tool import BaseTool, ToolError, ToolResult
+from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.errors import ConfigError
+from agent_r1.tools.python.limits import Limits, Outcome
+from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
+
+QUEUE_SECONDS = 600.0  # a call may wait for its turn; its own time starts when it runs
+DEFAULTS = Limits()
+NOTHING = "(no output; print what you want to see)"
+
+
+class PythonTool(BaseTool):
+    """Runs the code it is sent in a sandbox. `execute` takes `session` from its env, never from the model."""
+
+    name = "python"
+    parameters: dict[str, Any] = {  # noqa: RUF012 (as BaseTool has it)
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The program. What it prints is the answer."}},
+        "required": ["code"],
+    }
+
+    def __init__(
+        self,
+        *,
+        level: str = "auto",  # bubblewrap, namespaces, monty, process; auto: the strongest that isolates
+        seconds: float = DEFAULTS.seconds,
+        memory_mb: int = DEFAULTS.memory_mb,
+        processes: int = DEFAULTS.processes,
+        output_chars: int = 4000,
+        libraries: Sequence[str] = LIBRARIES,
+        slots: int | None = None,
+    ) -> None:
+        limits = Limits(
+            seconds=seconds,
+            cpu_seconds=int(seconds) + 1,
+            memory_mb=memory_mb,
+            processes=processes,
+            output_chars=output_chars,
+        )
+        self.sandbox = Sandbox(level=level, limits=limits, libraries=libraries, slots=slots)
+        self.timeout = QUEUE_SECONDS + seconds
+        offered = f" {', '.join(libraries)} are installed." if libraries else ""
+        self.description = (
+            f"Run a Python program of at most {seconds:g} seconds and read what it prints. The value of a last line "
+            f"that is an expression is printed, too. No network, no files.{offered}"
+        )
+
+    async def execute(self, args: dict[str, Any], session: str | None = None) -> ToolResult:  # type: ignore[override]
+        outcome = await self.sandbox.run(args["code"], session=session)
+        if outcome.error is not None:
+            raise ToolError(as_text(outcome))
+        return ToolResult(as_text(outcome), info={"seconds": round(outcome.seconds, 4)})
+
+
+def as_text(outcome: Outcome) -> str:
+    """What the model reads: what was printed, then what went wrong."""
+    parts = [outcome.stdout.rstrip("\n"), outcome.error or ""]
+    return "\n".join(part for part in parts if part) or NOTHING
+
+
+@ToolEnv.register("python")
+class PythonEnv(ToolEnv):
+    """A `ToolEnv` whose "python" keeps its variables from call to call until the episode ends."""
+
+    def __init__(
+        self, *, tools: Sequence[str | BaseTool], tools_kwargs: Mapping[str, Any] | None = None, **settings: Any
+    ):
+        python = [tool for tool in tools if isinstance(tool, PythonTool)]
+        if len(python) != 1:
+            raise ConfigError(f"PythonEnv needs one PythonTool among its tools, got {len(python)}")
+        self._python = python[0]
+        self._session = uuid4().hex
+        given = dict(tools_kwargs or {})
+        given["python"] = {**given.get("python", {}), "session": self._session}
+        # One call after the other: they share variables.
+        super().__init__(tools=tools, tools_kwargs=given, parallel=False, **settings)
+
+    async def close(self) -> None:
+        await self._python.sandbox.release(self._session)
+        await super().close()

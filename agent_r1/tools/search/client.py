@@ -1,0 +1,158 @@
+"""Asking a search server: one request per batch, repeated while the server is busy or gone for a moment.
+
+    async with SearchClient("http://localhost:8100") as client:
+        results = await client.search(["Who founded the band?"], top_k=5)
+
+What may pass (no connection, no answer in time, 429, 502, 503, 504) is tried again after growing waits, at least as
+long as the server asks for; what will not (any other refusal) is raised at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Sequence
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.tools.search.index import Hit
+from agent_r1.tools.search.wire import read_results
+
+BUSY = (429, 502, 503, 504)
+MAX_SHOWN_CHARS = 300  # of a server's text in an error
+
+_JITTER = random.Random()  # its own stream: waiting must not change what a seeded run samples
+
+
+class SearchError(AgentR1Error, RuntimeError):
+    """A search server did not give the answer it was asked for."""
+
+
+class SearchRefused(SearchError):
+    """The server says no, and would say so again."""
+
+
+class SearchUnavailable(SearchError):
+    """Every attempt failed in a way that may pass."""
+
+
+class _Failed(Exception):
+    """One attempt failed; the next may not."""
+
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait  # seconds the server asks for
+
+
+class SearchClient:
+    """A connection pool to one server; used inside `async with`, in one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        seconds_per_attempt: float = 10.0,
+        attempts: int = 5,
+        backoff_seconds: float = 0.2,
+        max_wait: float = 10.0,  # seconds; a server that asks for a longer wait is taken to mean no
+        max_connections: int = 100,
+    ) -> None:
+        self.url = check_url(url)
+        if attempts < 1 or seconds_per_attempt <= 0 or backoff_seconds < 0:
+            raise ConfigError(
+                "SearchClient needs attempts of at least 1, positive seconds_per_attempt and no negative "
+                f"backoff_seconds: got {attempts}, {seconds_per_attempt} and {backoff_seconds}"
+            )
+        self._seconds, self._attempts, self._backoff, self._max_wait = (
+            seconds_per_attempt, attempts, backoff_seconds, max_wait,
+        )  # fmt: skip
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=seconds_per_attempt,
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            verify=_certificates(),
+            trust_env=False,  # search servers stand in one's own network, proxies at its edge
+        )
+
+    async def __aenter__(self) -> SearchClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def search(self, queries: Sequence[str], top_k: int, kind: str | None = None) -> list[list[Hit]]:
+        if not queries:
+            return []
+        body = {"queries": list(queries), "top_k": top_k} | ({} if kind is None else {"kind": kind})
+        answer = await self._asked("POST", "/search", json=body)
+        try:
+            return read_results(answer.json(), len(queries))
+        except ValueError as error:
+            raise SearchRefused(f"{self.url}/search: {error}: {_shown(answer)}") from error
+
+    async def health(self) -> dict[str, Any]:
+        """What the server says about itself."""
+        answer: dict[str, Any] = (await self._asked("GET", "/health")).json()
+        return answer
+
+    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+        for number in range(self._attempts):
+            try:
+                return await self._attempt(method, path, **request)
+            except _Failed as failure:
+                if number + 1 == self._attempts:
+                    tried = f"{self._attempts} attempt{'s' if self._attempts > 1 else ''}"
+                    raise SearchUnavailable(f"{self.url}{path}: no answer after {tried}; the last: {failure}") from None
+                # Never all at once again: those that failed together would only fail together once more.
+                await asyncio.sleep(max(failure.wait, self._backoff * 2**number) * _JITTER.uniform(1.0, 1.5))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            # httpx limits each read on its own: a server that drips bytes would hold on for ever.
+            async with asyncio.timeout(self._seconds):
+                answer = await self._http.request(method, path, **request)
+        except TimeoutError:
+            raise _Failed(f"nothing within {self._seconds:g} s") from None
+        except httpx.RequestError as error:
+            raise _Failed(f"{type(error).__name__}: {error}") from error
+        if answer.status_code == 200:
+            return answer
+        said = f"{self.url}{path} answered {answer.status_code}: {_shown(answer)}"
+        wait = _retry_after(answer)
+        if answer.status_code in BUSY and wait <= self._max_wait:
+            raise _Failed(said, wait)
+        raise SearchRefused(said)
+
+
+def check_url(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"a search server is named like http://localhost:8100: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.path.rstrip("/").endswith("/search"):
+        raise ConfigError(f"a search server is named like http://localhost:8100, without /search: got {url!r}")
+    return url.rstrip("/")
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    try:
+        return max(0.0, float(answer.headers.get("Retry-After", "0")))
+    except ValueError:  # a date: rare, and clocks differ; the backoff has to do
+        return 0.0
+
+
+def _shown(answer: httpx.Response) -> str:
+    return repr(answer.text[:MAX_SHOWN_CHARS])
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes longer than a search; all clients of the process share it

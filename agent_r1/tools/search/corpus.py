@@ -1,0 +1,137 @@
+"""Passages: what can be found. Files in, one Arrow file out that any number of processes map into memory.
+
+A passage is read from disk when it is looked at, so opening a corpus costs the same whatever its size. Passages keep
+the order they were given in; their place in it is what the rankers know them by. Not known here: how anything is found.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agent_r1.errors import DataError
+from agent_r1.tools.search.progress import Report, Reporter
+
+ROWS_PER_BATCH = 4096
+_SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    passage_id: str  # unique in its corpus
+    title: str
+    text: str
+
+
+def read_passages(paths: Sequence[Path]) -> Iterator[Passage]:
+    """All passages of .jsonl, .jsonl.gz and .parquet files with the columns title, text and, optionally, id.
+
+    A passage without an id is called after its file and its place in it.
+    """
+    for path in paths:
+        for index, record in enumerate(_records(path)):
+            place = f"passage {index} of {path}"
+            if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
+                raise DataError(f"{place} has no 'text'; a passage has the columns title, text and, optionally, id")
+            given = record.get("id")
+            yield Passage(
+                passage_id=f"{path.name.partition('.')[0]}-{index}" if given is None else str(given),
+                title=str(record.get("title") or ""),
+                text=record["text"],
+            )
+
+
+class Corpus:
+    """The passages of one Arrow file, by place."""
+
+    def __init__(self, table: Any) -> None:
+        self._ids, self._titles, self._texts = (table.column(name) for name in _SCHEMA.names)
+
+    @classmethod
+    def open(cls, path: Path) -> Corpus:
+        try:
+            return cls(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+        except (OSError, KeyError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path} is not a file of passages: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, place: int) -> Passage:
+        return Passage(
+            passage_id=self._ids[place].as_py(), title=self._titles[place].as_py(), text=self._texts[place].as_py()
+        )
+
+    def __iter__(self) -> Iterator[Passage]:
+        for chunks in zip(self._ids.chunks, self._titles.chunks, self._texts.chunks, strict=True):
+            for passage_id, title, text in zip(*(chunk.to_pylist() for chunk in chunks), strict=True):
+                yield Passage(passage_id=passage_id, title=title, text=text)
+
+
+def write_corpus(passages: Iterable[Passage], path: Path, report: Report | None = None) -> str:
+    """Write each different passage (title and text) once; the sha256 of all that was written."""
+    seen: set[bytes] = set()
+    ids: set[str] = set()
+    digest, batch = hashlib.sha256(), list[Passage]()
+    progress = Reporter("reading", None, report)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+        for passage in passages:
+            content = hashlib.sha256(f"{passage.title}\0{passage.text}".encode()).digest()
+            if content in seen:
+                continue
+            if passage.passage_id in ids:
+                raise DataError(f"two different passages are called {passage.passage_id!r}; ids must be unique")
+            seen.add(content)
+            ids.add(passage.passage_id)
+            digest.update(content)
+            batch.append(passage)
+            if len(batch) == ROWS_PER_BATCH:
+                writer.write_batch(_as_arrow(batch))
+                batch.clear()
+                progress.at(len(seen))
+        if batch:
+            writer.write_batch(_as_arrow(batch))
+    if not seen:
+        raise DataError("the corpus has no passages; there is nothing to search")
+    progress.end(len(seen))
+    return digest.hexdigest()
+
+
+def _as_arrow(batch: Sequence[Passage]) -> Any:
+    columns = ([p.passage_id for p in batch], [p.title for p in batch], [p.text for p in batch])
+    return pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=_SCHEMA)
+
+
+def _records(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise DataError(f"there is no corpus file {path}")
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from _json_lines(path)
+    elif path.suffix == ".parquet":
+        try:
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    else:
+        raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                number += 1
+                if line.strip():
+                    yield json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} line {number} cannot be read: {error}") from error

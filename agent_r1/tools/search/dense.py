@@ -1,0 +1,212 @@
+"""Dense ranking: texts as unit vectors of a small transformer encoder, compared by inner product.
+
+The vectors lie in one memory-mapped array. `flat` compares with all of them (on a GPU where there is one, else with
+numpy); `ivf` looks only into the nearest cells of an inverted file (faiss), approximate but far faster on a CPU.
+Encoders are Hugging Face directories or hub ids; how their token states become one vector, and what stands before a
+query, is part of the encoder's description and is kept with the index. Scores of a query may differ in the last bits
+with what else is in its batch, as sums of floats do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import islice
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.tools.search.corpus import Passage
+from agent_r1.tools.search.lexical import Ranking
+from agent_r1.tools.search.progress import Report, Reporter
+
+if TYPE_CHECKING:
+    import torch
+
+Vectors = NDArray[np.float32]
+
+PROBE = "The river that flows past the town is crossed by two bridges."  # tells whether an encoder is the same one
+PROBE_COSINE = 0.99  # number formats and devices move vectors by less, other weights by far more
+BGE_QUERY = "Represent this sentence for searching relevant passages: "
+BLOCK_ROWS = 65_536  # vectors compared at once on a CPU
+CELLS_READ = 1 / 32  # share of the cells an `ivf` search looks into
+MIN_PER_CELL = 39  # vectors faiss wants per cell to place its centre well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSettings:
+    model: str  # a Hugging Face directory or hub id
+    pooling: Literal["mean", "cls"]
+    query_prefix: str = ""
+    max_tokens: int = 256
+
+
+ENCODERS = {
+    "minilm": EncoderSettings(model="sentence-transformers/all-MiniLM-L6-v2", pooling="mean"),
+    "bge-small": EncoderSettings(model="BAAI/bge-small-en-v1.5", pooling="cls", query_prefix=BGE_QUERY),
+    "bge-base": EncoderSettings(model="BAAI/bge-base-en-v1.5", pooling="cls", query_prefix=BGE_QUERY),
+    "bge-large": EncoderSettings(model="BAAI/bge-large-en-v1.5", pooling="cls", query_prefix=BGE_QUERY),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSettings:
+    encoder: EncoderSettings = field(default_factory=lambda: ENCODERS["minilm"])
+    method: Literal["flat", "ivf"] = "flat"
+    batch_size: int = 64  # passages encoded at once
+
+
+def known_encoder(name: str) -> EncoderSettings:
+    if name not in ENCODERS:
+        raise ConfigError(f"unknown encoder {name!r}.{did_you_mean(name, ENCODERS)}")
+    return ENCODERS[name]
+
+
+class Encoder:
+    """Texts -> unit vectors."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        self.settings = settings
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
+            network = AutoModel.from_pretrained(settings.model, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot load the encoder {settings.model!r}: {error}. Name a Hugging Face directory of its weights"
+            ) from error
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._network = network.to(self._device).eval()
+        limit = getattr(network.config, "max_position_embeddings", settings.max_tokens)
+        self._max_tokens = min(settings.max_tokens, limit)
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        return self.passages([self.settings.query_prefix + text for text in texts])
+
+    def passages(self, texts: Sequence[str]) -> Vectors:
+        import torch
+
+        encoded = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        ).to(self._device)
+        bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda")
+        with torch.inference_mode(), bfloat16:
+            states = self._network(**encoded).last_hidden_state
+        pooled = self._pool(states.float(), encoded["attention_mask"].unsqueeze(-1).float())
+        vectors: Vectors = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+        return vectors
+
+    def _pool(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.settings.pooling == "cls":
+            return states[:, 0]
+        return (states * mask).sum(dim=1) / mask.sum(dim=1)
+
+
+class DenseRanker:
+    """The vectors of one corpus, and the encoder that made them."""
+
+    def __init__(self, directory: Path, settings: DenseSettings) -> None:
+        self._vectors: Vectors = np.load(directory / "vectors.npy", mmap_mode="r")
+        self._encoder = Encoder(settings.encoder)
+        self._check_encoder(np.load(directory / "probe.npy"), directory)
+        self._cells = _faiss().read_index(str(directory / "cells.faiss")) if settings.method == "ivf" else None
+        self._on_gpu: torch.Tensor | None = None
+
+    @staticmethod
+    def build(
+        passages: Iterable[Passage], total: int, directory: Path, settings: DenseSettings, report: Report | None
+    ) -> None:
+        if settings.method == "ivf":
+            _faiss()  # before hours of encoding, not after
+        encoder = Encoder(settings.encoder)
+        directory.mkdir(parents=True)
+        probe = encoder.passages([PROBE])
+        np.save(directory / "probe.npy", probe)
+        vectors = np.lib.format.open_memmap(
+            directory / "vectors.npy", mode="w+", dtype=np.float32, shape=(total, probe.shape[1])
+        )
+        progress, done = Reporter("dense: encoding", total, report), 0
+        texts = (f"{passage.title}\n{passage.text}" for passage in passages)
+        for batch in _batches(texts, settings.batch_size):
+            vectors[done : done + len(batch)] = encoder.passages(batch)
+            done += len(batch)
+            progress.at(done)
+        progress.end(done)
+        vectors.flush()
+        if settings.method == "ivf":
+            _build_cells(vectors, directory / "cells.faiss", report)
+
+    @classmethod
+    def open(cls, directory: Path, settings: DenseSettings) -> DenseRanker:
+        return cls(directory, settings)
+
+    def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
+        if not queries:
+            return []
+        encoded, top_k = self._encoder.queries(queries), min(top_k, len(self._vectors))
+        if self._cells is not None:
+            scores, places = self._cells.search(encoded, top_k)
+        else:
+            scores, places = self._compare(encoded, top_k)
+        # faiss says -1 where the cells it read held fewer than asked for
+        found = zip(places.tolist(), scores.tolist(), strict=True)
+        return [[(p, s) for p, s in zip(*pair, strict=True) if p >= 0] for pair in found]
+
+    def _compare(self, encoded: Vectors, top_k: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        import torch
+
+        if torch.cuda.is_available():
+            if self._on_gpu is None:
+                self._on_gpu = torch.from_numpy(np.asarray(self._vectors)).cuda()
+            found = (torch.from_numpy(encoded).cuda() @ self._on_gpu.T).topk(top_k, dim=1)
+            return found.values.cpu().numpy(), found.indices.cpu().numpy()
+        scores = np.empty((len(encoded), 0), dtype=np.float32)
+        places = np.empty((len(encoded), 0), dtype=np.int64)
+        for start in range(0, len(self._vectors), BLOCK_ROWS):
+            block = encoded @ self._vectors[start : start + BLOCK_ROWS].T
+            here = np.argpartition(-block, min(top_k, block.shape[1]) - 1, axis=1)[:, :top_k]
+            scores = np.concatenate([scores, np.take_along_axis(block, here, axis=1)], axis=1)
+            places = np.concatenate([places, here + start], axis=1)
+        order = np.lexsort((places, -scores), axis=1)[:, :top_k]
+        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(places, order, axis=1)
+
+    def _check_encoder(self, probe: Vectors, directory: Path) -> None:
+        now = self._encoder.passages([PROBE])
+        if now.shape != probe.shape or float((now * probe).sum()) < PROBE_COSINE:
+            raise DataError(
+                f"{directory} was made by another encoder than {self._encoder.settings.model!r} is now: build it again"
+            )
+
+
+def _build_cells(vectors: Vectors, path: Path, report: Report | None) -> None:
+    faiss = _faiss()
+    progress = Reporter("dense: sorting into cells", len(vectors), report)
+    cells = max(1, min(int(4 * sqrt(len(vectors))), len(vectors) // MIN_PER_CELL))
+    index = faiss.index_factory(vectors.shape[1], f"IVF{cells},SQ8", faiss.METRIC_INNER_PRODUCT)
+    index.train(np.asarray(vectors))
+    index.add(np.asarray(vectors))
+    index.nprobe = max(1, round(cells * CELLS_READ))
+    faiss.write_index(index, str(path))
+    progress.end(len(vectors))
+
+
+def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    rest = iter(texts)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def _faiss() -> Any:
+    try:
+        return import_module("faiss")
+    except ImportError as error:
+        raise ConfigError(
+            "dense search by cells (ivf) needs the package faiss: pip install 'agent-r1[dense]', or use method flat"
+        ) from error

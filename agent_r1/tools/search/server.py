@@ -1,0 +1,270 @@
+"""An HTTP search server for many trainers: POST /search, GET /search?query=, GET /health.
+
+The queries of all clients that wait at one moment are ranked together, in a thread of their own, while the event loop
+goes on reading requests. Everything is bounded: the size of a body, queries per request, queries that wait (beyond
+that, 503 with Retry-After), and how long a request may take (504). Asked to stop, the server takes no new connections
+and answers what it has. Not covered: encryption and access control, which belong to a proxy in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
+from agent_r1.tools.search.wire import BadRequest, SearchRequest, write_results
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = "1"  # seconds a client that was sent away should wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    top_k: int = 5  # where a request does not say
+    max_top_k: int = 100
+    max_queries: int = 512  # per request
+    max_query_chars: int = 2000
+    max_body_bytes: int = 2_000_000
+    max_waiting: int = 4096  # queries; one more is sent away
+    max_batch: int = 128  # queries ranked together: a request that comes now waits for one such batch
+    seconds: float = 20.0  # per request: to send its body, to be answered
+    max_connections: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class Overloaded(Exception):
+    """As many queries wait as may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    queries: Sequence[str]
+    top_k: int
+    kind: Kind
+    answer: asyncio.Future[list[list[Hit]]]
+
+
+class Batcher:
+    """Ranks the queries that wait, batch by batch, in the order they came."""
+
+    def __init__(self, index: Index, limits: ServerLimits) -> None:
+        self._index, self._limits = index, limits
+        self._waiting: deque[_Waiting] = deque()
+        self.num_waiting = 0  # queries of those requests
+        self._come = asyncio.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+
+    async def submit(self, queries: Sequence[str], top_k: int, kind: Kind) -> list[list[Hit]]:
+        """TimeoutError when there is no answer in time; then the queries are not ranked any more."""
+        if self.num_waiting + len(queries) > self._limits.max_waiting:
+            raise Overloaded
+        answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(queries, top_k, kind, answer))
+        self.num_waiting += len(queries)
+        self._come.set()
+        return await asyncio.wait_for(answer, self._limits.seconds)  # cancels the future
+
+    async def run(self) -> None:
+        while True:
+            await self._come.wait()
+            batch = self._next_batch()
+            if not batch:
+                self._come.clear()
+                continue
+            await self._answer(batch)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The oldest request and those behind it that are searched alike, up to `max_batch` queries."""
+        batch: list[_Waiting] = []
+        size = 0
+        while self._waiting:
+            request = self._waiting[0]
+            gone = request.answer.done()  # nobody waits for it any more
+            fits = size + len(request.queries) <= self._limits.max_batch
+            if batch and not gone and not (fits and request.kind == batch[0].kind):
+                break
+            self._waiting.popleft()
+            self.num_waiting -= len(request.queries)
+            if not gone:
+                batch.append(request)
+                size += len(request.queries)
+        return batch
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        queries = [query for request in batch for query in request.queries]
+        top_k = max(request.top_k for request in batch)
+        loop = asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._thread, self._index.search, queries, top_k, batch[0].kind)
+        except Exception as error:  # told to everybody who asked, and logged
+            logger.exception("a search failed")
+            for request in batch:
+                if not request.answer.done():
+                    request.answer.set_exception(error)
+            return
+        rest = iter(results)
+        for request in batch:
+            own = [next(rest)[: request.top_k] for _ in request.queries]
+            if not request.answer.done():
+                request.answer.set_result(own)
+
+
+class _App:
+    """The endpoints."""
+
+    def __init__(self, index: Index, limits: ServerLimits) -> None:
+        self._index, self._limits = index, limits
+        self._batcher: Batcher | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._batcher = Batcher(self._index, self._limits)
+        running = asyncio.create_task(self._batcher.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            self._batcher.close()
+
+    async def health(self, request: Request) -> Response:
+        assert self._batcher is not None
+        manifest = self._index.manifest
+        return _json(
+            {
+                "status": "ok",
+                "num_passages": manifest.num_passages,
+                "corpus_sha256": manifest.corpus_sha256,
+                "kinds": manifest.kinds,
+                "waiting": self._batcher.num_waiting,
+            }
+        )
+
+    async def search(self, request: Request) -> Response:
+        assert self._batcher is not None
+        try:
+            asked = _from_address(request) if request.method == "GET" else await self._from_body(request)
+            top_k, kind = self._checked(asked)
+            results = await self._batcher.submit(asked.queries, top_k, kind)
+        except _TooLarge as error:
+            return _problem(413, str(error))
+        except (BadRequest, ConfigError) as error:
+            return _problem(400, str(error))
+        except Overloaded:
+            return _problem(503, "too many queries wait; come again later", {"Retry-After": RETRY_AFTER})
+        except TimeoutError:
+            return _problem(504, f"no answer within {self._limits.seconds:g} s; the server is busy")
+        except AgentR1Error as error:
+            return _problem(500, str(error))
+        return _json(write_results(asked.queries, results))
+
+    async def _from_body(self, request: Request) -> SearchRequest:
+        largest, body = self._limits.max_body_bytes, b""
+        async with asyncio.timeout(self._limits.seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > largest:
+                    raise _TooLarge(f"the body has more than {largest:,} bytes; send fewer queries at once")
+        try:
+            return SearchRequest.read(json.loads(body))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f"the body is not JSON: {error}") from None
+
+    def _checked(self, asked: SearchRequest) -> tuple[int, Kind]:
+        limits = self._limits
+        if len(asked.queries) > limits.max_queries:
+            raise _TooLarge(f"{len(asked.queries)} queries in one request; at most {limits.max_queries} are taken")
+        if max(map(len, asked.queries)) > limits.max_query_chars:
+            raise BadRequest(f"a query has more than {limits.max_query_chars} characters")
+        top_k = limits.top_k if asked.top_k is None else asked.top_k
+        if top_k > limits.max_top_k:
+            raise BadRequest(f"top_k={top_k} is more than {limits.max_top_k}")
+        kind = asked.kind or self._index.default_kind
+        return top_k, check_kind(kind, self._index.manifest, self._index.directory)
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def make_app(index: Index, limits: ServerLimits) -> Starlette:
+    """The ASGI application; for a server of one's own choice."""
+    _require_server()
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    app = _App(index, limits)
+    routes = [
+        Route("/search", app.search, methods=["GET", "POST"]),
+        Route("/health", app.health, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, lifespan=app.lifespan)
+
+
+def serve(index: Index, *, host: str, port: int, limits: ServerLimits) -> None:
+    """Serve until SIGINT or SIGTERM, then answer what is under way and return."""
+    _require_server()
+    import uvicorn
+
+    index.search(["warm up"], 1)  # loads what ranks, so that a damaged index is found before a client finds it
+    uvicorn.run(
+        make_app(index, limits),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=limits.max_connections,
+        timeout_graceful_shutdown=round(limits.seconds),
+    )
+
+
+def _from_address(request: Request) -> SearchRequest:
+    given = request.query_params
+    if "query" not in given:
+        raise BadRequest("GET /search needs ?query=...")
+    try:
+        top_k = int(given["top_k"]) if "top_k" in given else None
+    except ValueError:
+        raise BadRequest(f"'top_k' must be a whole number, got {given['top_k']!r}") from None
+    return SearchRequest.read({"queries": [given["query"]], "top_k": top_k, "kind": given.get("kind")})
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    from starlette.responses import Response
+
+    text = json.dumps(body, ensure_ascii=False).encode("utf-8", errors="replace")
+    return Response(text, status_code=status, headers=headers, media_type="application/json")
+
+
+def _problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return _json({"error": message}, status, headers)
+
+
+def _require_server() -> None:
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError("the search server needs starlette and uvicorn: pip install 'agent-r1[server]'") from error
+    assert starlette
+    assert uvicorn

@@ -1,0 +1,133 @@
+"""The tool `search(query)`: an index on this machine, or a search server.
+
+All concurrent calls of a rollout come as one batch. Ranking runs in a thread, so that no episode waits for another's
+search; the processes of a machine share one memory-mapped index, and the tools of a process one open index. What the
+model is shown is one numbered line per passage, cut to a length that keeps contexts small.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from agent_r1.agent.guard import call
+from agent_r1.agent.tool import BaseTool, Returned, ToolCall, ToolResult
+from agent_r1.errors import ConfigError
+from agent_r1.tasks.download import data_dir
+from agent_r1.tools.search.client import SearchClient, SearchError, check_url
+from agent_r1.tools.search.index import Hit, Index, Kind, Manifest, check_kind
+
+MAX_QUERY_CHARS = 500  # of what the policy writes; the rest says nothing that a ranker could use
+NOTHING_FOUND = "Nothing found. Try other words."
+
+_OPEN: dict[tuple[Path, str], Index] = {}  # by place and content: an index that was built again is another one
+_OPENING = Lock()
+
+
+class SearchTool(BaseTool):
+    name = "search"
+    description = "Find passages about something."
+    parameters = {  # noqa: RUF012 (the attribute of BaseTool; nobody writes to it)
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "what to look for"}},
+        "required": ["query"],
+    }
+
+    def __init__(
+        self,
+        *,
+        index: str | Path | None = None,  # a folder; a relative one is looked up here, then under the data directory
+        url: str | None = None,  # of a search server, instead
+        kind: Kind | None = None,  # None: the best the index can do
+        top_k: int = 3,
+        max_chars: int = 450,  # of a passage, its title not counted: about 75 words
+    ) -> None:
+        if (index is None) == (url is None):
+            raise ConfigError(f"the search tool needs either an index or a url, got index={index!r} and url={url!r}")
+        if top_k < 1 or max_chars < 1:
+            raise ConfigError(f"the search tool needs top_k and max_chars of at least 1, got {top_k} and {max_chars}")
+        self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
+        self._url = None if url is None else check_url(url)
+        self._directory = None if index is None else _checked(index, kind)
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
+        (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+        queries = [" ".join(call.args["query"].split())[:MAX_QUERY_CHARS] for call in calls]
+        try:
+            results = await self._search(queries)
+        except SearchError as error:
+            # In the list, not raised: the server was given its chances, and one call at a time would fare no better.
+            return [error] * len(calls)
+        return [self._shown(hits) for hits in results]
+
+    def look(self, query: str) -> list[Hit]:
+        """What an episode that searched for this would find; for demonstrations. Needs an index of its own."""
+        assert self._directory is not None
+        return _index(self._directory).search([query], self._top_k, self._kind)[0]
+
+    def show(self, hits: Sequence[Hit]) -> str:
+        """The text a model sees."""
+        lines = [
+            f"[{number}] {hit.passage.title}: {_cut(hit.passage.text, self._max_chars)}"
+            for number, hit in enumerate(hits, start=1)
+        ]
+        return "\n".join(lines) or NOTHING_FOUND
+
+    def _shown(self, hits: Sequence[Hit]) -> ToolResult:
+        return ToolResult(self.show(hits), info={"titles": [hit.passage.title for hit in hits]})
+
+    async def _search(self, queries: list[str]) -> list[list[Hit]]:
+        if self._url is not None:
+            async with SearchClient(self._url) as client:
+                return await client.search(queries, self._top_k, self._kind)
+        results: list[list[Hit]] = await call(self._search_here, queries)
+        return results
+
+    def _search_here(self, queries: list[str]) -> list[list[Hit]]:
+        assert self._directory is not None
+        return _index(self._directory).search(queries, self._top_k, self._kind)
+
+
+def find_index(index: str | Path) -> Path:
+    """The folder that is meant: as given, or NAME/REST in the data directory of NAME."""
+    path = Path(index).expanduser()
+    if path.is_absolute() or path.exists():
+        return path.absolute()
+    name, *rest = path.parts
+    return data_dir(name).joinpath(*rest)
+
+
+def _checked(index: str | Path, kind: Kind | None) -> Path:
+    """The folder, if it can be searched: found out before a run, without loading anything large."""
+    directory = find_index(index)
+    manifest = Manifest.read(directory)
+    kind = check_kind(kind or manifest.kinds[-1], manifest, directory)
+    if kind in ("lexical", "hybrid") and importlib.util.find_spec("bm25s") is None:
+        raise ConfigError("lexical search needs the package bm25s: pip install 'agent-r1[search]'")
+    return directory
+
+
+def _index(directory: Path) -> Index:
+    manifest = Manifest.read(directory)
+    key = (directory, f"{manifest.corpus_sha256} {manifest.lexical} {manifest.dense}")
+    with _OPENING:
+        if key not in _OPEN:
+            _OPEN[key] = Index.open(directory)
+        return _OPEN[key]
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """One line of at most `max_chars` characters, ending with a whole word."""
+    line = " ".join(text.split())
+    if len(line) <= max_chars:
+        return line
+    kept, space, _ = line[: max_chars + 1].rpartition(" ")
+    return (kept if space else line[:max_chars]) + " ..."

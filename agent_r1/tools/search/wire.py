@@ -1,0 +1,73 @@
+"""What a search server and its clients say to each other, as JSON.
+
+    POST /search {"queries": ["..."], "top_k": 5, "kind": "lexical"}
+    -> {"query_results": [{"query": "...", "results": [{"score": 1.5, "document": {"id", "title", "text"}}]}]}
+
+The names are those of the published search API; a document is an object here, where it was a string there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_r1.tools.search.corpus import Passage
+from agent_r1.tools.search.index import Hit
+
+
+class BadRequest(ValueError):
+    """What was asked cannot be understood; the text tells the client why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    queries: list[str]
+    top_k: int | None = None  # None here and below: the server's default
+    kind: str | None = None
+
+    @classmethod
+    def read(cls, body: Any) -> SearchRequest:
+        if not isinstance(body, Mapping):
+            raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+        unknown = sorted(set(body) - {"queries", "top_k", "kind"})
+        if unknown:
+            raise BadRequest(f"unknown field {unknown[0]!r}; a request has queries, top_k and kind")
+        queries, top_k, kind = body.get("queries"), body.get("top_k"), body.get("kind")
+        if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+            raise BadRequest("'queries' must be a list of at least one text")
+        if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
+            raise BadRequest(f"'top_k' must be a whole number of at least 1, got {top_k!r}")
+        if kind is not None and not isinstance(kind, str):
+            raise BadRequest(f"'kind' must be a text, got {kind!r}")
+        return cls(queries=queries, top_k=top_k, kind=kind)
+
+
+def write_results(queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> dict[str, Any]:
+    return {
+        "query_results": [
+            {"query": query, "results": [{"score": hit.score, "document": _document(hit.passage)} for hit in hits]}
+            for query, hits in zip(queries, results, strict=True)
+        ]
+    }
+
+
+def read_results(body: Any, num_queries: int) -> list[list[Hit]]:
+    """ValueError for what is not an answer to so many queries."""
+    try:
+        results = [[_hit(found) for found in answered["results"]] for answered in body["query_results"]]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"not the answer of a search server: {error!r}") from error
+    if len(results) != num_queries:
+        raise ValueError(f"{len(results)} results for {num_queries} queries")
+    return results
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    return {"id": passage.passage_id, "title": passage.title, "text": passage.text}
+
+
+def _hit(found: Any) -> Hit:
+    document = found["document"]
+    passage = Passage(passage_id=document["id"], title=document["title"], text=document["text"])
+    return Hit(passage=passage, score=float(found["score"]))

@@ -1,0 +1,341 @@
+"""The sandbox as a machine: what it is for, levels, sessions, cancellation, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_r1.errors import ConfigError
+from agent_r1.tools.python.levels import LEVELS, Guarantee, choose_level, what_is_missing
+from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
+from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox
+from tests.tools.python_boxes import ISOLATING, LIMITS, run, together
+from tests.tools.python_boxes import any_box as any_box
+from tests.tools.python_boxes import boxes as boxes
+from tests.tools.python_boxes import cpython as cpython
+from tests.tools.python_boxes import isolated as isolated
+
+# -- what it is for --------------------------------------------------------------------------------------------------
+
+
+def test_a_last_expression_is_printed_as_in_a_notebook(any_box: Sandbox) -> None:
+    outcome = run(any_box, "x = 20\nprint('first')\nx * 2 + 2")
+    assert outcome.stdout == "first\n42\n"
+    assert outcome.error is None
+    assert outcome.killed_by is None
+
+
+def test_an_error_is_told_with_the_line_of_the_code_and_what_was_printed_before(any_box: Sandbox) -> None:
+    outcome = run(any_box, "print('before')\ndef f(n):\n    return 1 / n\nf(0)")
+    assert outcome.stdout == "before\n"
+    assert outcome.error is not None
+    assert "line 3" in outcome.error
+    assert outcome.error.endswith("ZeroDivisionError: division by zero")
+    assert "/" not in outcome.error.replace("1 / n", ""), "nothing but the code's own frames"
+
+
+def test_a_syntax_error_is_the_codes_own(any_box: Sandbox) -> None:
+    assert "SyntaxError" in (run(any_box, "x = (1 +").error or "")
+
+
+def test_what_code_defines_is_found_where_pickle_and_dataclasses_look(cpython: Sandbox) -> None:
+    code = """
+    import pickle
+    from dataclasses import dataclass
+    @dataclass
+    class P:
+        x: "int"
+    print(pickle.loads(pickle.dumps(P(3))), __name__)
+    exit()
+    """
+    outcome = run(cpython, code)
+    assert (outcome.stdout, outcome.error) == ("P(x=3) __main__\n", None)
+
+
+def test_chance_is_the_same_in_every_run(any_box: Sandbox) -> None:
+    code = "import random\nprint(random.random())"
+    assert run(any_box, code).stdout == run(any_box, code).stdout
+
+
+def test_two_hundred_calls_at_once_each_get_their_own_answer(any_box: Sandbox) -> None:
+    outcomes = together(*(any_box.run(f"print({n} * {n})") for n in range(200)))
+    assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(200)]
+
+
+def test_libraries_are_there_when_they_are_asked_for() -> None:
+    level = choose_level("auto", ["numpy", "sympy"]) if any(not what_is_missing(n) for n in ISOLATING) else None
+    if level is None:
+        pytest.skip("no level isolates CPython here")
+    box = Sandbox(level=level.name, libraries=("numpy", "sympy"), slots=2)
+    try:
+        solved = run(box, "import sympy\nx = sympy.Symbol('x')\nsympy.solve(x**2 - 5*x + 6, x)")
+        assert (solved.stdout, solved.error) == ("[2, 3]\n", None)
+        assert run(box, "import numpy as np\nint(np.linalg.det(np.eye(3)))").stdout == "1\n"
+        assert run(box, "import torch").error is not None, "and nothing that was not asked for"
+    finally:
+        asyncio.run(box.close())
+
+
+# -- levels ----------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_has_a_level_that_isolates() -> None:
+    """On the machine that tests every change; elsewhere this says what is missing."""
+    assert any(what_is_missing(name) is None for name in LEVELS if LEVELS[name].isolates)
+
+
+def test_auto_takes_the_strongest_level_that_isolates_and_never_another() -> None:
+    chosen = choose_level("auto", ())
+    assert chosen.isolates
+    stronger = list(LEVELS)[: list(LEVELS).index(chosen.name)]
+    assert all(what_is_missing(name) is not None for name in stronger)
+    assert not LEVELS["process"].isolates
+
+
+def test_a_level_that_cannot_be_had_is_refused_when_the_sandbox_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    what_is_missing.cache_clear()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"level 'bubblewrap' is not available here: .*apt-get install bubblewrap"
+        ):
+            Sandbox(level="bubblewrap", libraries=())
+    finally:
+        what_is_missing.cache_clear()
+    with pytest.raises(ConfigError, match=r"unknown sandbox level 'bublewrap'.*Did you mean 'bubblewrap'"):
+        Sandbox(level="bublewrap")
+    with pytest.raises(ConfigError, match=r"monty.*has no libraries"):
+        Sandbox(level="monty", libraries=["numpy"])
+    with pytest.raises(ConfigError, match=r"no_such_thing.*not installed"):
+        Sandbox(level="process", libraries=["no_such_thing"])
+
+
+def test_the_isolating_levels_give_every_guarantee() -> None:
+    for level in LEVELS.values():
+        assert level.isolates == (level.guarantees == frozenset(Guarantee))
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_variables_until_it_is_released(any_box: Sandbox) -> None:
+    async def play() -> list[str]:
+        said = [(await any_box.run(code, session="a")).stdout for code in ("x = 41", "def f(): return x + 1", "f()")]
+        other = await any_box.run("x", session="b")
+        assert "NameError" in (other.error or "")
+        await any_box.release("a")
+        assert "NameError" in ((await any_box.run("x", session="a")).error or "")
+        for name in ("a", "b", "never used"):
+            await any_box.release(name)
+        return said
+
+    assert asyncio.run(play()) == ["", "", "42\n"]
+
+
+def test_a_session_survives_an_error_and_is_told_when_its_state_is_lost(any_box: Sandbox) -> None:
+    async def play() -> None:
+        await any_box.run("x = 1", session="s")
+        assert (await any_box.run("1 / 0", session="s")).error is not None
+        assert (await any_box.run("x", session="s")).stdout == "1\n"
+        assert (await any_box.run("while True: pass", session="s")).killed_by is KilledBy.TIME
+        after = await any_box.run("print('new')", session="s")
+        assert after.stdout == f"[{LOST_STATE}]\nnew\n"
+        await any_box.release("s")
+
+    asyncio.run(play())
+
+
+def test_a_session_that_forges_reports_ends(isolated: Sandbox) -> None:
+    async def play() -> None:
+        code = "import os, struct\nd = b'{\"error\": null}'\n_ = os.write(3, 2 * (struct.pack('!I', len(d)) + d))"
+        await isolated.run(code, session="f")
+        assert LOST_STATE in (await isolated.run("print(1)", session="f")).stdout
+        await isolated.release("f")
+
+    asyncio.run(play())
+
+
+def test_an_idle_session_is_ended(isolated: Sandbox) -> None:
+    limits = Limits(seconds=1, idle_seconds=0.1)
+    box = Sandbox(level=isolated.level.name, limits=limits, libraries=(), slots=1)
+
+    async def play() -> Outcome:
+        await box.run("x = 1", session="s")
+        await asyncio.sleep(1.5)  # the keeper looks once a second
+        return await box.run("x", session="s")
+
+    try:
+        assert "NameError" in (asyncio.run(play()).error or "")
+    finally:
+        asyncio.run(box.close())
+
+
+# -- the machinery ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_call_is_killed_and_a_waiting_one_never_starts(isolated: Sandbox) -> None:
+    box = Sandbox(level=isolated.level.name, limits=Limits(seconds=60), libraries=(), slots=1)
+
+    async def play() -> None:
+        running = asyncio.create_task(box.run("import time\ntime.sleep(60)"))
+        waiting = asyncio.create_task(box.run("import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.5)
+        for task in (waiting, running):
+            task.cancel()
+        only_slot = box.run("print(1)")  # free again long before the 60 seconds of either
+        assert (await asyncio.wait_for(only_slot, 40)).stdout == "1\n"
+
+    try:
+        asyncio.run(play())
+    finally:
+        asyncio.run(box.close())
+
+
+def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox) -> None:
+    box = Sandbox(level=isolated.level.name, limits=Limits(seconds=30), libraries=(), slots=2)
+
+    async def play() -> None:
+        call = asyncio.create_task(box.run("import time\ntime.sleep(20)"))
+        await asyncio.sleep(0.7)
+        zygote = box._backend._zygotes[0]  # type: ignore[attr-defined]
+        zygote._process.send_signal(signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended while code was running"):
+            await call
+        assert (await box.run("print(1)")).stdout == "1\n"
+
+    try:
+        asyncio.run(play())
+    finally:
+        asyncio.run(box.close())
+
+
+def test_nothing_is_left_when_a_sandbox_is_closed(any_box: Sandbox) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    children = set(_children())
+    box = Sandbox(level=any_box.level.name, limits=LIMITS, libraries=(), slots=2)
+
+    async def play() -> None:
+        await asyncio.gather(*(box.run(f"print({n})") for n in range(20)))
+        await box.run("x = 1", session="never released")
+        await box.run("while True: pass")
+        await box.close()
+        await box.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await box.run("1")
+
+    asyncio.run(play())
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(_children()) <= children
+
+
+def _children() -> list[str]:
+    return [
+        pid
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text(encoding="utf-8").split()
+    ]
+
+
+def test_calls_that_still_wait_when_a_sandbox_is_closed_fail_and_say_so(isolated: Sandbox) -> None:
+    box = Sandbox(level=isolated.level.name, limits=Limits(seconds=60), libraries=(), slots=1)
+
+    async def play() -> list[object]:
+        calls = [asyncio.create_task(box.run("import time\ntime.sleep(60)")) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        await box.close()
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    assert [type(ended) for ended in asyncio.run(play())] == [SandboxError] * 3
+
+
+PROGRAM = """
+import asyncio, sys
+from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.sandbox import Sandbox
+box = Sandbox(level=sys.argv[1], limits=Limits(seconds=600, code_chars=10**6), libraries=(), slots=2)
+async def play():
+    call = asyncio.create_task(box.run("import time\\ntime.sleep(600)"))
+    await box.run("x = 1", session="s")
+    print("running", flush=True)
+    await call
+asyncio.run(play())
+"""
+
+
+def test_nothing_is_left_of_a_program_that_was_killed(isolated: Sandbox) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, isolated.level.name], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "running\n"
+        started = descendants(program.pid)
+        program.kill()
+    assert len(started) >= 3, "a zygote, a call and a session"
+    for _ in range(200):  # its end is noticed, not waited for
+        if not any(Path(f"/proc/{pid}").exists() for pid in started):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still there: {[pid for pid in started if Path(f'/proc/{pid}').exists()]}")
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
+            children = [int(child) for child in (task / "children").read_text(encoding="utf-8").split()]
+            found.update(children)
+            waiting += children
+    return found
+
+
+def test_the_same_sandbox_serves_one_event_loop_after_another(any_box: Sandbox) -> None:
+    assert [run(any_box, f"print({n})").stdout for n in range(3)] == ["0\n", "1\n", "2\n"]
+
+
+def test_code_that_is_too_long_is_refused(any_box: Sandbox) -> None:
+    assert "longer than" in (run(any_box, "x = 1\n" * 50_000).error or "")
+
+
+AS_USER = """
+import asyncio, os, sys
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+sys.path.insert(0, sys.argv[1])
+from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.sandbox import Sandbox
+async def play():
+    box = Sandbox(level=sys.argv[2], limits=Limits(seconds=1), libraries=())
+    outcome = await box.run("import os\\nprint(os.getuid(), os.path.exists('/etc'), os.listdir('/tmp'))")
+    bomb = await box.run("import os\\nwhile True: os.fork()")
+    loop = await box.run("while True: pass")
+    await box.close()
+    print(outcome.stdout.strip(), "BlockingIOError" in (bomb.error or ""), loop.killed_by)
+asyncio.run(play())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as an ordinary user already")
+@pytest.mark.parametrize("level", ISOLATING)
+def test_an_ordinary_user_has_the_same_levels_as_root(level: str, tmp_path: Path) -> None:
+    if (missing := what_is_missing(level)) is not None:
+        pytest.skip(f"level {level}: {missing}")
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None or subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"]).returncode:
+        pytest.skip("no Python that every user may run")
+    package = Path(__file__).parents[2] / "agent_r1"
+    shutil.copytree(package / "tools" / "python", tmp_path / "agent_r1" / "tools" / "python")
+    shutil.copy(package / "errors.py", tmp_path / "agent_r1")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    said = subprocess.run(
+        [python, "-c", AS_USER, str(tmp_path), level], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said.stdout == "12345 False [] True time\n", said.stderr[-2000:]

@@ -1,0 +1,89 @@
+"""The tool "python" and the env that keeps its variables, as an episode meets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from agent_r1.agent.check import check_env, check_tool
+from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.errors import ConfigError
+from agent_r1.tools.python.levels import LEVELS, what_is_missing
+from agent_r1.tools.python.tool import NOTHING, PythonEnv, PythonTool
+from agent_r1.types import Action, TaskRow
+
+ROW = TaskRow(prompt=[{"role": "user", "content": "What is 6 * 7?"}], reward_model={"ground_truth": "42"})
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[PythonTool]:
+    if all(what_is_missing(name) for name, level in LEVELS.items() if level.isolates):
+        pytest.skip("no level isolates code here")
+    tool = PythonTool(libraries=[], seconds=2, output_chars=200)
+    yield tool
+    asyncio.run(tool.sandbox.close())
+
+
+def said(env: ToolEnv, *programs: str) -> list[str]:
+    async def play() -> list[str]:
+        await env.reset(ROW)
+        answers = []
+        for program in programs:
+            text = FORMATS["hermes"].write_call("python", {"code": program})
+            transition = await env.step(Action(text=text, token_ids=[]))
+            answers += [call.result for call in transition.calls]
+        await env.close()
+        return answers
+
+    return asyncio.run(play())
+
+
+def test_it_keeps_the_contract_of_tools(python: PythonTool) -> None:
+    asyncio.run(check_tool(python, {"code": "6 * 7"}, deterministic=True))
+    asyncio.run(check_tool(python, {"code": "6 * 7"}, {"session": "s"}))
+    asyncio.run(python.sandbox.release("s"))
+
+
+def test_what_was_printed_comes_before_what_went_wrong(python: PythonTool) -> None:
+    [text] = said(ToolEnv(tools=[python]), "print('so far')\n1 / 0")
+    assert text.startswith("so far\nTraceback")
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert said(ToolEnv(tools=[python]), "x = 1") == [NOTHING]
+    assert said(ToolEnv(tools=[python]), "print('x' * 500)")[0].endswith("printed more than 200 characters")
+
+
+def test_the_retool_format_calls_it(python: PythonTool) -> None:
+    async def play() -> str:
+        env = ToolEnv(tools=[python], tool_format="retool")
+        await env.reset(ROW)
+        transition = await env.step(Action(text="<code>\nprint(6 * 7)\n</code>", token_ids=[]))
+        return transition.calls[0].result
+
+    assert asyncio.run(play()) == "42"
+
+
+def test_variables_last_for_an_episode_of_a_python_env_only(python: PythonTool) -> None:
+    assert said(PythonEnv(tools=[python]), "x = 41", "x + 1") == [NOTHING, "42"]
+    assert "NameError" in said(ToolEnv(tools=[python]), "x = 41", "x + 1")[1]
+    assert "NameError" in said(PythonEnv(tools=[python]), "x + 1")[0], "each episode has its own"
+    assert python.sandbox._sessions == {}, "and gives it back"
+
+
+def test_both_envs_keep_the_contract_of_envs(python: PythonTool) -> None:
+    call = FORMATS["hermes"].write_call("python", {"code": "import random\nprint(random.random())"})
+    for env in (ToolEnv, PythonEnv):
+        asyncio.run(check_env(lambda env=env: env(tools=[python]), ROW, [call, call, "42"]))  # type: ignore[misc]
+
+
+def test_a_python_env_needs_the_tool() -> None:
+    with pytest.raises(ConfigError, match="one PythonTool among its tools, got 0"):
+        PythonEnv(tools=[])
+
+
+def test_settings_that_make_no_sense_are_refused_when_the_tool_is_made() -> None:
+    for settings in ({"seconds": 0}, {"memory_mb": -1}, {"slots": 0}, {"output_chars": 0}):
+        with pytest.raises(ConfigError):
+            PythonTool(libraries=[], **settings)  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""The server and its client over real HTTP: answers, refusals, overload, slowness, and servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from agent_r1.errors import ConfigError
+from agent_r1.tools.search.client import SearchClient, SearchRefused, SearchUnavailable
+from agent_r1.tools.search.index import Hit, Index
+from agent_r1.tools.search.load import load
+from agent_r1.tools.search.server import Batcher, Overloaded, ServerLimits
+from tests.tools.search_world import HeldIndex, build, free_port, serving, titles
+
+NAMES = ("otter", "mill", "frogs")
+QUICK = {"backoff_seconds": 0.01, "seconds_per_attempt": 10.0}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return build(tmp_path_factory.mktemp("search") / "index")
+
+
+@pytest.fixture
+def held(index: Index) -> Iterator[HeldIndex]:
+    slow = HeldIndex.open(index.directory)
+    slow.go.clear()
+    slow.begun.clear()
+    yield slow
+    slow.go.set()
+
+
+async def search(url: str, queries: list[str], **settings: float) -> list[list[Hit]]:
+    async with SearchClient(url, **(QUICK | settings)) as client:  # type: ignore[arg-type]
+        return await client.search(queries, 3)
+
+
+def test_a_server_finds_what_its_index_finds(index: Index) -> None:
+    queries = ["who eats frogs", "zzz", "mill"]
+    with serving(index) as url:
+        assert asyncio.run(search(url, queries)) == index.search(queries, 3)
+        health = httpx.get(f"{url}/health").json()
+        found = httpx.get(f"{url}/search", params={"query": "moon", "top_k": 1}).json()
+    assert health == {
+        "status": "ok",
+        "num_passages": 5,
+        "corpus_sha256": index.manifest.corpus_sha256,
+        "kinds": ["lexical"],
+        "waiting": 0,
+    }
+    [answered] = found["query_results"]
+    assert answered["query"] == "moon"
+    assert answered["results"][0]["document"] == {"id": "moon", "title": "Moon", "text": "Nobody lives on the moon."}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "problem"),
+    [
+        (b"{", 400, "the body is not JSON"),
+        (b"[]", 400, "must be a JSON object, got list"),
+        (b'{"queries": []}', 400, "a list of at least one text"),
+        (b'{"queries": [1]}', 400, "a list of at least one text"),
+        (b'{"queries": ["a"], "topk": 3}', 400, "unknown field 'topk'"),
+        (b'{"queries": ["a"], "top_k": 0}', 400, "at least 1, got 0"),
+        (b'{"queries": ["a"], "top_k": true}', 400, "at least 1, got True"),
+        (b'{"queries": ["a"], "top_k": 9}', 400, "top_k=9 is more than 8"),
+        (b'{"queries": ["a"], "kind": "dense"}', 400, "can be searched by lexical, not by dense"),
+        (b'{"queries": ["aaaaaaaaaaaaaaaaaaaaaaa"]}', 400, "more than 20 characters"),
+        (b'{"queries": ["a", "b", "c"]}', 413, "3 queries in one request; at most 2"),
+        (b'{"queries": ["' + b"a" * 2000 + b'"]}', 413, "more than 1,000 bytes"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_words(index: Index, body: bytes, status: int, problem: str) -> None:
+    limits = ServerLimits(max_top_k=8, max_query_chars=20, max_queries=2, max_body_bytes=1000)
+    with serving(index, limits) as url:
+        answer = httpx.post(f"{url}/search", content=body)
+        assert (answer.status_code, problem in answer.json()["error"]) == (status, True)
+        assert httpx.get(f"{url}/health").status_code == 200  # and it goes on
+
+
+def test_addresses_that_make_no_sense_are_refused(index: Index) -> None:
+    with serving(index) as url:
+        assert "needs ?query=" in httpx.get(f"{url}/search").json()["error"]
+        assert "whole number" in httpx.get(f"{url}/search", params={"query": "a", "top_k": "x"}).json()["error"]
+        assert httpx.get(f"{url}/nothing").status_code == 404
+        assert httpx.put(f"{url}/search").status_code == 405
+
+
+def test_queries_of_many_clients_are_ranked_together(index: Index) -> None:
+    sizes: list[int] = []
+
+    class Counted(Index):
+        def search(self, queries, top_k, kind=None):  # type: ignore[no-untyped-def]
+            sizes.append(len(queries))
+            return super().search(queries, top_k, kind)
+
+    async def ask_all() -> list[list[list[Hit]]]:
+        batcher = Batcher(Counted.open(index.directory), ServerLimits(max_batch=4))
+        asked = [
+            batcher.submit([name, "moon"], top_k, "lexical") for top_k, name in enumerate(["otter", "mill", "frogs"], 1)
+        ]
+        waiting = [asyncio.create_task(request) for request in asked]
+        await asyncio.sleep(0)  # all three wait before the first is taken
+        running = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*waiting)
+        running.cancel()
+        batcher.close()
+        return list(found)
+
+    found = asyncio.run(ask_all())
+    assert sizes == [4, 2]  # two requests of two queries fill a batch of four
+    assert found == [index.search([name, "moon"], top_k) for top_k, name in enumerate(NAMES, 1)]
+
+
+def test_more_than_may_wait_are_sent_away_and_may_come_again(held: HeldIndex) -> None:
+    limits = ServerLimits(max_waiting=2)
+
+    async def fill_up(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            first = asyncio.create_task(http.post("/search", json={"queries": ["otter"]}))
+            while not held.begun.is_set():  # the first is being ranked, so it does not wait any more
+                await asyncio.sleep(0.001)
+            others = asyncio.create_task(http.post("/search", json={"queries": ["moon", "mill"]}))
+            while (await http.get("/health")).json()["waiting"] < 2:
+                await asyncio.sleep(0.001)
+            refused = await http.post("/search", json={"queries": ["frogs"]})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            held.go.set()
+            assert [answer.status_code for answer in await asyncio.gather(first, others)] == [200, 200]
+            assert (await http.post("/search", json={"queries": ["frogs"]})).status_code == 200
+
+    with serving(held, limits) as url:
+        asyncio.run(fill_up(url))
+
+
+def test_a_search_that_takes_too_long_is_given_up_and_the_server_recovers(held: HeldIndex) -> None:
+    with serving(held, ServerLimits(seconds=0.2)) as url:
+        late = httpx.post(f"{url}/search", json={"queries": ["otter"]}, timeout=30)
+        assert late.status_code == 504
+        assert "no answer within 0.2 s" in late.json()["error"]
+        held.go.set()
+        assert titles(asyncio.run(search(url, ["otter"]))[0]) == ["Otter"]  # tried again until the thread is free
+
+
+def test_a_search_that_fails_is_told_to_its_clients_and_the_server_goes_on(index: Index) -> None:
+    class Broken(Index):
+        def search(self, queries, top_k, kind=None):  # type: ignore[no-untyped-def]
+            if "boom" in queries:
+                raise ConfigError("the ranker broke")
+            return super().search(queries, top_k, kind)
+
+    with serving(Broken.open(index.directory)) as url:
+        with pytest.raises(SearchRefused, match="the ranker broke"):
+            asyncio.run(search(url, ["boom"]))
+        assert titles(asyncio.run(search(url, ["moon"]))[0]) == ["Moon"]
+
+
+def test_a_server_asked_to_stop_answers_what_it_has(held: HeldIndex) -> None:
+    answers: list[int] = []
+
+    def ask(url: str) -> None:
+        answers.append(httpx.post(f"{url}/search", json={"queries": ["otter"]}, timeout=30).status_code)
+
+    with serving(held) as url:
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        assert held.begun.wait(timeout=20)
+        threading.Timer(0.2, held.go.set).start()  # the end of `with` asks the server to stop meanwhile
+    asking.join(timeout=20)
+    assert answers == [200]
+
+
+def test_a_client_waits_for_a_server_that_comes_back(index: Index) -> None:
+    port = free_port()
+
+    async def ask_before_it_is_there() -> list[list[Hit]]:
+        asking = asyncio.create_task(search(f"http://127.0.0.1:{port}", ["moon"], attempts=50))
+        await asyncio.sleep(0.05)
+        with serving(index, port=port):
+            found = await asking
+        with pytest.raises(SearchUnavailable, match="no answer after 2 attempts; the last: ConnectError"):
+            await search(f"http://127.0.0.1:{port}", ["moon"], attempts=2)
+        return found
+
+    assert titles(asyncio.run(ask_before_it_is_there())[0]) == ["Moon"]
+
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+class Stub:
+    """A server that plays replies: (status, headers, body), or None for a connection that is dropped."""
+
+    def __init__(self, *replies: Reply | None) -> None:
+        self.asked, rest = 0, list(replies)
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                stub.asked += 1
+                self.rfile.read(int(self.headers["Content-Length"]))
+                reply = rest.pop(0) if len(rest) > 1 else rest[0]
+                if reply is None:
+                    self.close_connection = True
+                    return
+                self.send_response(reply[0])
+                for name, value in (reply[1] | {"Content-Length": str(len(reply[2]))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(reply[2])
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Stub:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+FOUND: Reply = (200, {}, b'{"query_results": [{"query": "a", "results": []}]}')
+BUSY: Reply = (503, {"Retry-After": "0"}, b"busy")
+
+
+def test_a_client_repeats_what_may_pass() -> None:
+    with Stub(BUSY, None, (504, {}, b"late"), FOUND) as stub:
+        assert asyncio.run(search(stub.url, ["a"])) == [[]]
+        assert stub.asked == 4
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ((400, {}, b"no such kind"), "answered 400: 'no such kind'"),
+        ((503, {"Retry-After": "3600"}, b"at night"), "answered 503: 'at night'"),  # an hour is no moment
+        ((200, {}, b"hello"), "Expecting value"),
+        ((200, {}, b"{}"), "not the answer of a search server"),
+        ((200, {}, b'{"query_results": []}'), "0 results for 1 queries"),
+    ],
+)
+def test_a_client_does_not_repeat_what_would_be_said_again(reply: Reply, problem: str) -> None:
+    with Stub(reply) as stub:
+        with pytest.raises(SearchRefused, match=problem):
+            asyncio.run(search(stub.url, ["a"]))
+        assert stub.asked == 1
+
+
+def test_a_client_waits_at_least_as_long_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("agent_r1.tools.search.client.asyncio.sleep", noted)
+    with Stub((503, {"Retry-After": "2"}, b""), BUSY, BUSY, FOUND) as stub:
+        asyncio.run(search(stub.url, ["a"], backoff_seconds=0.1))
+    # asked for 2 s, then twice for nothing: backoff 0.1 * 2**1 and 0.1 * 2**2; up to half as long again by chance
+    assert [low <= wait <= 1.5 * low for wait, low in zip(waits, (2.0, 0.2, 0.4), strict=True)] == [True] * 3
+
+
+def test_nothing_is_asked_for_no_queries() -> None:
+    assert asyncio.run(search(f"http://127.0.0.1:{free_port()}", [])) == []
+
+
+def test_a_load_test_counts_every_request(index: Index) -> None:
+    with serving(index) as url:
+        result = asyncio.run(load(url, clients=20, requests=100, queries=["otter", "moon"], queries_per_request=2))
+    assert (result.clients, result.requests, result.errors) == (20, 100, {})
+    assert 0 < result.p50 <= result.p95 <= result.p99 <= result.slowest <= result.seconds
+    assert "100 requests" in str(result)
+    assert "no errors" in str(result)
+
+
+def test_a_load_test_counts_what_is_refused(index: Index) -> None:
+    with serving(index, ServerLimits(max_queries=1)) as url:
+        result = asyncio.run(load(url, clients=3, requests=9, queries_per_request=2))
+    assert result.errors == {"SearchRefused": 9}
+    assert result.per_second == 0
+
+
+def test_an_overloaded_batcher_says_so_before_anything_waits(index: Index) -> None:
+    async def too_many() -> None:
+        await Batcher(index, ServerLimits(max_waiting=2)).submit(["a", "b", "c"], 1, "lexical")
+
+    with pytest.raises(Overloaded):
+        asyncio.run(too_many())
