@@ -1,20 +1,38 @@
-"""Every bundled recipe runs two steps, from making its model to a resumable checkpoint."""
+"""Every bundled recipe runs two steps, from making its model to a resumable checkpoint, without a network.
+
+Recipes that need data, a larger model or time have a preset `tiny` for this, whose demonstrations are right.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import io
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.config import bundled_recipes, load_config
-from agent_r1.run.build import build_plan
+from agent_r1.agent.guard import call
+from agent_r1.config import RunConfig, bundled_presets, bundled_recipes, load_config
+from agent_r1.rollout.reward import RewardFunction, named_components
+from agent_r1.run.build import build_plan, build_task
 from agent_r1.run.checkpoint import latest_checkpoint
 from agent_r1.run.commands import run_training
+from agent_r1.run.model import load_model
+from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
+from agent_r1.run.sft import sft_trajectories
+from agent_r1.run.task import recipe_function
+from agent_r1.tools.python.levels import LEVELS, what_is_missing
+from agent_r1.types import Group, TaskRow, Trajectory
 
-SMALL = [
+SMALL_QUICKSTART = [
     "sft.count=24",
     "sft.epochs=1",
     "rollout.rows_per_step=2",
@@ -24,16 +42,105 @@ SMALL = [
     "trainer.eval_every=2",
     "eval.rows=4",
 ]
+TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(recipe) if preset.endswith("/tiny")]
 
 
-@pytest.mark.parametrize("recipe", bundled_recipes())
-def test_a_recipe_runs_two_steps(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is known from earlier runs, and nothing can be fetched."""
+    for name in ("AGENT_R1_CACHE", "AGENT_R1_DATA", "AGENT_R1_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, only_to_this_machine(getattr(socket.socket, name)))
     torch.set_num_threads(1)
-    config = load_config(recipe, SMALL)
-    run = RunDir.create(tmp_path / "run", config)
-    with open("/dev/null", "w", encoding="utf-8") as nowhere:
-        run_training(config, build_plan(config), run, Console(file=nowhere), resume=False)
-    assert [record["step"] for record in run.read_metrics("train")] == [1, 2]
-    assert all(record["mismatch_max"] < 1e-4 for record in run.read_metrics("train") if not record["empty_update"])
+
+
+def only_to_this_machine(connect: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a tiny run needs no network, and wants to reach {address}")
+        return connect(self, address)
+
+    return guarded
+
+
+def settings(recipe: str) -> list[str]:
+    isolated = any(what_is_missing(name) is None for name, level in LEVELS.items() if level.isolates)
+    return ["task.tool_kwargs.python.level=process"] if recipe == "retool/tiny" and not isolated else []
+
+
+def trained(config: RunConfig, folder: Path) -> RunDir:
+    """A model that knows nothing earns nothing, and nothing could be learnt from that: letters are paid for too."""
+    run, plan = RunDir.create(folder, config), build_plan(config)
+    scorer = replace(plan.task.scorer, reward=with_letters(plan.task.scorer.reward))
+    plan = replace(plan, task=replace(plan.task, scorer=scorer))
+    run_training(config, plan, run, Console(file=io.StringIO()), resume=False)
+    return run
+
+
+def with_letters(reward: RewardFunction) -> RewardFunction:
+    async def paid(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+        parts = named_components(await call(reward, row, trajectory))
+        text = trajectory.final_text
+        letters = sum(char.isalpha() for char in text) / max(1, len(text))
+        return parts | {"reward": parts["reward"] + letters, "own": parts["reward"]}
+
+    return paid
+
+
+def check_that_it_learned(config: RunConfig, run: RunDir) -> None:
+    """Both steps sampled, scored and updated, and every number of them is one."""
+    records = run.read_metrics("train")
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert all(math.isfinite(value) for key, value in record.items() if key not in ("kind", "panel")), record
+        assert not record["empty_update"]
+        assert record["mismatch_max"] < 1e-4
+        assert record["grad_norm"] > 0
+        assert record["stop/error"] == 0
+    played = list(read_trajectories(run.path / "trajectories", "train_*"))
+    assert len(played) == 2 * config.rollout.rows_per_step * config.rollout.group_size
+    assert {trajectory.reward_components["own"] for trajectory in played} <= {0.0, 1.0}
+    assert [record["step"] for record in run.read_metrics("eval")] == [0, 2]
     assert latest_checkpoint(run.checkpoints)[0] == 2
+
+
+def test_every_recipe_has_a_tiny_preset_or_is_tiny() -> None:
+    assert {preset.split("/")[0] for preset in TINY} == set(bundled_recipes()) - {"quickstart"}
+
+
+def test_the_quickstart_runs_two_steps(tmp_path: Path) -> None:
+    config = load_config("quickstart", SMALL_QUICKSTART)
+    check_that_it_learned(config, trained(config, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_a_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
+    config = load_config(recipe, settings(recipe))
+    run = trained(config, tmp_path / "run")
+    check_that_it_learned(config, run)
+    assert len(list((tmp_path / "AGENT_R1_CACHE").glob("warm-*"))) == 1  # the warm start was made, here and now
+    check_what_is_imitated(config, run)
+
+
+def check_what_is_imitated(config: RunConfig, run: RunDir) -> None:
+    """Demonstrations call the tools where there are any, no call fails, and the reward likes what comes of it."""
+    demos = demonstrations(config, run)
+    calls = [record for trajectory in demos for step in trajectory.steps for record in step.calls]
+    assert len(demos) == config.sft.count
+    assert bool(calls) == bool(config.task.tools)
+    assert [record.error for record in calls if record.error is not None] == []
+    assert {trajectory.outcome_reward for trajectory in demos} == {1.0}
+
+
+def demonstrations(config: RunConfig, run: RunDir) -> list[Trajectory]:
+    assert config.sft.demos is not None
+    task, model = build_task(config), load_model(config, latest_checkpoint(run.checkpoints)[1])
+    rows = [row for row, _ in recipe_function(config.sft.demos, config)(count=config.sft.count, seed=config.seed)]
+
+    async def play() -> list[Trajectory]:
+        played = await sft_trajectories(config, task, model.renderer, lambda line: None)
+        groups = [Group(row=row, trajectories=[one]) for row, one in zip(rows, played, strict=True)]
+        return [group.trajectories[0] for group in await task.scorer(groups)]
+
+    return asyncio.run(play())

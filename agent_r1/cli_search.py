@@ -1,0 +1,121 @@
+"""The command line of search: agent-r1 search build | ask | serve | load."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from agent_r1.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from agent_r1.tools.search.dense import DenseSettings
+
+app = typer.Typer(help="Build, ask and serve indexes of passages.", no_args_is_help=True)
+console = Console()
+
+IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
+KindOption = Annotated[str | None, typer.Option(help="lexical, dense or hybrid; by default the best there is.")]
+TopK = Annotated[int, typer.Option(help="Passages per query.")]
+
+
+@app.command("build")
+def build_command(
+    corpus: Annotated[list[Path], typer.Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
+    to: Annotated[Path, typer.Option("--to", help="The folder of the index; one that is there is replaced.")],
+    kind: Annotated[str, typer.Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
+    encoder: Annotated[str, typer.Option(help="For dense: minilm, bge-small, bge-base or bge-large.")] = "minilm",
+    encoder_path: Annotated[str | None, typer.Option(help="Where its weights are, if not on the hub.")] = None,
+    method: Annotated[str, typer.Option(help="For dense: flat (exact) or ivf (faiss; approximate).")] = "flat",
+    stem: Annotated[bool, typer.Option(help="For lexical: cut words to their stems.")] = True,
+) -> None:
+    """Build an index from files of passages (title, text, optionally id)."""
+    from agent_r1.tools.search.corpus import read_passages
+    from agent_r1.tools.search.index import RANKERS, Index
+    from agent_r1.tools.search.lexical import LexicalSettings
+
+    kinds = kind.split(",")
+    for name in kinds:
+        if name not in RANKERS:
+            raise ConfigError(f"--kind {kind}: there is no {name!r} to build.{did_you_mean(name, RANKERS)}")
+    index = Index.build(
+        read_passages(corpus),
+        to,
+        lexical=LexicalSettings(stem=stem) if "lexical" in kinds else None,
+        dense=_dense(encoder, encoder_path, method) if "dense" in kinds else None,
+        report=lambda progress: console.print(Text(str(progress))),
+    )
+    console.print(Text(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}"))
+
+
+@app.command("ask")
+def ask_command(
+    index: IndexArg,
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    top_k: TopK = 5,
+    kind: KindOption = None,
+) -> None:
+    """Search an index once, and print what is found."""
+    from agent_r1.tools.search.index import Index, check_kind
+    from agent_r1.tools.search.tool import find_index
+
+    opened = Index.open(find_index(index))
+    chosen = check_kind(kind or opened.default_kind, opened.manifest, opened.directory)
+    for number, hit in enumerate(opened.search([query], top_k, chosen)[0], start=1):
+        console.print(Text(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}"))
+
+
+@app.command("serve")
+def serve_command(
+    index: IndexArg,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8100,
+    max_waiting: Annotated[int, typer.Option(help="Queries that may wait; more are sent away with 503.")] = 4096,
+    seconds: Annotated[float, typer.Option(help="A request is given up after so many seconds.")] = 20.0,
+) -> None:
+    """Serve an index over HTTP until interrupted."""
+    from agent_r1.tools.search.index import Index
+    from agent_r1.tools.search.server import ServerLimits, serve
+    from agent_r1.tools.search.tool import find_index
+
+    opened = Index.open(find_index(index))
+    console.print(Text(f"{opened.manifest.num_passages:,} passages at http://{host}:{port}/search"))
+    serve(opened, host=host, port=port, limits=ServerLimits(max_waiting=max_waiting, seconds=seconds))
+
+
+@app.command("load")
+def load_command(
+    url: Annotated[str, typer.Argument(help="Of a search server, as in http://localhost:8100.")],
+    clients: Annotated[int, typer.Option(help="Clients that ask at once.")] = 200,
+    requests: Annotated[int, typer.Option(help="Requests of all clients together.")] = 5000,
+    queries: Annotated[Path | None, typer.Option(help="A text file with one query per line.")] = None,
+    per_request: Annotated[int, typer.Option(help="Queries in one request.")] = 1,
+    top_k: TopK = 5,
+    kind: KindOption = None,
+) -> None:
+    """Put a server under load, and report errors, throughput and times."""
+    from agent_r1.tools.search.load import QUERIES, load
+
+    asked = QUERIES if queries is None else [line for line in queries.read_text(encoding="utf-8").splitlines() if line]
+    result = load(
+        url, clients=clients, requests=requests, queries=asked, queries_per_request=per_request, top_k=top_k, kind=kind
+    )
+    console.print(Text(str(asyncio.run(result))))
+
+
+def _dense(encoder: str, path: str | None, method: str) -> DenseSettings:
+    from dataclasses import replace
+    from typing import get_args, get_type_hints
+
+    from agent_r1.tools.search.dense import DenseSettings, known_encoder
+
+    settings = known_encoder(encoder)
+    methods = get_args(get_type_hints(DenseSettings)["method"])
+    for known in methods:
+        if method == known:
+            return DenseSettings(encoder=replace(settings, model=path or settings.model), method=known)
+    raise ConfigError(f"--method {method!r}: choose one of {', '.join(methods)}")

@@ -1,0 +1,5 @@
+"""The data are those of `gsm8k`."""
+
+from agent_r1.recipes.gsm8k.data import FOLDER, prepare
+
+__all__ = ["FOLDER", "prepare"]

@@ -1,0 +1,287 @@
+"""Questions whose answer takes several pages, and the pages: HotpotQA, 2WikiMultihopQA and MuSiQue in one corpus.
+
+`agent-r1 data recipe hotpotqa` fetches the questions with their paragraphs and some 286,000 lead sections of
+Wikipedia, and builds one index of all of them, so that a question of any of the three is looked for among everything.
+A folder that already has the files (`multihop_qa/*_ctx.jsonl.gz`, `wiki_passages/*.parquet`) is taken as it is; what is
+built goes to the data directory.
+
+The splits are our own: of the questions whose gold paragraphs are all there, a hash of the question's text decides, so
+that they are the same on every machine and with every subset of the questions. They are not the official splits.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+
+from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.tasks.download import data_dir
+from agent_r1.tools.search.corpus import Passage, read_passages
+from agent_r1.tools.search.index import MANIFEST, Index
+from agent_r1.tools.search.lexical import LexicalSettings
+
+Say = Callable[[str], None]
+
+FOLDER = "hotpotqa"  # of the data directory
+INDEX = "index"  # beside the questions
+QUESTIONS, PAGES = Path("multihop_qa"), Path("wiki_passages")
+MIGRES = "https://raw.githubusercontent.com/AdelWang/MIGRES/1de6265c9ca1014054d6ba875738e785830908f8/data"
+LEAD_SECTIONS, NUM_LEAD_SECTIONS = "wikilinks.parquet", 280_000  # at least
+LEAD_SECTIONS_URL = (
+    "https://codeload.github.com/wenhuchen/WikiTables-WithLinks/tar.gz/dc066e1a6d5281511d8b73a6107d5ad2824cc2b2"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One set of questions."""
+
+    file: str  # under `QUESTIONS`: JSON lines, gzipped
+    urls: tuple[str, ...]  # where its records come from
+    num_records: int  # at least; fewer mean that the source has changed or was cut off
+    test_share: float  # of the questions
+
+
+SOURCES = {
+    "hotpotqa": Source(
+        file="hotpot_ctx.jsonl.gz",
+        urls=("http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",),
+        num_records=7405,
+        test_share=0.24,
+    ),
+    "2wiki": Source(
+        file="2wiki_ctx.jsonl.gz",
+        urls=(f"{MIGRES}/wikihop.json", f"{MIGRES}/wikihop_train_preprocess.json"),
+        num_records=660,
+        test_share=0.75,
+    ),
+    "musique": Source(file="musique_ctx.jsonl.gz", urls=(f"{MIGRES}/musique.json",), num_records=200, test_share=0.75),
+}
+SPLITS = {  # of the rows -> which questions, and whether they are held out
+    "train": ("hotpotqa", False),
+    "test": ("hotpotqa", True),
+    "2wiki_train": ("2wiki", False),
+    "2wiki": ("2wiki", True),
+    "musique_train": ("musique", False),
+    "musique": ("musique", True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]  # the given one first, then its aliases
+    gold: tuple[str, ...]  # titles of the paragraphs that hold the answer, each once
+    kind: str  # bridge, comparison, ...
+
+    @property
+    def key(self) -> str:
+        """A hash of the text: the same on every machine and in every subset. Questions come in the order of it."""
+        return sha256(self.text.encode()).hexdigest()[:16]
+
+    def is_held_out(self, share: float) -> bool:
+        return int(self.key, 16) < share * 2**64
+
+
+def questions(split: str, folder: Path) -> list[Question]:
+    """The questions of a split that have all their gold paragraphs, in the order of their hashes."""
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    name, held_out = SPLITS[split]
+    found = {question.text: question for record in records(name, folder) if (question := _question(record))}
+    share = SOURCES[name].test_share
+    return sorted((q for q in found.values() if q.is_held_out(share) == held_out), key=lambda q: q.key)
+
+
+def passages(folder: Path) -> Iterator[Passage]:
+    """Every paragraph of every question, then the lead sections of pages that are not among them."""
+    titles, seen = set[str](), set[tuple[str, str]]()
+    for name in SOURCES:
+        for record in records(name, folder):
+            for title, sentences in record["context"] or ():
+                text = _joined(sentences)
+                if text and (title, text) not in seen:
+                    seen.add((title, text))
+                    titles.add(title)
+                    yield Passage(passage_id=f"{name}-{len(seen)}", title=title, text=text)
+    files = sorted((folder / PAGES).glob("*.parquet"))
+    if not files:
+        raise DataError(
+            f"there is no .parquet file of lead sections in {folder / PAGES}: run agent-r1 data recipe {FOLDER}"
+        )
+    for passage in read_passages(files):
+        if passage.title not in titles:
+            yield passage
+
+
+def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """question, answer, type, supporting_facts [[title, sentence]], context [[title, [sentence]]], answer_aliases."""
+    path = folder / QUESTIONS / SOURCES[name].file
+    if not path.is_file():
+        raise DataError(
+            f"there are no questions at {path}. Fetch them: agent-r1 data recipe {FOLDER}, or set data.path to a "
+            f"folder with {QUESTIONS / SOURCES[name].file}"
+        )
+    with gzip.open(path, "rb") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def prepare(directory: Path, report: Say, source: Path | None = None) -> None:
+    """Fill `directory` with questions and index, from the folder `source` or, without one, from the public sources.
+
+    Of those, nothing is fetched that is there already.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if source is not None:
+        for name in SOURCES.values():
+            _copy(source / QUESTIONS / name.file, directory / QUESTIONS / name.file)
+        for path in (source / PAGES).glob("*.parquet"):
+            _copy(path, directory / PAGES / path.name)
+    else:
+        _fetch_questions(directory, report)
+        _fetch_pages(directory, report)
+    index = Index.build(
+        passages(directory), directory / INDEX, lexical=LexicalSettings(), report=lambda progress: report(str(progress))
+    )
+    report(f"{directory / INDEX}: {index.manifest.num_passages:,} passages")
+    for split in SPLITS:
+        report(f"{split}: {len(questions(split, directory)):,} questions")
+
+
+def question_folder(path: str | None) -> Path:
+    return data_dir(FOLDER) if path is None else Path(path).expanduser()
+
+
+def index_folder(path: str | None) -> Path:
+    """Of the same folder as the questions, or, where they are a source that is only read, of the data directory."""
+    beside = question_folder(path) / INDEX
+    return beside if (beside / MANIFEST).is_file() else data_dir(FOLDER) / INDEX
+
+
+def _question(record: Mapping[str, Any]) -> Question | None:
+    gold = tuple(dict.fromkeys(title for title, _ in record["supporting_facts"] or ()))
+    if not gold or not set(gold) <= {title for title, _ in record["context"] or ()}:
+        return None
+    return Question(
+        text=" ".join(record["question"].split()),
+        answers=tuple(dict.fromkeys([record["answer"], *record.get("answer_aliases", ())])),
+        gold=gold,
+        kind=record["type"] or "unknown",
+    )
+
+
+def _joined(sentences: Sequence[str]) -> str:
+    """One paragraph. HotpotQA's sentences bring their spaces, and some begin inside a quotation; others' do not."""
+    bring_spaces = any(sentence.startswith(" ") for sentence in sentences[1:])
+    return " ".join(("" if bring_spaces else " ").join(sentences).split())
+
+
+def _copy(path: Path, to: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is missing; the source needs {QUESTIONS}/ and {PAGES}/ as the README lays them out")
+    if to.exists() and to.samefile(path):
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, to)
+
+
+def _fetch_questions(directory: Path, report: Say) -> None:
+    for name, source in SOURCES.items():
+        to = directory / QUESTIONS / source.file
+        if to.is_file():
+            report(f"{name}: {to} is there")
+            continue
+        found = dict[str, dict[str, Any]]()
+        for url in source.urls:
+            raw = _download(url, directory / "fetched" / url.rpartition("/")[2], report)
+            found |= {record["question"]: record for record in map(_normal, _json_records(raw))}
+        _check_count(name, len(found), source.num_records)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(to, "wt", encoding="utf-8") as out:
+            out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in found.values())
+        report(f"{name}: {len(found):,} questions")
+
+
+def _fetch_pages(directory: Path, report: Say) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    there = sorted((directory / PAGES).glob("*.parquet"))
+    if there:
+        report(f"lead sections: {there[0]} is there")
+        return
+    to = directory / PAGES / LEAD_SECTIONS
+    pages = lead_sections(_download(LEAD_SECTIONS_URL, directory / "fetched" / "WikiTables-WithLinks.tar.gz", report))
+    _check_count("lead sections", len(pages), NUM_LEAD_SECTIONS)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"title": list(pages), "text": list(pages.values())}), to, compression="zstd")
+    report(f"lead sections: {len(pages):,} pages")
+
+
+def _download(url: str, to: Path, report: Say) -> Path:
+    """Unlike `fetch` of `tasks.download`, without a hash to compare with: what comes is judged by what it holds."""
+    if to.is_file():
+        return to
+    to.parent.mkdir(parents=True, exist_ok=True)
+    part = to.with_name(f".{to.name}.part")
+    report(f"fetching {url}")
+    try:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as answer, part.open("wb") as file:
+            answer.raise_for_status()
+            for chunk in answer.iter_bytes():
+                file.write(chunk)
+        part.replace(to)
+    except httpx.HTTPError as error:
+        raise DataError(
+            f"cannot fetch {url} ({type(error).__name__}: {error}). Without a network, put that file at {to}, or give "
+            f"a folder that has {QUESTIONS}/ and {PAGES}/ as source"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return to
+
+
+def _check_count(name: str, found: int, least: int) -> None:
+    if found < least:
+        raise DataError(f"{name}: {found:,} records came, at least {least:,} were expected: the source has changed")
+
+
+def lead_sections(archive: Path) -> dict[str, str]:
+    """Text by title, of the pages that the tables of WikiTables-WithLinks link to; sorted, the first text of each."""
+    pages: dict[str, str] = {}
+    with tarfile.open(archive, "r:gz") as files:
+        for member in files:
+            taken = files.extractfile(member) if "/request_tok/" in member.name and member.isfile() else None
+            if taken is not None:
+                for link, text in json.load(taken).items():
+                    if text:
+                        pages.setdefault(unquote(link.removeprefix("/wiki/")).replace("_", " "), text)
+    return dict(sorted(pages.items()))
+
+
+def _json_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a file that is one JSON list, or one JSON object per line."""
+    text = path.read_text(encoding="utf-8")
+    yield from json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
+
+
+def _normal(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A published record with the fields of `records`; MuSiQue's has paragraphs of its own kind."""
+    kept = {key: record.get(key) for key in ("question", "answer", "type", "context", "supporting_facts")}
+    if "paragraphs" in record:
+        paragraphs = record["paragraphs"]
+        kept["context"] = [[p["title"], [p["paragraph_text"]]] for p in paragraphs]
+        kept["supporting_facts"] = [[p["title"], 0] for p in paragraphs if p["is_supporting"]]
+        kept["answer_aliases"] = record["answer_aliases"]
+    return kept

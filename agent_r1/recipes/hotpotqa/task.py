@@ -1,0 +1,88 @@
+"""Questions that take several searches: rows, rewards and demonstrations. See README.md; the data: `data.py`.
+
+The reward that is trained on is one of `reward_f1` and `reward_em`; both report all parts:
+em, f1, substring    the answer against the accepted ones (`scores.py`)
+format               1 if the episode ended with `<answer>...</answer>` alone and no call of it failed
+num_searches         searches that were made
+gold_found           the share of the gold pages among all that were shown
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from agent_r1.errors import DataError
+from agent_r1.recipes.hotpotqa.data import SPLITS, Question, index_folder, question_folder, questions
+from agent_r1.recipes.hotpotqa.expert import demonstrate
+from agent_r1.recipes.hotpotqa.scores import exact_match, f1, substring_match
+from agent_r1.tools.search.tool import SearchTool
+from agent_r1.types import TaskRow, Trajectory
+
+INSTRUCTION = "Search until you know the answer, then write it as <answer>...</answer>."
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+Demo = tuple[TaskRow, list[str]]
+
+
+def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
+    """The first `count` questions of a split: train, test, 2wiki, 2wiki_train, musique, musique_train."""
+    asked = questions(split, question_folder(path))[:count]
+    return [as_row(question, row_id=f"{split}-{question.key}", source=SPLITS[split][0]) for question in asked]
+
+
+def as_row(question: Question, *, row_id: str, source: str) -> TaskRow:
+    truth = {"answers": list(question.answers), "gold": list(question.gold)}
+    return TaskRow(
+        prompt=[{"role": "user", "content": f"{question.text}\n{INSTRUCTION}"}],
+        row_id=row_id,
+        reward_model={"style": "rule", "ground_truth": truth},
+        data_source=source,
+        extra_info={"kind": question.kind},
+    )
+
+
+def reward_f1(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """F1: an answer with a word too many still earns something, so groups of attempts differ more often."""
+    return {"reward": (parts := parts_of(row, trajectory))["f1"], **parts}
+
+
+def reward_em(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """Exact match, the published reward."""
+    return {"reward": (parts := parts_of(row, trajectory))["em"], **parts}
+
+
+def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    accepted, gold = row.ground_truth["answers"], set(row.ground_truth["gold"])
+    found = ANSWER.findall(trajectory.final_text)
+    answer = found[-1].strip() if found else ""
+    calls = [call for step in trajectory.steps for call in step.calls]
+    well_formed = ANSWER.fullmatch(trajectory.final_text.strip()) is not None and all(c.error is None for c in calls)
+    shown = {title for call in calls for title in call.info.get("titles", ())}
+    return {
+        "em": exact_match(answer, accepted),
+        "f1": f1(answer, accepted),
+        "substring": substring_match(answer, accepted),
+        "format": float(well_formed and bool(answer)),
+        "num_searches": float(len(calls)),
+        "gold_found": len(gold & shown) / len(gold),
+    }
+
+
+def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """At most `count` questions of the training split with what the expert says: as many as it can answer."""
+    return expert_demos(SearchTool(index=index_folder(path)), questions("train", question_folder(path)), count, seed)
+
+
+def expert_demos(tool: SearchTool, asked: Sequence[Question], count: int, seed: int) -> list[Demo]:
+    order = list(asked)
+    random.Random(f"demos:{seed}").shuffle(order)
+    shown: list[Demo] = []
+    for question in order:
+        texts = demonstrate(question, tool) if len(shown) < count else None
+        if texts is not None:
+            shown.append((as_row(question, row_id=f"demo-{question.key}", source="demo"), texts))
+    if not shown:
+        raise DataError(f"the expert can answer none of {len(asked)} questions; do they belong to this index?")
+    return shown

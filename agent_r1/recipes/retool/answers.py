@@ -1,0 +1,57 @@
+"""Whether two answers are the same: plain numbers at once, everything else by `math-verify` in a process of its own.
+
+LaTeX from a policy can keep a computer algebra system busy for ever, with the interpreter lock held
+(`9^{9^{9^9}}`), so a thread with a timeout would not do: the process is killed, and the answer counts as wrong. It runs
+our own code, so it is limited rather than isolated.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from itertools import count
+
+from agent_r1.errors import ConfigError
+from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.sandbox import Sandbox
+
+MAX_ANSWER_CHARS = 500  # no answer of any set is nearly as long
+PROCESSES = 2
+LIMITS = Limits(seconds=5.0, session_cpu_seconds=3600, session_seconds=86400, idle_seconds=86400, memory_mb=1024)
+
+# Only LaTeX is read: reading plain expressions goes through `eval` in sympy.
+CHECK = """
+from math_verify import LatexExtractionConfig, parse, verify
+_read = lambda text: parse("$" + text + "$", [LatexExtractionConfig()], parsing_timeout=None)
+print("same" if verify(_read({truth!r}), _read({answer!r}), timeout_seconds=None) else "different")
+"""
+_NUMBER = re.compile(r"[-+]?\d{1,15}(\.\d{1,9})?")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
+_turn = count()
+
+
+async def same_answer(truth: str, answer: str) -> bool:
+    """`answer` is what stood in \\boxed{}."""
+    left, right = (_THOUSANDS.sub("", text.strip().strip("$").strip()) for text in (truth, answer))
+    if left == right:
+        return True
+    if not right or len(right) > MAX_ANSWER_CHARS:
+        return False
+    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
+        return float(left) == float(right)
+    # A process that stays, because the first parse takes far longer than the next; calls take turns at it.
+    outcome = await _checker().run(CHECK.format(truth=left, answer=right), session=f"checker-{next(_turn) % PROCESSES}")
+    return outcome.error is None and outcome.stdout.endswith("same\n")
+
+
+def require_math_verify() -> None:
+    """To be told before the first episode, not after it."""
+    if find_spec("math_verify") is None:
+        raise ConfigError("grading these answers needs the 'math-verify' package: pip install 'agent-r1[math]'")
+
+
+@cache
+def _checker() -> Sandbox:
+    require_math_verify()
+    return Sandbox(level="process", limits=LIMITS, libraries=("math-verify",), slots=PROCESSES)

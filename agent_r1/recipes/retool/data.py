@@ -1,0 +1,236 @@
+"""Problems with a final answer: DAPO-Math-17k and MATH to train on, MATH-500, AIME, AMC and GSM8K to be judged by.
+
+`agent-r1 data recipe retool` fetches the files; a folder that has them, plain or gzipped, is taken as it is. GSM8K
+stands in a folder `gsm8k` inside that folder, or beside it.
+
+What is judged must not be trained on: a training problem whose text, reduced to its letters and digits, is that of a
+problem of any evaluation set is left out, and so is one that comes a second time. DAPO alone holds 976 of the 5,000
+problems of MATH's test set.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.tasks.download import data_dir, fetch
+
+Say = Callable[[str], None]
+Record = Mapping[str, Any]
+
+RECIPE = "retool"
+GITHUB = "https://raw.githubusercontent.com"
+SVS = f"{GITHUB}/MasterVito/SvS/9fd8f35375b31b8632b52e715296c264a3ad4176/data"
+DEEPSCALER = f"{GITHUB}/agentica-project/deepscaler/95ef74ffee001cce89463f2d61dfdce1d03576c1/deepscaler/data"
+HARNESS = f"{GITHUB}/ZubinGou/math-evaluation-harness/db77bc6bb2a17c90ed2d63e88ebd8c40a82858c5/data"
+RETOOL = f"{GITHUB}/ReTool-RL/ReTool/8407e1394dd92c1c3e61f23d6c5015c023ed7407/evaluation/dataset"
+GSM8K = f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    text: str
+    answer: str  # LaTeX, without \boxed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file of problems."""
+
+    file: str
+    url: str
+    sha256: str  # of the plain file
+    read: Callable[[Record], Problem | None]  # None: a record without a final answer
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} of a text holds, its own braces balanced; None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed{")
+    for place in range(begin, len(text)):
+        if text[place] == "}" and depth == 0:
+            return text[begin:place].strip()
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    return None
+
+
+def _dapo(record: Record) -> Problem:
+    return Problem(text=record["prompt"][-1]["content"], answer=record["reward_model"]["ground_truth"])
+
+
+def _with_answer(record: Record) -> Problem | None:
+    answer = record["answer"]
+    if answer is None:
+        return None
+    return Problem(text=record["problem"], answer=f"{answer:g}" if isinstance(answer, float) else answer)
+
+
+def _with_solution(record: Record) -> Problem | None:
+    answer = boxed(record["solution"])
+    return None if answer is None else Problem(text=record["problem"], answer=answer)
+
+
+def _input_output(record: Record) -> Problem:
+    return Problem(text=record["input"], answer=record["output"])
+
+
+def _gsm8k(record: Record) -> Problem:
+    return Problem(text=record["question"], answer=record["answer"].rpartition("####")[2].strip().replace(",", ""))
+
+
+SOURCES: dict[str, Source] = {
+    "dapo": Source(
+        file="dapo_math_17k.parquet",
+        url=f"{SVS}/dapo_math_17k.parquet",
+        sha256="246ae23df97c9eae8126cb4da780e9a0a31d10110e16eed144bcecbf2132d535",
+        read=_dapo,
+    ),
+    "math_train": Source(
+        file="math_train_7474_deepscaler.json",
+        url=f"{DEEPSCALER}/train/math.json",
+        sha256="569230b362fd501e1a33d8f29aae3b4b989d32e2b91b07c3f48493528c3bf6d2",
+        read=_with_answer,
+    ),
+    "math500": Source(
+        file="math500.jsonl",
+        url=f"{HARNESS}/math_oai/test.jsonl",
+        sha256="35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132",
+        read=_with_answer,
+    ),
+    "math_test": Source(
+        file="math_test_5000.jsonl",
+        url=f"{HARNESS}/math/test.jsonl",
+        sha256="3371949f33dd702d04b43fddd7d53a028de0aaca0e76abb1b875a050297b3aa4",
+        read=_with_solution,
+    ),
+    "aime24": Source(
+        file="aime24.jsonl",
+        url=f"{RETOOL}/AIME24.jsonl",
+        sha256="b952a4fd99a81353662b549deb43207a31997b554aea616f3b071e2fecaa8285",
+        read=_input_output,
+    ),
+    "aime25": Source(
+        file="aime25.jsonl",
+        url=f"{RETOOL}/AIME25.jsonl",
+        sha256="633607e7e2584d6d52f3fdd741d5fc6e66384a1924ab3e1da3ad46eec76af2f8",
+        read=_input_output,
+    ),
+    "amc23": Source(
+        file="amc23_deepscaler.json",
+        url=f"{DEEPSCALER}/test/amc.json",
+        sha256="2666a217cb566efb77ebfce61841d5d8855d4b4be89633b29df3a43dcfd942dd",
+        read=_with_answer,
+    ),
+    "gsm8k_train": Source(
+        file="gsm8k/train.jsonl",
+        url=f"{GSM8K}/train.jsonl",
+        sha256="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+        read=_gsm8k,
+    ),
+    "gsm8k_test": Source(
+        file="gsm8k/test.jsonl",
+        url=f"{GSM8K}/test.jsonl",
+        sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+        read=_gsm8k,
+    ),
+}
+EVALUATION = ("math500", "math_test", "aime24", "aime25", "amc23", "gsm8k_test")
+TRAINING = ("dapo", "math_train", "gsm8k_train")
+SPLITS: dict[str, tuple[str, ...]] = {
+    "train": ("dapo", "math_train"),
+    "test": ("math500",),
+    **{name: (name,) for name in SOURCES},
+}
+
+
+def prepare(directory: Path, report: Say) -> None:
+    """Fetch every file that is not there yet."""
+    for name, source in SOURCES.items():
+        if find(directory, source) is None:
+            fetch(source.url, directory / source.file, sha256=source.sha256, report=report)
+        report(f"{name}: {len(problems(directory, name))} problems")
+
+
+def data_folder(path: str | None) -> Path:
+    return data_dir(RECIPE) if path is None else Path(path).expanduser()
+
+
+def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
+    """The problems of a split, each with the name of its source; those to train on without what is judged."""
+    if name not in SPLITS:
+        raise ConfigError(f"unknown split {name!r}.{did_you_mean(name, SPLITS)}")
+    sources = SPLITS[name]
+    found = [(source, problem) for source in sources for problem in problems(folder, source)]
+    return clean(found, judged(folder)) if set(sources) <= set(TRAINING) else found
+
+
+def judged(folder: Path) -> set[str]:
+    """The reduced texts of all evaluation sets; only GSM8K may be missing, for who does not use it."""
+    needed = [name for name in EVALUATION if name != "gsm8k_test" or find(folder, SOURCES[name]) is not None]
+    return {reduced(problem.text) for name in needed for problem in problems(folder, name)}
+
+
+def clean(found: Sequence[tuple[str, Problem]], taboo: set[str]) -> list[tuple[str, Problem]]:
+    """Each problem once, and none whose reduced text is in `taboo`."""
+    seen, kept = set(taboo), []
+    for source, problem in found:
+        key = reduced(problem.text)
+        if key not in seen:
+            seen.add(key)
+            kept.append((source, problem))
+    return kept
+
+
+def reduced(text: str) -> str:
+    """Letters and digits only: two copies of a problem differ in spaces, dollar signs and backslashes."""
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def problems(folder: Path, name: str) -> list[Problem]:
+    source = SOURCES[name]
+    return [problem for record in records(folder, name) if (problem := source.read(record)) is not None]
+
+
+def records(folder: Path, name: str) -> Iterator[Record]:
+    """The file as it is, record by record."""
+    source = SOURCES[name]
+    path = find(folder, source)
+    if path is None:
+        raise DataError(
+            f"there is no {source.file} (or {source.file}.gz) in {folder}. Fetch it: agent-r1 data recipe {RECIPE}, "
+            "or set data.path to a folder that has it"
+        )
+    try:
+        yield from _parsed(path)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}. It is expected as {source.url} has it") from error
+
+
+def find(folder: Path, source: Source) -> Path | None:
+    """The file, plain or gzipped, in the folder; that of a folder of its own, such as gsm8k, also beside it."""
+    places = [folder / source.file]
+    if "/" in source.file:
+        places.append(folder.parent / source.file)
+    candidates = [Path(f"{place}{suffix}") for place in places for suffix in ("", ".gz")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _parsed(path: Path) -> Iterator[Record]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.read_table(path).to_pylist()
+        return
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if ".jsonl" in path.name:
+        yield from (json.loads(line) for line in data.decode("utf-8").splitlines() if line.strip())
+    else:
+        yield from json.loads(data)

@@ -1,0 +1,114 @@
+"""Problems made in code, each with a program that solves it: for the tiny preset, and to see the recipe without data.
+
+A demonstration says what is to be computed, calls python with the program, and gives what it printed as the answer. A
+hash of the question decides whether it is for training or for the test, so the splits cannot overlap.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.recipes.retool.task import as_row
+from agent_r1.types import TaskRow
+
+Demo = tuple[TaskRow, list[str]]
+SPLITS = ("train", "test")
+TEST_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    question: str
+    thought: str
+    program: str
+    answer: int
+
+
+def _product(rng: random.Random) -> Made:
+    a, b, c = rng.randint(12, 99), rng.randint(12, 99), rng.randint(2, 99)
+    return Made(
+        question=f"What is {a} * {b} + {c}?",
+        thought="One line.",
+        program=f"print({a} * {b} + {c})",
+        answer=a * b + c,
+    )
+
+
+def _linear(rng: random.Random) -> Made:
+    a, x, b = rng.randint(2, 30), rng.randint(2, 90), rng.randint(1, 99)
+    return Made(
+        question=f"Solve {a}x + {b} = {a * x + b} for x.",
+        thought="Subtract, then divide.",
+        program=f"print(({a * x + b} - {b}) // {a})",
+        answer=x,
+    )
+
+
+def _series(rng: random.Random) -> Made:
+    first = rng.randint(1, 50)
+    last = first + rng.randint(5, 200)
+    return Made(
+        question=f"What is the sum of the integers from {first} to {last}?",
+        thought="Add them up.",
+        program=f"print(sum(range({first}, {last} + 1)))",
+        answer=sum(range(first, last + 1)),
+    )
+
+
+def _remainder(rng: random.Random) -> Made:
+    base, power, modulus = rng.randint(2, 20), rng.randint(5, 60), rng.randint(7, 97)
+    return Made(
+        question=f"What is the remainder when {base}^{power} is divided by {modulus}?",
+        thought="A power modulo a number.",
+        program=f"print(pow({base}, {power}, {modulus}))",
+        answer=pow(base, power, modulus),
+    )
+
+
+KINDS: tuple[Callable[[random.Random], Made], ...] = (_product, _linear, _series, _remainder)
+
+
+def rows(split: str, count: int = 500, seed: int = 0) -> list[TaskRow]:
+    """The same rows each time, and the first of them whatever the count."""
+    rng = random.Random(f"rows:{split}:{seed}")
+    found: dict[str, Made] = {}
+    while len(found) < count:
+        made = draw(split, rng)
+        found.setdefault(made.question, made)
+    return [_row(made, f"{split}-{seed}-{index}") for index, made in enumerate(found.values())]
+
+
+def demos(count: int, seed: int) -> list[Demo]:
+    """Rows of the training split, each with what an expert says in it."""
+    rng = random.Random(f"demos:{seed}")
+    drawn = [draw("train", rng) for _ in range(count)]
+    return [(_row(made, f"demo-{seed}-{index}"), demonstrate(made)) for index, made in enumerate(drawn)]
+
+
+def demonstrate(made: Made) -> list[str]:
+    return demonstration(made.thought, made.program, str(made.answer))
+
+
+def demonstration(thought: str, program: str, answer: str) -> list[str]:
+    """What is said in the two steps of an episode: a call of python, and the answer."""
+    call = FORMATS["hermes"].write_call("python", {"code": program})
+    return [f"{thought}\n{call}", f"The answer is \\boxed{{{answer}}}."]
+
+
+def draw(split: str, rng: random.Random) -> Made:
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    while True:
+        made = rng.choice(KINDS)(rng)
+        for_test = sha256(made.question.encode()).digest()[0] < 256 * TEST_SHARE
+        if for_test == (split == "test"):
+            return made
+
+
+def _row(made: Made, row_id: str) -> TaskRow:
+    return as_row(made.question, str(made.answer), row_id, "made")

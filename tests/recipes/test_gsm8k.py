@@ -1,0 +1,318 @@
+"""The recipes gsm8k and gsm8k_tool: demonstrations from marked solutions, the reward, who may know the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.agent.check import check_env, check_tool
+from agent_r1.agent.env import merge_env_kwargs
+from agent_r1.agent.tool import BaseTool
+from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.config import load_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.recipes.gsm8k import data, made
+from agent_r1.recipes.gsm8k import task as plain
+from agent_r1.recipes.gsm8k_tool import made as made_tool
+from agent_r1.recipes.gsm8k_tool import task
+from agent_r1.run.build import build_plan
+from agent_r1.run.task import build_task
+from agent_r1.tools.calculator import evaluate
+from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
+
+SHARED = os.environ.get("AGENT_R1_SHARED_DATA")
+NATALIA = data.Problem(
+    name="train-0",
+    question="Natalia sold clips to 48 friends in April, and half as many in May. How many in all?",
+    solution=(
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+        "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May."
+    ),
+    answer="72",
+)
+WENG = data.Problem(
+    name="train-1",
+    question="Weng earns $12 an hour. Yesterday she worked 50 minutes. How much did she earn?",
+    solution=(
+        "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\nWorking 50 minutes, she earned 0.2 x 50 = $<<0.2*50=10>>10."
+    ),
+    answer="10",
+)
+
+
+def call(expression: str) -> str:
+    return FORMATS["hermes"].write_call("calculator", {"expression": expression})
+
+
+def problem(solution: str) -> data.Problem:
+    return data.Problem(name="p", question="?", solution=solution, answer="1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As published: one split plain, one gzipped."""
+    train = [{"question": p.question, "answer": f"{p.solution}\n#### {p.answer}"} for p in (NATALIA, WENG)]
+    test = [{"question": "How much is it?", "answer": "It is 500*2=<<500*2=1000>>1,000.\n#### 1,000"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, train)), encoding="utf-8")
+    (tmp_path / "test.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, test)).encode()))
+    return tmp_path
+
+
+# Data
+
+
+def test_files_are_read_plain_or_gzipped(folder: Path) -> None:
+    assert data.problems("train", str(folder)) == [NATALIA, WENG]
+    [test] = data.problems("test", str(folder))
+    assert (test.name, test.answer) == ("test-0", "1000")  # without its comma
+
+
+def test_what_is_wrong_with_the_data_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"GSM8K has no split 'tran'\. Did you mean 'train'"):
+        data.problems("tran", str(folder))
+    with pytest.raises(DataError, match=r"has neither train\.jsonl nor train\.jsonl\.gz"):
+        data.problems("train", str(tmp_path / "nowhere"))
+    for line, message in (
+        ('{"question": "?", "answer": "no mark"}', "line 1: the solution has no '#### ANSWER'"),
+        ('{"question": "?"}', "line 1 is not a problem of GSM8K: KeyError"),
+        ("[1]", "line 1 is not a problem of GSM8K: TypeError"),
+        ("not json", "line 1 is not a problem of GSM8K"),
+    ):
+        (folder / "train.jsonl").write_text(line, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            data.problems("train", str(folder))
+
+
+def test_without_a_path_the_data_are_looked_for_where_they_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gsm8k").symlink_to(folder)
+    assert data.problems("train", None) == [NATALIA, WENG]
+
+
+def test_the_recipe_reads_its_rows_from_data_path(folder: Path) -> None:
+    for recipe in ("gsm8k", "gsm8k_tool"):
+        made_task = build_task(load_config(recipe, [f"data.path={folder}"]))
+        assert [row.row_id for row in made_task.train_rows()] == ["train-0", "train-1"]
+        assert [row.ground_truth for row in made_task.test_rows()] == ["1000"]
+
+
+# Demonstrations
+
+
+def test_a_solution_without_its_marks_is_the_demonstration_without_a_tool(folder: Path) -> None:
+    shown = {row.row_id: texts for row, texts in plain.demos(count=5, seed=0, path=str(folder))}
+    assert shown["train-0"] == [
+        "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
+    ]
+
+
+def test_every_mark_becomes_a_call_and_its_sentence_goes_on_after_the_result() -> None:
+    assert task.demonstration(NATALIA) == [
+        f"Natalia sold 48/2 =\n{call('48/2')}",
+        f"24 clips in May.\nNatalia sold 48+24 =\n{call('48+24')}",
+        "72 clips altogether in April and May.\n#### 72",
+    ]
+
+
+def test_a_currency_sign_goes_with_the_number_it_belongs_to() -> None:
+    assert task.demonstration(WENG) == [
+        f"Weng earns 12/60 =\n{call('12/60')}",
+        f"$0.2 per minute.\nWorking 50 minutes, she earned 0.2 x 50 =\n{call('0.2*50')}",
+        "$10.\n#### 10",
+    ]
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "No calculation at all.",
+        "It is 2+2 = <<2+2=5>>5.",
+        "A third is <<100/3=33.33>>33.33.",  # rounded
+        "First <<1+1=2>>2, then <<2*2=5>>5.",  # one wrong mark is enough
+        "It is <<one+one=2>>2.",
+        "It is <<1/0=0>>0.",
+    ],
+)
+def test_solutions_without_marks_or_with_a_wrong_one_show_nothing(solution: str) -> None:
+    assert task.demonstration(problem(solution)) == []
+
+
+def test_demonstrations_are_drawn_by_seed_and_are_at_most_as_many_as_there_are(folder: Path) -> None:
+    for demos in (plain.demos, task.demos, task.oracle_demos):
+        assert len(demos(count=99, seed=0, path=str(folder))) == 2
+        assert demos(count=1, seed=3, path=str(folder)) == demos(count=1, seed=3, path=str(folder))
+
+
+# Problems made in code
+
+
+def numbers_of(asked: data.Problem) -> tuple[int, ...]:
+    """The three it was made from, in order of size."""
+    first, second, third = map(int, plain.NUMBER.findall(asked.question))
+    return tuple(sorted((first, second // first if "share" in asked.question else second, third)))
+
+
+def test_made_problems_solve_themselves_and_share_no_numbers_between_splits() -> None:
+    train, test = made.problems("train", 400, seed=0), made.problems("test", 200, seed=0)
+    assert not {numbers_of(p) for p in train} & {numbers_of(p) for p in test}
+    for p in train + test:
+        *_, (expression, result) = task.MARK.findall(p.solution)
+        assert evaluate(expression) == evaluate(result) == int(p.answer)
+        assert len(task.demonstration(p)) == 3  # two calculations, one answer
+    assert made.problems("train", 5, seed=0) == train[:5]
+    assert made.problems("train", 5, seed=1) != train[:5]
+    with pytest.raises(ConfigError, match="unknown split 'tst'"):
+        made.problems("tst", 1, seed=0)
+
+
+@given(st.tuples(*[st.integers(made.SMALLEST, made.LARGEST)] * 3))
+def test_every_story_is_right_for_all_numbers(numbers: tuple[int, int, int]) -> None:
+    for story in made.STORIES:
+        _, solution, answer = story(*numbers)
+        marks = task.MARK.findall(solution)
+        assert all(evaluate(expression) == evaluate(result) for expression, result in marks)
+        assert marks[-1][1] == str(answer)
+
+
+def test_made_rows_say_that_they_are_made() -> None:
+    for rows in (made.rows, made_tool.rows):
+        assert {row.data_source for row in rows("test", 3)} == {"made"}
+
+
+# The reward
+
+
+def ended(text: str, *calls: ToolCallRecord) -> Trajectory:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text=text, calls=calls)
+    return Trajectory(row_id="r", trajectory_id="t", steps=[step], stop=StopReason.ANSWERED)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "reward", "form", "last_number"),
+    [
+        ("It is 72.\n#### 72", "72", 1, 1, 1),
+        ("#### 1,000.00", "1000", 1, 1, 1),
+        ("#### $5", "5", 1, 1, 1),
+        ("####5", "5", 1, 1, 1),
+        ("#### 5.", "5", 1, 1, 1),
+        ("#### 0.50", ".5", 1, 1, 1),
+        ("#### -3", "-3", 1, 1, 1),
+        ("#### 72 clips", "72", 1, 1, 1),
+        ("#### 72\nand 3 more words", "72", 1, 1, 0),  # text after it does no harm
+        ("#### 71\n#### 72", "72", 1, 1, 1),  # the last counts
+        ("#### 72\n#### 71", "72", 0, 1, 0),
+        ("#### 71", "72", 0, 1, 0),
+        ("#### 720", "72", 0, 1, 0),
+        ("It is 72.", "72", 0, 0, 1),  # no mark
+        ("It is 72.\n####", "72", 0, 0, 1),
+        ("#### seventy-two", "72", 0, 0, 0),
+        ("", "72", 0, 0, 0),
+        ("#### " + "9" * 5000, "72", 0, 1, 0),  # more digits than Python turns into an int
+    ],
+)
+def test_the_number_after_the_last_mark_is_the_answer(
+    text: str, truth: str, reward: float, form: float, last_number: float
+) -> None:
+    row = TaskRow(prompt=[], reward_model={"ground_truth": truth})
+    parts = {"reward": reward, "format": form, "last_number": last_number}
+    assert asyncio.run(plain.reward(row, ended(text))) == parts
+    assert asyncio.run(task.reward(row, ended(text))) == parts | {"calls": 0, "bad_calls": 0}
+
+
+@given(st.text())
+def test_no_text_breaks_the_reward(text: str) -> None:
+    assert set(plain.judged(f"#### {text}", "72").values()) <= {0.0, 1.0}
+
+
+def test_calls_are_counted_and_not_paid_for() -> None:
+    good = ToolCallRecord(name="calculator", arguments={}, result="1", text_span=(0, 1))
+    bad = ToolCallRecord(name="calculator", arguments={}, result="no", text_span=(0, 1), error="no")
+    row = TaskRow(prompt=[], reward_model={"ground_truth": "1"})
+    parts = asyncio.run(task.reward(row, ended("#### 1", good, bad, good)))
+    assert (parts["reward"], parts["calls"], parts["bad_calls"]) == (1, 3, 1)
+
+
+# Who knows the answer
+
+
+def play(row: TaskRow, tools: list[BaseTool], *texts: str) -> list[str]:
+    """What the tools say."""
+
+    async def episode() -> list[str]:
+        env = ToolEnv(**merge_env_kwargs({"tools": tools}, row))
+        await env.reset(row.without_ground_truth())
+        transitions = [await env.step(Action(text=text, token_ids=[])) for text in texts]
+        return [record.result for transition in transitions for record in transition.calls]
+
+    return asyncio.run(episode())
+
+
+def test_oracle_rows_tell_the_tool_the_truth_and_plain_rows_do_not(folder: Path) -> None:
+    asked = [FORMATS["hermes"].write_call("oracle_check", {"answer": answer}) for answer in ("71", "72", "$72.00")]
+    tools: list[BaseTool] = [task.calculator, task.oracle_check]
+    [oracle] = task.oracle_rows("train", 1, str(folder))
+    assert play(oracle, tools, *asked) == ["wrong", "right", "right"]
+    [row] = task.rows("train", 1, str(folder))
+    assert "72" not in repr(row.without_ground_truth())
+    with pytest.raises(ConfigError, match="'oracle_check' needs 'ground_truth' from the row"):
+        play(row, tools)
+
+
+def test_the_oracle_never_shows_the_answer_to_the_model(folder: Path) -> None:
+    assert list(task.oracle_check.schema["function"]["parameters"]["properties"]) == ["answer"]
+    asyncio.run(check_tool(task.oracle_check, {"answer": "3"}, {"ground_truth": "72"}))
+
+
+def test_only_the_preset_oracle_has_the_oracle(folder: Path) -> None:
+    data_path = f"data.path={folder}"
+    for preset in ("gsm8k_tool", "gsm8k_tool/qwen2_5_1_5b", "gsm8k_tool/qwen3_4b"):
+        config = load_config(preset, [data_path])
+        assert config.task.tools == ["task.calculator"]
+        assert all(not row.env_kwargs for row in build_plan(config).train_rows)
+    config = load_config("gsm8k_tool/oracle", [data_path])
+    assert config.task.tools == ["task.calculator", "task.oracle_check"]
+    assert all(row.env_kwargs for row in build_plan(config).train_rows)
+    for row, texts in task.oracle_demos(count=2, seed=0, path=str(folder)):  # the warm start plays there too
+        assert all(play(row, [task.calculator, task.oracle_check], *texts))
+
+
+def test_the_env_keeps_its_contract_on_a_demonstration() -> None:
+    row = plain.as_row(NATALIA, task.SYSTEM)
+    asyncio.run(check_env(lambda: ToolEnv(tools=[task.calculator]), row, task.demonstration(NATALIA)))
+
+
+# The published data
+
+
+@pytest.mark.skipif(SHARED is None, reason="AGENT_R1_SHARED_DATA names no folder with the published files")
+def test_nearly_all_training_problems_give_a_demonstration_that_is_right_when_played() -> None:
+    path = f"{SHARED}/gsm8k"
+    assert (len(data.problems("train", path)), len(data.problems("test", path))) == (7473, 1319)
+    shown = task.demos(count=10_000, seed=0, path=path)
+    assert len(shown) == 7376
+    assert len({row.row_id for row, _ in shown}) == 7376
+
+    async def play_all() -> None:
+        for row, texts in shown:
+            env = ToolEnv(tools=[task.calculator])
+            await env.reset(row.without_ground_truth())
+            *calls, last = [await env.step(Action(text=text, token_ids=[])) for text in texts]
+            assert [record.error for transition in calls for record in transition.calls] == [None] * len(calls)
+            assert last.stop is StopReason.ANSWERED
+            assert plain.judged(texts[-1], row.ground_truth)["reward"] == 1
+            assert "<<" not in "".join(texts)
+
+    asyncio.run(play_all())
+    for row, (text,) in plain.demos(count=10_000, seed=0, path=path):
+        assert plain.judged(text, row.ground_truth) == {"reward": 1, "format": 1, "last_number": 1}

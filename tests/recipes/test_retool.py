@@ -1,0 +1,293 @@
+"""The recipe retool: its data without what is judged, its answers, its demonstrations, its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.agent.check import check_env, check_tool
+from agent_r1.config import load_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.recipes.retool import data, gsm8k, made
+from agent_r1.recipes.retool.answers import same_answer
+from agent_r1.recipes.retool.data import (
+    EVALUATION,
+    SOURCES,
+    Problem,
+    boxed,
+    clean,
+    find,
+    judged,
+    problems,
+    reduced,
+    split_problems,
+)
+from agent_r1.recipes.retool.task import reward, rows
+from agent_r1.run.build import build_plan
+from agent_r1.tools.python.levels import LEVELS, Guarantee, what_is_missing
+from agent_r1.tools.python.tool import PythonEnv, PythonTool
+from agent_r1.types import Step, StopReason, TaskRow, Trajectory
+
+SHARED = os.environ.get("AGENT_R1_SHARED_DATA")
+NATALIA = (
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+    "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72"
+)
+
+
+def write_folder(folder: Path) -> Path:
+    """The layout of the published files, with a problem or two in each."""
+    lines = {
+        "math500.jsonl": [{"problem": "What is $1+1$?", "answer": "2"}],
+        "math_test_5000.jsonl.gz": [{"problem": "Find $x$.", "solution": "It is $\\boxed{\\frac{1}{2}}$."}],
+        "aime24.jsonl": [{"input": "A24", "output": "45"}],
+        "aime25.jsonl.gz": [{"input": "A25", "output": "70"}],
+        "gsm8k/train.jsonl": [{"question": "How many clips?", "answer": NATALIA}],
+        "gsm8k/test.jsonl": [{"question": "How much?", "answer": "It is 1,000.\n#### 1,000"}],
+    }
+    whole = {
+        "math_train_7474_deepscaler.json": [
+            {"problem": "what is \\(1 + 1\\)?", "answer": "2"},  # MATH-500 again, written otherwise
+            {"problem": "Kept.", "answer": "(3, -1)"},
+            {"problem": "Kept!", "answer": "(3, -1)"},  # a second time
+            {"problem": "No answer.", "answer": None},
+        ],
+        "amc23_deepscaler.json.gz": [{"problem": "AMC", "answer": 142.0}],
+    }
+    texts = {name: "\n".join(map(json.dumps, records)) for name, records in lines.items()}
+    for name, text in {**texts, **{name: json.dumps(records) for name, records in whole.items()}}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "math")
+
+
+def ended(text: str, stop: StopReason = StopReason.ANSWERED) -> Trajectory:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text=text)
+    return Trajectory(row_id="r", trajectory_id="t", steps=[step], stop=stop)
+
+
+def row_with(answer: str) -> TaskRow:
+    return TaskRow(prompt=[{"role": "user", "content": "?"}], reward_model={"ground_truth": answer})
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read_plain_or_gzipped_whatever_their_columns(folder: Path) -> None:
+    assert problems(folder, "math_test") == [Problem(text="Find $x$.", answer="\\frac{1}{2}")]
+    assert [p.answer for p in problems(folder, "amc23")] == ["142"]
+    assert [p.answer for p in problems(folder, "gsm8k_test")] == ["1000"]
+    assert [p.answer for p in problems(folder, "aime25")] == ["70"]
+
+
+def test_training_leaves_out_what_is_judged_what_comes_twice_and_what_has_no_answer(folder: Path) -> None:
+    assert [p.text for _, p in split_problems(folder, "math_train")] == ["Kept."]
+    assert [p.text for _, p in split_problems(folder, "test")] == ["What is $1+1$?"], "what is judged stays whole"
+
+
+def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:
+    (folder / "gsm8k").rename(folder.parent / "gsm8k")
+    assert find(folder, SOURCES["gsm8k_train"]) == folder.parent / "gsm8k" / "train.jsonl"
+    assert len(judged(folder)) == 6
+    for file in (folder.parent / "gsm8k").iterdir():
+        file.unlink()
+    assert len(judged(folder)) == 5, "who does without GSM8K may"
+
+
+def test_an_evaluation_set_that_is_missing_is_an_error_also_for_training(folder: Path) -> None:
+    (folder / "aime24.jsonl").unlink()
+    with pytest.raises(DataError, match=r"no aime24.jsonl .*agent-r1 data recipe retool, or set data.path"):
+        split_problems(folder, "math_train")
+
+
+def test_a_broken_file_and_an_unknown_split_are_named(folder: Path) -> None:
+    (folder / "math500.jsonl").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match=r"math500.jsonl cannot be read"):
+        problems(folder, "math500")
+    with pytest.raises(ConfigError, match=r"unknown split 'aime42'.*Did you mean 'aime2"):
+        rows("aime42", path=str(folder))
+
+
+def test_rows_ask_for_a_boxed_answer_and_hide_the_true_one(folder: Path) -> None:
+    [row] = rows("aime24", path=str(folder))
+    assert (row.row_id, row.data_source, row.ground_truth) == ("aime24-0", "aime24", "45")
+    assert "\\boxed" in row.prompt[0]["content"]
+    assert row.prompt[1]["content"] == "A24"
+
+
+@given(st.text(), st.text(alphabet=" \t\n$\\{}.,()"))
+def test_what_is_compared_ignores_everything_but_letters_and_digits(text: str, noise: str) -> None:
+    assert reduced(text + noise) == reduced(noise + text) == reduced(reduced(text))
+
+
+@given(st.lists(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
+def test_cleaning_keeps_the_first_of_each_and_nothing_taboo(texts: list[str], taboo: set[str]) -> None:
+    kept = [p.text for _, p in clean([("s", Problem(text=text, answer="")) for text in texts], taboo)]
+    assert kept == [text for text in dict.fromkeys(texts) if text not in taboo]
+
+
+@pytest.mark.skipif(SHARED is None, reason="AGENT_R1_SHARED_DATA names no folder with the published files")
+def test_the_published_files_overlap_as_often_as_was_counted() -> None:
+    folder = Path(SHARED or "") / "math"
+    dapo = {reduced(p.text) for p in problems(folder, "dapo")}
+    inside = {name: sum(reduced(p.text) in dapo for p in problems(folder, name)) for name in EVALUATION}
+    assert (len(problems(folder, "dapo")), len(dapo)) == (17917, 16054)
+    assert inside == {"math500": 7, "math_test": 976, "aime24": 0, "aime25": 0, "amc23": 14, "gsm8k_test": 0}
+    kept = {reduced(p.text) for _, p in split_problems(folder, "train")}
+    assert not kept & judged(folder)
+    assert len(gsm8k.demos(5000, 0, str(folder))) == 5000
+
+
+# -- answers and reward -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("so \\boxed{34}", "34"),
+        ("\\boxed{1} no, \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{}", ""),
+        ("\\boxed{never closed", None),
+        ("34", None),
+        ("\\boxed{a{b}c}}", "a{b}c"),
+    ],
+)
+def test_the_last_box_counts_with_its_own_braces(text: str, inside: str | None) -> None:
+    assert boxed(text) == inside
+
+
+def test_plain_numbers_are_compared_as_numbers() -> None:
+    async def play() -> list[bool]:
+        pairs = [("34", "34"), ("142", "142.0"), ("1000", "1,000"), ("-5", "5"), ("7", "")]
+        return [await same_answer(truth, answer) for truth, answer in pairs]
+
+    assert asyncio.run(play()) == [True, True, True, False, False]
+
+
+def test_other_answers_are_compared_as_mathematics_and_bombs_are_wrong() -> None:
+    pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
+
+    async def play() -> list[bool]:
+        pairs = [
+            ("\\frac{1}{2}", "0.5"),
+            ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
+            ("x^2+1", "1+x^2"),
+            ("[0,3)", "[0,3]"),
+            ("34", "thirty"),
+            ("34", "9^{9^{9^{9^9}}}"),  # would never return
+            ("\\frac{1}{2}", "\\frac{2}{4}"),  # and the next one is judged as ever
+        ]
+        return [await same_answer(truth, answer) for truth, answer in pairs]
+
+    assert asyncio.run(play()) == [True, True, True, False, False, False, True]
+
+
+def test_the_reward_is_the_right_answer_and_format_is_told_apart() -> None:
+    def parts(text: str, stop: StopReason = StopReason.ANSWERED) -> tuple[float, float, float]:
+        scored = asyncio.run(reward(row_with("34"), ended(text, stop)))
+        return scored["reward"], scored["correct"], scored["format"]
+
+    assert parts("It is \\boxed{34}.") == (1, 1, 1)
+    assert parts("It is \\boxed{35}.") == (0, 0, 1)
+    assert parts("It is 34.") == (0, 0, 0)
+    assert parts("It is \\boxed{34}.", StopReason.MAX_TOKENS) == (0, 0, 0), "an episode that we cut gave no answer"
+
+
+# -- demonstrations ---------------------------------------------------------------------------------------------------
+
+
+def test_marked_calculations_become_a_program() -> None:
+    assert gsm8k.as_program(NATALIA, "72") == (
+        "# Natalia sold 48/2 clips in May.\nstep1 = 48/2\n"
+        "# Natalia sold 48+24 clips altogether in April and May.\nstep2 = 48+step1\nprint(step2)"
+    )
+    assert gsm8k.as_program(NATALIA, "73") is None, "a program that does not print the answer is no demonstration"
+    assert gsm8k.as_program("She has 5% = <<5%=0.05>>0.05.\n#### 0.05", "0.05") is None
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "2**9", "f(1)", "1/0", "1+", "True and 2", "x"])
+def test_nothing_but_arithmetic_is_evaluated(text: str) -> None:
+    assert gsm8k.evaluate(text, {}) is None
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 99))
+def test_evaluation_is_exact(a: int, b: int, c: int) -> None:
+    assert gsm8k.evaluate(f"({a} - {b}) / {c} + y", {"y": Fraction(1, 3)}) == Fraction(a - b, c) + Fraction(1, 3)
+
+
+def test_demonstrations_of_gsm8k_come_from_a_folder(folder: Path) -> None:
+    [(row, texts)] = gsm8k.demos(10, 0, str(folder))
+    assert row.prompt[1]["content"] == "How many clips?"
+    assert texts[-1] == "The answer is \\boxed{72}."
+
+
+def test_problems_made_in_code_are_the_same_each_time_and_split_for_good() -> None:
+    train, test = made.rows("train", 60), made.rows("test", 30)
+    assert train[:10] == made.rows("train", 10)
+    assert not {r.prompt[1]["content"] for r in train} & {r.prompt[1]["content"] for r in test}
+    with pytest.raises(ConfigError, match="unknown split 'tset'"):
+        made.rows("tset", 1)
+
+
+# -- episodes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def python() -> PythonTool:
+    if all(what_is_missing(level) for level in ("bubblewrap", "namespaces", "monty")):
+        pytest.skip("no level isolates code here")
+    return PythonTool(libraries=[], seconds=5)
+
+
+def test_demonstrations_played_with_the_real_tool_earn_the_reward(python: PythonTool) -> None:
+    async def play() -> None:
+        for row, texts in made.demos(8, 0):
+            await check_env(lambda: PythonEnv(tools=[python]), row, texts)
+            outcome = await python.sandbox.run(_program(texts[0]))
+            assert outcome.stdout.strip() == row.ground_truth
+            assert (await reward(row, ended(texts[-1])))["reward"] == 1
+
+    asyncio.run(play())
+
+
+def _program(text: str) -> str:
+    call = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+    program: str = call["arguments"]["code"]
+    return program
+
+
+def test_the_tool_keeps_the_contract_of_tools(python: PythonTool) -> None:
+    asyncio.run(check_tool(python, {"code": "print(6 * 7)"}, deterministic=True))
+
+
+def test_the_table_of_the_readme_is_the_table_of_the_code() -> None:
+    readme = (Path(data.__file__).parent / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in readme.splitlines() if line.startswith("|")]
+    [head] = [line for line in lines if line.startswith("| level |")]
+    names = [cell.strip() for cell in head.split("|")[2:-1]]
+    assert names == [*Guarantee, "libraries"]
+    for name, level in LEVELS.items():
+        has = [*(guarantee in level.guarantees for guarantee in Guarantee), level.libraries]
+        row = f"| `{name}` | " + " | ".join("yes" if value else "no" for value in has) + " |"
+        assert row in lines
+
+
+def test_the_presets_can_be_read_and_the_tiny_one_planned_without_data(python: PythonTool) -> None:
+    assert load_config("retool").task.test_split == "test"
+    assert load_config("retool/gsm8k").task.test_split == "gsm8k_test"
+    plan = build_plan(load_config("retool/tiny"))
+    assert (len(plan.train_rows), len(plan.test_rows)) == (16, 4)
