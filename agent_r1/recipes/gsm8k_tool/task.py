@@ -19,6 +19,7 @@ from agent_r1.types import TaskRow, Trajectory
 __all__ = ["calculator", "demos", "oracle_check", "oracle_demos", "oracle_rows", "reward", "rows"]
 
 SYSTEM = "Solve the problem step by step. Use the calculator. End with #### and the answer, a number."
+MAX_STEPS, MAX_CHARS = 8, 320  # of a demonstration, and of a step of it: 3 percent have more
 MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
@@ -40,8 +41,8 @@ def oracle_rows(split: str, count: int | None = None, path: str | None = None) -
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[tuple[TaskRow, list[str]]]:
-    """Training problems with a demonstration each; at most as many as have one."""
-    chosen = sample([problem for problem in problems("train", path) if demonstration(problem)], count, seed)
+    """Training problems with a demonstration each, without the longest; at most as many as there are."""
+    chosen = sample([problem for problem in problems("train", path) if _is_short(demonstration(problem))], count, seed)
     return [(as_row(problem, SYSTEM), demonstration(problem)) for problem in chosen]
 
 
@@ -74,6 +75,11 @@ def demonstration(problem: Problem) -> list[str]:
 
 def _with_answer(row: TaskRow) -> TaskRow:
     return replace(row, env_kwargs={"tools_kwargs": {"oracle_check": {"ground_truth": row.ground_truth}}})
+
+
+def _is_short(texts: list[str]) -> bool:
+    """Whether it is one, and fits what an episode allows. The slowest episodes are what a whole batch waits for."""
+    return 0 < len(texts) <= MAX_STEPS and max(map(len, texts)) <= MAX_CHARS
 
 
 def _is_right(expression: str, result: str) -> bool:
