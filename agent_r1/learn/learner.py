@@ -141,8 +141,9 @@ class Learner:
             "empty_update": float(not filled),
         }
 
-    def rehearse(self, credited: Sequence[CreditedTrajectory]) -> None:
+    def rehearse(self, credited: Sequence[CreditedTrajectory]) -> int:
         """The passes of one optimizer step without the step: to have layers compiled, or to measure what it takes.
+        Returns the tokens that were computed.
 
         Gradients are left behind, as in the middle of an update; `zero_grad` drops them. A policy that still waits for
         its critic takes part too, as it will later.
@@ -150,6 +151,7 @@ class Learner:
         batch = self._prepare(credited)
         for part in batch.packs:
             self._pack_loss(part, batch, critic_alone=False)[0].loss.backward()
+        return sum(part.num_tokens for part in batch.packs)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

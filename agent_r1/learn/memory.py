@@ -22,6 +22,9 @@ from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
 
 PROBE_TOKENS = 4096  # of the larger of the two packs: more than a chunk of the head, so that the line is straight
 SEGMENT_TOKENS = 512
+# Of groups whose attempts share what they start with: attempts, tokens that are an attempt's own, rows of a group.
+ATTEMPTS, OWN_TOKENS = 8, 64
+GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 RESERVE = 0.05  # of the device's memory: what the allocator loses between blocks
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes none of them
 
@@ -97,16 +100,30 @@ def readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def synthetic_batch(num_tokens: int, vocabulary: int, *, with_values: bool) -> list[CreditedTrajectory]:
-    """So many tokens, all but the first of each segment trained on. No two segments start alike, so none are shared."""
-    lengths = [min(SEGMENT_TOKENS, num_tokens - start) for start in range(0, num_tokens, SEGMENT_TOKENS)]
-    return [_synthetic(index, max(2, length), vocabulary, with_values) for index, length in enumerate(lengths)]
+def synthetic_batch(num_rows: int, vocabulary: int, *, with_values: bool, shared: bool) -> list[CreditedTrajectory]:
+    """Segments of so many rows in all, trained on all but what they start with: one token, or when `shared` most of
+    their length, which they then have in common with some others. Otherwise no two start alike."""
+    if not shared:
+        lengths = [min(SEGMENT_TOKENS, num_rows - start) for start in range(0, num_rows, SEGMENT_TOKENS)]
+        made = [(_synthetic_ids(index, max(2, length)), 1) for index, length in enumerate(lengths)]
+    else:
+        start = SEGMENT_TOKENS - OWN_TOKENS
+        made = [
+            (_synthetic_ids(group, start) + _synthetic_ids(1 + group + attempt, OWN_TOKENS), start)
+            for group in range(num_rows // GROUP_ROWS)
+            for attempt in range(ATTEMPTS)
+        ]
+    ids = [([token % vocabulary for token in tokens], prompt) for tokens, prompt in made]
+    return [_credited(index, tokens, prompt, with_values) for index, (tokens, prompt) in enumerate(ids)]
 
 
-def _synthetic(index: int, length: int, vocabulary: int, with_values: bool) -> CreditedTrajectory:
-    ids = [(index + 7919 * position) % vocabulary for position in range(length)]  # a prime: spread over the vocabulary
-    step = Step(prompt_ids=ids[:1], response_ids=ids[1:], response_logprobs=[-1.0] * (length - 1))
-    numbers = [1.0] * (length - 1)
+def _synthetic_ids(index: int, length: int) -> list[int]:
+    return [index + 7919 * position for position in range(length)]  # a prime: spread over any vocabulary
+
+
+def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> CreditedTrajectory:
+    numbers = [1.0] * (len(ids) - prompt)
+    step = Step(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_logprobs=[-1.0] * len(numbers))
     return CreditedTrajectory(
         trajectory=Trajectory(
             row_id="memory", trajectory_id=f"memory-{index}", steps=[step], stop=StopReason.ANSWERED, outcome_reward=0.0
@@ -118,19 +135,21 @@ def _synthetic(index: int, length: int, vocabulary: int, with_values: bool) -> C
 
 
 def measure(learner: Learner) -> Measured:
-    """On a GPU: run two packs and look at the peaks. Nothing is learned, and no gradient is left."""
+    """On a GPU: run two packs of each layout there will be and look at the peaks. Nothing is learned, and no gradient
+    is left. What is compiled on first use, is compiled here."""
     large = max(4, min(PROBE_TOKENS, learner.max_tokens_per_pack))  # of at least two sizes with something to predict
     small = large // 2
+    layouts = [False] if learner.prefix_sharing == "off" or small < GROUP_ROWS else [False, True]
     try:
-        first = _peak(learner, small)  # compiles, and makes the gradients that later packs add to
-        points = [(tokens, _peak(learner, tokens)) for tokens in (small, large)]
+        first = [_peak(learner, small, shared) for shared in layouts]  # also makes gradients that later packs add to
+        points = [[_peak(learner, tokens, shared) for tokens in (small, large)] for shared in layouts]
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
             f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
             "engine's cache. Set learner.activation_checkpointing=true, learner.offload_optimizer=true or a section "
             "lora, or lower engine.gpu_memory_share"
         ) from error
-    slope, once = line_through((small, points[0][1].peak), (large, points[1][1].peak))
+    slope, once = max(line_through((low.rows, low.peak), (high.rows, high.peak)) for low, high in points)
     available = _available(learner)
     learner.zero_grad()
     torch.cuda.empty_cache()
@@ -138,26 +157,27 @@ def measure(learner: Learner) -> Measured:
         bytes_per_token=slope,
         bytes_once=once,
         available=available,
-        first_seconds=first.seconds,
-        second_seconds=points[0][1].seconds,
+        first_seconds=sum(each.seconds for each in first),
+        second_seconds=sum(low.seconds for low, _ in points),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
+    rows: int
     peak: int  # bytes above what was there before
     seconds: float
 
 
-def _peak(learner: Learner, tokens: int) -> _Pass:
+def _peak(learner: Learner, rows: int, shared: bool) -> _Pass:
     device = learner.policy.device
-    batch = synthetic_batch(tokens, learner.policy.vocabulary_size, with_values=learner.critic is not None)
+    batch = synthetic_batch(rows, learner.policy.vocabulary_size, with_values=learner.critic is not None, shared=shared)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before, began = torch.cuda.memory_allocated(device), time.perf_counter()
-    learner.rehearse(batch)
+    computed = learner.rehearse(batch)
     torch.cuda.synchronize(device)
-    return _Pass(torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - began)
+    return _Pass(computed, torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - began)
 
 
 def _available(learner: Learner) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import PolicyModel
+from agent_r1.learn.batch import merge_steps, pack
 from agent_r1.learn.lora import LoRA
 from agent_r1.learn.memory import (
     Fixed,
@@ -132,17 +133,25 @@ def test_on_a_cpu_only_what_can_be_counted_is_said() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 512, 513, 2048])
 def test_a_synthetic_pack_has_the_size_asked_for_and_no_two_segments_that_start_alike(tokens: int) -> None:
-    batch = synthetic_batch(tokens, VOCABULARY, with_values=True)
+    batch = synthetic_batch(tokens, VOCABULARY, with_values=True, shared=False)
     steps = [item.trajectory.steps[0] for item in batch]
     assert tokens <= sum(len(step.prompt_ids) + len(step.response_ids) for step in steps) <= tokens + 1
     assert len({step.prompt_ids[0] for step in steps}) == len(steps)
+
+
+def test_a_synthetic_batch_of_groups_has_the_rows_of_its_trees() -> None:
+    # Two groups of 8 attempts, each with 448 tokens in common and 64 of its own: 2 x (448 + 8 x 64) = 1,920 rows.
+    batch = synthetic_batch(2000, 50_000, with_values=False, shared=True)
+    segments = merge_steps([item.trajectory for item in batch])
+    (tree,) = pack(segments, 4096, prefix_sharing="on")
+    assert (len(batch), tree.num_tokens, sum(tree.lengths), tree.num_trained) == (16, 1920, 16 * 512, 16 * 64)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_rehearsal_leaves_gradients_and_changes_nothing_else(name: str) -> None:
     learner = learner_for(name, PolicyModel(tiny_model()), max_tokens_per_pack=4096)
     before: dict[str, Any] = {key: tensor.clone() for key, tensor in learner.weights().items()}
-    learner.rehearse(synthetic_batch(600, VOCABULARY, with_values=name == "ppo"))
+    learner.rehearse(synthetic_batch(600, VOCABULARY, with_values=name == "ppo", shared=False))
     assert any(p.grad is not None for p in learner.policy.model.parameters())
     learner.zero_grad()
     assert all(p.grad is None for p in learner.policy.model.parameters())
@@ -172,9 +181,9 @@ def test_on_a_gpu_the_line_predicts_a_larger_pack() -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, vocab_size=4096).cuda()
     learner = learner_for("grpo", PolicyModel(model, autocast_dtype=torch.bfloat16), max_tokens_per_pack=16_384)
     measured = measure(learner)
-    learner.rehearse(synthetic_batch(1024, 4096, with_values=False))  # gradients, as in the measurement
+    learner.rehearse(synthetic_batch(1024, 4096, with_values=False, shared=False))  # gradients, as in the measurement
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    learner.rehearse(synthetic_batch(16_384, 4096, with_values=False))
+    learner.rehearse(synthetic_batch(16_384, 4096, with_values=False, shared=False))
     peak = torch.cuda.max_memory_allocated() - before
     assert peak == pytest.approx(measured.bytes_once + 16_384 * measured.bytes_per_token, rel=0.15)
