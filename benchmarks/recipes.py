@@ -1,0 +1,200 @@
+"""A recipe for real: zero-shot, after its warm start, and after RL with several algorithms from that same start.
+
+    python -m benchmarks.recipes gsm8k_tool --algorithms grpo,rloo,ppo,steppo    # writes results/gsm8k_tool.json
+    python -m benchmarks.recipes gsm8k_tool --draw                               # picture and table into its README
+
+Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
+`--for ppo:critic.lr=1e-4` for one. Held-out success is of the recipe's own panel; the gain of RL is the paired
+difference between the last and the first evaluation of a run. Runs share the machine when `--workers` is more than one,
+so their times compare with each other only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_r1.bench.machine import accelerator, pick_device
+from agent_r1.config import RECIPES
+from agent_r1.run.compare import compare, find_sides
+from agent_r1.run.statistics import PairedDifference
+from benchmarks.machine import RESULTS, machine
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of the program."""
+
+    name: str
+    seed: int
+    words: tuple[str, ...]
+
+    def play(self, folder: Path) -> dict[str, Any]:
+        run, log = folder / f"{self.name}-{self.seed}", folder / f"{self.name}-{self.seed}.log"
+        words = [*self.words, f"seed={self.seed}", "--run", str(run)]
+        began = time.perf_counter()
+        with log.open("w") as output:
+            command = [sys.executable, "-m", "agent_r1.cli", *words]
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{self.name}, seed {self.seed} failed:\n{log.read_text()[-2000:]}")
+        result = self._result(run) | {"seconds": round(time.perf_counter() - began, 1)}
+        first, last = result["held_out"][0], result["held_out"][-1]
+        print(f"{self.name:22s} seed {self.seed}: {first['success']:6.1%} -> {last['success']:6.1%}", flush=True)
+        return result
+
+    def _result(self, run: Path) -> dict[str, Any]:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        training = [record for record in records if record["kind"] == "train"]
+        comparison = compare(*find_sides([run, run], step="first,last", name=None))
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "words": list(self.words),
+            "panel": next(record["panel"] for record in records if record["kind"] == "eval"),
+            "held_out": [_evaluation(record) for record in records if record["kind"] == "eval"],
+            "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
+            "train_success": [round(record["success"], 4) for record in training],
+            "mismatch_kl": [record["mismatch_kl"] for record in training if "mismatch_kl" in record],
+            "seconds_per_step": [round(r["time/collect"] + r["time/update"], 2) for r in training],
+        }
+
+
+def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("step", "success", "success_stderr", "episode/steps", "episode/tool_calls", "episode/response_tokens")
+    parts = {key: value for key, value in record.items() if key.startswith("reward_part/")}
+    return {key: record[key] for key in kept} | parts | {"rows": record["group/count"]}
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    recipe, common = options.recipe, tuple(options.set)
+    own: dict[str, list[str]] = {}
+    for item in options.of:
+        name, _, override = item.partition(":")
+        own.setdefault(name, []).append(override)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    start = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common)).play(folder)
+    trained = ("train", recipe, *common, f"model.path={folder / f'sft-{seeds[0]}'}", "sft.demos=null")
+    jobs = [
+        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own.get(name, ())))
+        for name in options.algorithms.split(",")
+        for seed in seeds
+    ]
+    with ThreadPoolExecutor(options.workers) as pool:
+        runs = list(pool.map(lambda job: job.play(folder), jobs))
+    return {"workers": options.workers, "start": start, "runs": runs}
+
+
+def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
+    """Markdown. Each line is an evaluation of the whole panel; the gain of a run is over its own start."""
+    titles = ["", "seed", "success", *(measure.replace("_", " ") for measure in measures), "gain (95 % interval)", "s"]
+    zero, warm = results["start"]["held_out"][0], results["start"]["held_out"][-1]
+    rows = [
+        ["zero-shot", "", *_cells(zero, measures), "", ""],
+        ["warm start", "", *_cells(warm, measures), "", f"{results['start']['seconds']:.0f}"],
+    ]
+    for run in results["runs"]:
+        gain = PairedDifference(**run["gains"]["success"])
+        sure = f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+        last = _cells(run["held_out"][-1], measures)
+        rows.append([f"`{run['name']}`", str(run["seed"]), *last, sure, f"{run['seconds']:.0f}"])
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
+    success = f"{evaluation['success']:.1%} ± {evaluation['success_stderr']:.1%}"
+    return [success, *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
+
+
+def setting(results: Mapping[str, Any]) -> str:
+    start = results["start"]["held_out"][0]
+    rows = f"{start['rows']:.0f} rows, panel `{results['start']['panel']}`"
+    return f"{results['accelerator']}, commit `{results['commit']}`, {rows}, greedy: `{results['command']}`"
+
+
+def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for index, run in enumerate(results["runs"]):
+        points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
+        steps, success, error = zip(*points, strict=True)
+        label = (
+            run["name"] if len({other["seed"] for other in results["runs"]}) == 1 else f"{run['name']} {run['seed']}"
+        )
+        axes.errorbar(steps, success, yerr=error, marker="o", markersize=4, capsize=3, label=label, color=f"C{index}")
+    zero = 100 * results["start"]["held_out"][0]["success"]
+    axes.axhline(zero, color="gray", linestyle=":", label="zero-shot")
+    axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def fill(page: Path, text: str) -> None:
+    """Between the marks of a README; the second one is written with it."""
+    content = page.read_text(encoding="utf-8")
+    head, begin, rest = content.partition(BEGIN)
+    if not begin:
+        raise SystemExit(f"{page} has no line {BEGIN}")
+    tail = rest.partition(END)[2] if END in rest else rest
+    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes")
+    parser.add_argument("recipe")
+    parser.add_argument("--algorithms", default="grpo")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
+    parser.add_argument("--for", dest="of", action="append", default=[], help="ALGORITHM:override, for its runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measures", default="", help="parts of the reward that the table shows too")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
+    options = parser.parse_args(words)
+    name = options.recipe.replace("/", "-")
+    out = options.out or RESULTS / f"{name}.json"
+    measures = [measure for measure in options.measures.split(",") if measure]
+    if not options.draw:
+        folder = options.runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder.mkdir(parents=True)
+        measured = measure(options, folder)
+        command = " ".join(["python -m benchmarks.recipes", *words])
+        out.parent.mkdir(exist_ok=True, parents=True)
+        out.write_text(
+            json.dumps(
+                {"command": command, "accelerator": accelerator(pick_device("auto")), **machine(), **measured}, indent=1
+            )
+            + "\n"
+        )
+    results = json.loads(out.read_text(encoding="utf-8"))
+    print(table(results, measures))
+    if options.draw:
+        picture = ROOT / "docs" / f"{name}.png"
+        draw(results, picture, options.recipe)
+        shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
+        page = RECIPES / options.recipe.partition("/")[0] / "README.md"
+        fill(page, f"\n{table(results, measures)}\n\n{shown}\n\n{setting(results)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
