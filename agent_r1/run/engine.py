@@ -19,6 +19,7 @@ from agent_r1.run.model import Model, model_dtype
 
 GPU_ONLY = ("gpu_memory_share", "burst", "compile")
 CPU_CACHE = 131_072  # tokens
+GPU_RUNNING = 1024  # sequences at most; more are hardly faster per token
 GPU_MEMORY_SHARE = 0.3  # the learner, which comes later, needs the rest
 
 
@@ -36,13 +37,21 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
     return LocalEngine(
         network,
         seed=config.seed,
-        max_running=settings.max_running or (512 if on_gpu else 256),
+        max_running=settings.max_running or (min(GPU_RUNNING, episodes_at_once(config)) if on_gpu else 256),
         max_batch_tokens=settings.max_batch_tokens or (16_384 if on_gpu else 2048),
         max_cached_tokens=settings.max_cached_tokens or (_affordable(config, network) if on_gpu else CPU_CACHE),
         threads=None if on_gpu else settings.threads,
         burst=settings.burst or 16,
         compile_layers=settings.compile,
     )
+
+
+def episodes_at_once(config: RunConfig) -> int:
+    """The most there will be. On a GPU every size of a batch up to it is captured beforehand, so no more than needed."""
+    training = config.rollout.rows_per_step * config.rollout.group_size
+    most = config.rollout.max_concurrent
+    evaluation = most if config.eval.rows is None else config.eval.rows * config.eval.samples
+    return min(most, max(training, evaluation))
 
 
 def _affordable(config: RunConfig, network: Any) -> int:

@@ -16,6 +16,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import AgentR1Error, ConfigError, DataError
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.run.build import build_plan, build_task, eval_collector, eval_sampling
+from agent_r1.run.engine import episodes_at_once
 from agent_r1.run.model import find_model, load_model, save_model
 from agent_r1.run.resolve import resolve
 from agent_r1.run.run_dir import RunDir
@@ -297,3 +298,16 @@ def test_a_run_means_its_newest_checkpoint_and_anything_else_means_itself(
 def test_data_errors_stay_data_errors(recipe: Recipe) -> None:
     with pytest.raises(DataError, match=r"no data file at .*recipe/none\.jsonl or /.*none\.jsonl"):
         build_plan(recipe.config("task.rows=none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        (["rollout.rows_per_step=16", "rollout.group_size=8", "eval.rows=100"], 128),  # 16 x 8 train, 100 are evaluated
+        (["rollout.rows_per_step=4", "eval.rows=50", "eval.samples=3", "eval.temperature=1.0"], 150),
+        (["eval.rows=null", "rollout.max_concurrent=300"], 300),  # as many as there may be
+        (["rollout.rows_per_step=64", "rollout.group_size=16", "rollout.max_concurrent=512"], 512),
+    ],
+)
+def test_an_engine_is_made_for_as_many_episodes_as_there_can_be(changes: list[str], most: int) -> None:
+    assert episodes_at_once(load_config("quickstart", changes)) == most
