@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
@@ -23,7 +22,8 @@ from typer.core import TyperGroup
 
 from agent_r1.cli_data import app as data
 from agent_r1.cli_search import app as search
-from agent_r1.config import RunConfig, _overrides, bundled_recipes, load_config, parse_config
+from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
+from agent_r1.config_layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
 
 
@@ -157,12 +157,13 @@ def collect_command(
     run: RunOption = None,
 ) -> None:
     """Play training rows without training, and keep the episodes for sft.trajectories."""
-    from agent_r1.run.build import build_task
+    from agent_r1.run.build import build_task, check_beginning
     from agent_r1.run.commands import collect_config, run_collect
     from agent_r1.run.run_dir import RunDir, new_run_path
 
     config = collect_config(load_config(recipe, overrides or ()), model=model, rows=rows, samples=samples)
     task = build_task(config)  # as always: what is wrong is found before there is a run directory
+    check_beginning(config)
     chosen = task.train_rows()
     path = new_run_path(config)
     directory = RunDir.create(run or path.with_name(f"{path.name}-collect"), config)
@@ -295,7 +296,7 @@ def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[
     for item in overrides:
         if not item.startswith(only):
             raise ConfigError(f"{item!r}: of an existing run only {form} and model.device can be changed here")
-    changes: Any = OmegaConf.to_container(_overrides(overrides))
+    changes = plain(read_overrides(overrides), resolve=False)
     tree = config.model_dump()
     for section, values in changes.items():
         tree[section] |= values

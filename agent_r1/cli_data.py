@@ -40,7 +40,7 @@ def model_command(source: Source, directory: Target) -> None:
     _say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
     for file in files:
         _say(f"  {file.name}")
-    _say(f"train it with: {program()} train RECIPE model.path={directory} model.make=null")
+    _say(f"train it with: {program()} train RECIPE model.path={directory}")
     if not _shows_tools(files):
         _say("its chat template does not show tools: add model.chat_template=chatml_tools if it speaks ChatML")
 

@@ -13,11 +13,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from yaml import YAMLError
 
+from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
 from agent_r1.errors import ConfigError, did_you_mean
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -144,7 +143,8 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    max_running: int | None = Field(default=None, ge=1)  # sequences decoded together; None: 256, on a GPU 512
+    # sequences decoded together; None: 256, on a GPU as many as there are episodes at once, up to 1,024
+    max_running: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(
         default=None, ge=1
     )  # prompt tokens per engine step; None: 2,048, on a GPU 16,384
@@ -210,33 +210,21 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
 
 
-Tree = dict[str, Any]  # section -> key -> value, as people wrote it
-WARM_START = ("sft.demos", "sft.trajectories")
-NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
-    "sft.count": ["sft.demos"],
-    "sft.min_reward": ["sft.trajectories"],
-    "sft.max_per_row": ["sft.trajectories"],
-    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
-    **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
-    "algorithm.kl_horizon": ["algorithm.kl_target"],
-}
-
-
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """`recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; overrides are
     `section.key=value`."""
     path = recipe_file(recipe)
-    described, preset = _read_recipe(path)
-    changes = OmegaConf.merge(preset, _overrides(overrides))  # a preset changes its base as an override does
+    layers = [*read_layers(path), read_overrides(overrides)]
     try:
-        tree = _plain(OmegaConf.merge(described, changes), resolve=True)
+        stages = merge_layers(layers)
+        tree = plain(stages[-1], resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"cannot make settings of {path}: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is no setting: the recipe is what the settings are read from")
     name = recipe if path.parent.parent == RECIPES else str(path.resolve())
     config = parse_config(tree | {"recipe": name})
-    _check_idle(_plain(described, resolve=False), _plain(changes, resolve=False), tree)
+    check_idle(layers, stages)
     return config
 
 
@@ -278,68 +266,6 @@ def bundled_presets(recipe: str) -> list[str]:
     name = recipe.partition("/")[0]
     found = (RECIPES / name).glob("*.yaml") if name in bundled_recipes() else []
     return sorted(f"{name}/{path.stem}" for path in found if path.stem != "base")
-
-
-def _overrides(overrides: Sequence[str]) -> DictConfig:
-    for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
-        try:
-            OmegaConf.from_dotlist([item])
-        except (OmegaConfBaseException, YAMLError, ValueError) as error:
-            raise ConfigError(f"override {item!r} cannot be read: {error}") from error
-    return OmegaConf.from_dotlist(list(overrides))
-
-
-def _read_recipe(path: Path) -> tuple[DictConfig, DictConfig]:
-    """What a file describes, and how it changes that if it is a preset: one that begins with `base: base.yaml`."""
-    described = _read_yaml(path)
-    if "base" not in described:
-        return described, OmegaConf.create()
-    base = described.pop("base")
-    beneath = path.parent / str(base)
-    if beneath == path or not beneath.is_file():
-        raise ConfigError(f"{path}: base={base!r} must name another YAML file in the same folder")
-    basis = _read_yaml(beneath)
-    if "base" in basis:
-        raise ConfigError(f"{path}: its base {base!r} has a base itself; a preset changes a whole description")
-    return basis, described
-
-
-def _read_yaml(path: Path) -> DictConfig:
-    try:
-        tree = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
-    return tree
-
-
-def _plain(tree: Any, *, resolve: bool) -> Tree:
-    made = OmegaConf.to_container(tree, resolve=resolve)
-    assert isinstance(made, dict)
-    return {str(key): value for key, value in made.items()}
-
-
-def _check_idle(described: Tree, changes: Tree, merged: Tree) -> None:
-    """Refuse settings that do nothing where they are given.
-
-    A recipe's own setting is not to blame when an override turned off what it belongs to (`sft.demos=null`). Only what
-    people wrote is looked at, never a run's config.json, which holds every field.
-    """
-    for setting, needed in NEEDS.items():
-        idle_in_recipe = _value(described, setting) is not None and not any(_value(described, name) for name in needed)
-        given = _value(changes, setting) is not None or idle_in_recipe
-        if given and not any(_value(merged, name) for name in needed):
-            raise ConfigError(f"{setting} does nothing without {' or '.join(needed)}; set that or leave {setting} out")
-
-
-def _value(tree: Tree, setting: str) -> Any:
-    section, key = setting.split(".")
-    values = tree.get(section)
-    return values.get(key) if isinstance(values, dict) else None
 
 
 def _check_together(config: RunConfig) -> None:

@@ -82,7 +82,8 @@ class Renderer:
         self._encoder, self._decoder = encoder(tokenizer), decoder(tokenizer)
         self._chat_template = chat_template
         self._template_kwargs = dict(template_kwargs or {})
-        self._forgetful = FORGETFUL in str(chat_template or tokenizer.chat_template)
+        template = chat_template or tokenizer.chat_template
+        self._forgetful = isinstance(template, str) and FORGETFUL in template  # some have several, by name
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.

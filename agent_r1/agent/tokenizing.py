@@ -16,23 +16,30 @@ if TYPE_CHECKING:
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     """`tokenizer.encode` without special tokens of its own, and without remarks on the length of a text."""
-    encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
-    if not _is_plain(tokenizer, "_encode_plus"):
-        return encode
-    encode("?")  # sets what a tokenizer may have been saved with, such as truncation, to what this call asks for
+    slowly: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    if not _only_calls_backend(tokenizer, "encode", "_encode_plus"):
+        return slowly
     backend: Any = tokenizer.backend_tokenizer
-    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+    def encode(text: str) -> list[int]:
+        # What it was saved with, or what somebody else's last call asked for, stays set until a call sets it anew.
+        unset = backend.truncation is None and backend.padding is None
+        if not unset or backend.encode_special_tokens != tokenizer.split_special_tokens:
+            return slowly(text)
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    return encode
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     """`tokenizer.decode(ids, skip_special_tokens=)` without any cleaning up."""
-    if not _is_plain(tokenizer, "_decode"):
+    if not _only_calls_backend(tokenizer, "decode", "_decode"):
         return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     decode: Callable[..., Any] = tokenizer.backend_tokenizer.decode
     return decode
 
 
-def _is_plain(tokenizer: PreTrainedTokenizerBase, method: str) -> bool:
-    """Whether the method is the library's own for fast tokenizers, and so does nothing but call its backend."""
-    name: str = getattr(type(tokenizer), method).__qualname__
-    return name == f"TokenizersBackend.{method}"
+def _only_calls_backend(tokenizer: PreTrainedTokenizerBase, method: str, inner: str) -> bool:
+    """Whether both methods are the library's own for fast tokenizers, which do nothing to a plain text or to ids."""
+    names = [getattr(type(tokenizer), each).__qualname__ for each in (method, inner)]
+    return names == [f"PreTrainedTokenizerBase.{method}", f"TokenizersBackend.{inner}"]

@@ -71,7 +71,7 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
     if config.model.chat_template is not None:
         recipe_path(config.model.chat_template, recipe=config.recipe)
     if not resume:
-        _check_beginning(config)
+        check_beginning(config)
     train_rows, test_rows = task.train_rows(), task.test_rows()
     _check_disjoint(config, train_rows, test_rows)
     _check_players(task, [*train_rows, *test_rows])
@@ -228,12 +228,9 @@ def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler:
     return _collector(config.rollout, task, renderer, sampler, sampling, 1)
 
 
-def eval_collector(
-    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, settings: EvalConfig | None = None
-) -> Collector:
-    settings = settings or config.eval
-    sampling = eval_sampling(settings, config.rollout, renderer)
-    return _collector(config.rollout, task, renderer, sampler, sampling, settings.samples)
+def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
+    sampling = eval_sampling(config.eval, config.rollout, renderer)
+    return _collector(config.rollout, task, renderer, sampler, sampling, config.eval.samples)
 
 
 def eval_sampling(settings: EvalConfig, rollout: RolloutConfig, renderer: Renderer) -> Sampling:
@@ -301,7 +298,7 @@ def _check_for_this_device(config: RunConfig) -> None:
         )
 
 
-def _check_beginning(config: RunConfig) -> None:
+def check_beginning(config: RunConfig) -> None:
     """Model and warm start, as far as they can be told without loading anything."""
     if config.model.path is not None:
         find_model(config.model.path)

@@ -22,9 +22,10 @@ def put(folder: Path, write: Callable[[Path], object]) -> None:
     part.mkdir(parents=True, exist_ok=True)
     try:
         write(part)
-        part.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+        try:
+            part.replace(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -176,7 +176,7 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
     after = await held_out(updates, path)
     console.print(
         f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]\n"
-        f"  train from it  {program()} train {config.recipe} model.path={run.path} model.make=null sft.demos=null "
+        f"  train from it  {program()} train {config.recipe} model.path={run.path} sft.demos=null "
         f"sft.trajectories=null\n"
         f"  talk to it     {program()} chat {run.path}\n"
         f"  how sure?      {program()} compare {run.path} {run.path} --step first,last",
@@ -323,8 +323,8 @@ def _conclude_collecting(
     )
     if solved:
         least = f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
-        words = f"sft {config.recipe} sft.demos=null sft.trajectories={run.path}{least}"
-        policy = f"model.path={start} model.make=null"  # the one that was sampled: its own words change it least
+        words = f"sft {config.recipe} sft.trajectories={run.path}{least}"
+        policy = f"model.path={start}"  # the one that was sampled: its own words change it least
         console.print(Text(f"  imitate the good ones  {program()} {words} {policy}"), soft_wrap=True)
     else:
         console.print("  nothing to imitate yet: try more --samples, another --model, or easier rows", highlight=False)

@@ -66,14 +66,17 @@ def _how_sure(measure: str, difference: float, low: float, high: float) -> str:
 
 def find_sides(places: Sequence[Path], *, step: str | None, name: str | None) -> list[Side]:
     """`step` is first, last or a number, one for all runs or one for each, separated by commas; `name` means the file
-    of that name among a run's evaluations. With neither, the last evaluation of a run is meant."""
+    of that name among a run's evaluations. With neither, the last evaluation of a run is meant. One place with several
+    steps is compared with itself."""
+    steps = [word.strip() for word in (step or "last").split(",")]
+    if len(places) == 1:
+        places = [*places] * len(steps)
     if len(places) < 2:
-        raise ConfigError(f"what is {places[0]} to be compared with? Name two; with --step first,last they may be one")
+        raise ConfigError(f"what is {places[0]} to be compared with? Name another, or two steps: --step first,last")
     if len(places) > len(ascii_uppercase):
         raise ConfigError(f"{len(places)} evaluations are more than the {len(ascii_uppercase)} that have letters")
     if step is not None and name is not None:
         raise ConfigError("--step is of evaluations made while training, --name of those made by eval: give one")
-    steps = [word.strip() for word in (step or "last").split(",")]
     if len(steps) not in (1, len(places)):
         raise ConfigError(f"--step {step}: give one step for all, or one for each of the {len(places)} compared")
     sides = []

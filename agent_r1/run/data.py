@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from agent_r1.config import recipe_name
 from agent_r1.errors import ConfigError
 from agent_r1.run.resolve import recipe_folder, resolve
 from agent_r1.tasks.download import data_dir
@@ -15,7 +14,6 @@ def prepare_data(recipe: str, directory: Path | None, report: Callable[[str], No
     """Where they are then. Without a directory, where the recipe looks for them by itself."""
     if not (recipe_folder(recipe) / "data.py").is_file():
         raise ConfigError(f"{recipe} has no data to fetch: there is no data.py in {recipe_folder(recipe)}")
-    name = resolve("data.FOLDER", recipe=recipe) if directory is None else recipe_name(recipe)
-    chosen = data_dir(name) if directory is None else directory
+    chosen = data_dir(resolve("data.FOLDER", recipe=recipe)) if directory is None else directory
     resolve("data.prepare", recipe=recipe)(chosen, report)
     return chosen

@@ -47,7 +47,7 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
 
 
 def episodes_at_once(config: RunConfig) -> int:
-    """The most there will be. On a GPU every size of a batch up to it is captured beforehand, so no more than needed."""
+    """The most there will be. On a GPU every size of a batch up to it is captured beforehand, so not more."""
     training = config.rollout.rows_per_step * config.rollout.group_size
     most = config.rollout.max_concurrent
     evaluation = most if config.eval.rows is None else config.eval.rows * config.eval.samples

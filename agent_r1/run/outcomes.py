@@ -34,11 +34,12 @@ class Subject:
     split: str
     panel: str  # hash of the rows
     seed: int
-    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of success
+    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the world it is played in
 
     @classmethod
     def of(cls, config: RunConfig, *, model: str, panel: str) -> Subject:
         limits = {"max_steps", "max_response_tokens", "max_context_tokens"}
+        world = {"success_reward", "reward", "flow", "env", "env_kwargs", "tools", "tool_kwargs"}
         return cls(
             model=model,
             recipe=config.recipe,
@@ -46,9 +47,10 @@ class Subject:
             panel=panel,
             seed=config.seed,
             settings={
-                **config.eval.model_dump(exclude={"rows"}),
-                **config.rollout.model_dump(include=limits),
-                "success_reward": config.task.success_reward,
+                **config.eval.model_dump(mode="json", exclude={"rows"}),
+                **config.rollout.model_dump(mode="json", include=limits),
+                **config.task.model_dump(mode="json", include=world),
+                **config.model.model_dump(mode="json", include={"chat_template", "template_kwargs"}),
             },
         )
 

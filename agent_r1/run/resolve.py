@@ -25,6 +25,7 @@ from agent_r1.config import RECIPES, recipe_file
 from agent_r1.errors import ConfigError, did_you_mean
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
+TOOLS = Path(__file__).parents[1] / "tools"
 
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 _NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
@@ -64,9 +65,11 @@ def recipe_path(name: str, *, recipe: str) -> Path:
 
 
 def recipe_files(recipe: str) -> list[Path]:
-    """The files a recipe's behaviour depends on; a cached warm start is stale when one of them changes."""
-    folder = recipe_folder(recipe)
-    return sorted([*folder.glob("*.py"), *folder.glob("*.jinja")])
+    """The files a recipe's behaviour depends on; a cached warm start is stale when one of them changes. Its own, and
+    all of our recipes and tools, because recipes borrow from each other."""
+    own = [*recipe_folder(recipe).glob("*"), *recipe_folder(recipe).glob("*/*")]  # no deeper: runs may lie there too
+    ours = [path for folder in (RECIPES, TOOLS) for path in folder.resolve().rglob("*")]
+    return sorted({path for path in (*own, *ours) if path.suffix in (".py", ".jinja")})
 
 
 def recipe_folder(recipe: str) -> Path:

@@ -80,7 +80,7 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
         recipe_path(template, recipe=config.recipe).read_text(encoding="utf-8") if template is not None else None,
         config.model.template_kwargs,
         config.sft.model_dump(),
-        config.data.path,
+        _files_digest(Path(config.data.path).expanduser()) if config.data.path is not None else None,
         config.lora.model_dump() if config.lora is not None else None,
         str(model_dtype(config)),
         config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),
@@ -93,7 +93,7 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
 
 
 def _recipe_digest(config: RunConfig) -> str:
-    return _digest(*(path.read_text(encoding="utf-8") for path in recipe_files(config.recipe)))
+    return _digest(*(hashlib.sha256(path.read_bytes()).hexdigest() for path in recipe_files(config.recipe)))
 
 
 def _files_digest(folder: Path) -> str:

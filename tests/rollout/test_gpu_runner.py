@@ -23,7 +23,7 @@ from agent_r1.rollout.engines import local as local_module
 from agent_r1.rollout.engines import reference
 from agent_r1.rollout.engines.gpu_runner import FULL_GPU, MAX_SPLITS, ladder, splits_for
 from agent_r1.rollout.engines.gpu_state import MAX_STOP_IDS, block_tables, cut, in_order
-from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.rollout.engines.local import ANSWERS_AT_ONCE, LocalEngine
 from agent_r1.rollout.engines.request import Chunk, Request
 from tests.rollout.engine_sides import CPU, GPU, assert_logprobs_match, engine, generate
 from tests.rollout.tiny_models import prompts, tiny
@@ -272,3 +272,30 @@ def test_a_context_of_few_blocks_is_enough() -> None:
     with engine(model, **GPU, block_size=32, max_running=1) as local:
         for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
             assert_logprobs_match(model, prompt, completion)
+
+
+def test_answers_that_wait_to_be_handed_out_outlive_new_weights_cancelled_neighbours_and_the_end() -> None:
+    """80 responses are complete in one step; they are handed out some at a time."""
+    model = tiny("llama")
+    asked = [[1 + index, 2] for index in range(80)]
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    weights = {name: parameter.detach() + 0.1 for name, parameter in model.named_parameters()}
+
+    async def main(local: LocalEngine) -> list[Any]:
+        runs = [asyncio.create_task(local.generate(ids, sampling, session=str(i))) for i, ids in enumerate(asked)]
+        await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        waiting = [run for run in runs if not run.done()]
+        assert len(waiting) >= len(asked) - 2 * ANSWERS_AT_ONCE
+        waiting[-1].cancel()
+        local.load_weights(weights, version=1)
+        await local.close()
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    with engine(model, **CPU) as local:
+        expected = generate(local, asked, sampling)
+    with engine(model, **GPU, max_running=80, max_batch_tokens=256) as local:
+        *answers, cancelled = asyncio.run(main(local))
+        assert local.num_requests == 0
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected[:-1]]
+    assert {one.policy_version for one in answers} == {0}  # under which they were sampled

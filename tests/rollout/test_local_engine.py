@@ -303,11 +303,16 @@ def test_models_it_cannot_run_exactly_are_refused(
         pass
 
 
-def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if_on_none() -> None:
+def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if_on_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runner = CpuRunner(tiny("llama"), num_blocks=16, block_size=4)
     right = runner.plain_logits()
     wrong = [logits_2V + 100 for logits_2V in right]
+    runner.verify(right)
+    assert not caplog.text
     runner.verify([*wrong[:-1], right[-1]])
+    assert "was verified on probe 3 of 3" in caplog.text  # not in silence
     with pytest.raises(ConfigError, match="they differ by 100 where the largest is"):
         runner.verify(wrong)
 

@@ -318,6 +318,21 @@ def test_a_step_that_raises_fails_the_requests_with_the_cause(
 
 
 @both
+def test_a_request_whose_first_step_never_came_fails_when_the_engine_is_closed(side: dict[str, Any]) -> None:
+    local, (prompt,) = make(**side), prompts(5)
+
+    async def main() -> None:
+        task = asyncio.create_task(local.generate(prompt, ENDLESS, session="s"))
+        await asyncio.sleep(0)
+        await local.close()
+        with pytest.raises(RolloutError, match="closed"):
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+    assert local.num_requests == 0
+
+
+@both
 def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, Any]) -> None:
     local, (prompt,) = make(**side), prompts(5)
 

@@ -133,7 +133,6 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
         MINI,
         *SHORT,
         f"model.path={warm}",
-        "model.make=null",
         "trainer.steps=1",
         "--run",
         rl,
@@ -203,4 +202,7 @@ def test_a_misspelt_name_is_found_before_there_is_a_run_directory(cli: Cli, tmp_
     ended = cli("collect", MINI, "task.reward=task.rewrad", "--run", tmp_path / "own")
     assert ended.code == 2
     assert "Did you mean 'reward'?" in ended.err
+    ended = cli("collect", MINI, "model.path=/no/such/model", "--run", tmp_path / "own")
+    assert ended.code == 2
+    assert "model '/no/such/model': there is no such directory" in ended.err
     assert not (tmp_path / "own").exists()

@@ -103,6 +103,7 @@ def test_two_rows_more_show_no_difference(run: RunDir) -> None:
     assert "no difference shown, B against A: +10.0 points of success, 95 % interval -4.4 to 24.4" in text
     assert "only 2 rows differ, and it takes 6" in text
     assert "no difference shown, B against A: -10.0 points" in shown([run.path, run.path], step="5,0")
+    assert shown([run.path], step="0,5") == text  # a run may be named once
 
 
 def test_a_run_with_itself_is_no_different(run: RunDir) -> None:
@@ -150,6 +151,13 @@ def test_what_else_differs_is_said(tmp_path: Path) -> None:
     greedy, sampled = stored(tmp_path / "a.json", rewards), stored(tmp_path / "b.json", rewards, settings=hot, seed=3)
     note = "note: not evaluated in the same way: temperature 0.0 (A), 1.0 (B); seed 0 (A), 3 (B)"
     assert note in shown([greedy, sampled])
+    tools = Subject.of(
+        CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"tools": ["task.oracle"]})}),
+        model="a/b",
+        panel="p",
+    )
+    helped = stored(tmp_path / "d.json", rewards, settings=tools.settings)
+    assert "note: not evaluated in the same way: tools [] (A), ['task.oracle'] (B)" in shown([greedy, helped])
     other_seed = stored(tmp_path / "c.json", rewards, seed=3)
     assert "note" not in shown([greedy, other_seed])  # greedy attempts have no use for a seed
 

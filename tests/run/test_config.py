@@ -49,7 +49,7 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("trainer.steps", r"^override 'trainer\.steps' is not of the form section\.key=value"),
         ("trainer.steps=[1", r"^override 'trainer\.steps=\[1' cannot be read"),
         ("recipe=other", "recipe is no setting"),
-        ("model.make=task.make", "exactly one of model.path"),
+        ("model.path=null", "exactly one of model.path"),
         ("rollout.max_response_tokens=9999", "the prompt needs room too"),
         ("engine.max_cached_tokens=300", "cannot hold one context"),
         ("eval.samples=4", "repeats one greedy attempt"),

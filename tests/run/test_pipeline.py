@@ -198,9 +198,7 @@ def test_sft_writes_a_checkpoint_that_rl_can_start_from(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert path.name == "step_000004"
     assert [record["step"] for record in numbers(tmp_path / "sft") if record["kind"] == "eval"] == [0, 4]
-    outcome = trained(
-        tmp_path / "rl", f"model.path={tmp_path / 'sft'}", "model.make=null", "sft.demos=null", "trainer.steps=1"
-    )
+    outcome = trained(tmp_path / "rl", f"model.path={tmp_path / 'sft'}", "sft.demos=null", "trainer.steps=1")
     assert outcome.after["step"] == 1
 
 
@@ -304,4 +302,4 @@ def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
         (str(tmp_path), "cannot load a causal language model from"),
     ):
         with pytest.raises(ConfigError, match=message):
-            trained(tmp_path / f"run{len(path)}", f"model.path={path}", "model.make=null", "sft.demos=null")
+            trained(tmp_path / f"run{len(path)}", f"model.path={path}", "sft.demos=null")

@@ -49,7 +49,7 @@ def test_overrides_win_over_the_preset_and_the_preset_over_its_base(folder: Path
 
 def test_a_preset_is_of_a_whole_description_not_of_another_preset(folder: Path) -> None:
     preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
-    with pytest.raises(ConfigError, match="its base 'mine.yaml' has a base itself"):
+    with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' has a base itself"):
         load_config(preset(folder, "base: mine.yaml\nseed: 7", "smaller.yaml"))
 
 
@@ -58,6 +58,27 @@ def test_a_preset_may_take_away_what_settings_of_its_base_belong_to(folder: Path
     base = folder / "base.yaml"
     base.write_text(f"{base.read_text(encoding='utf-8')}\n{with_demos}\n", encoding="utf-8")
     assert load_config(preset(folder, "base: base.yaml\nsft: {demos: null}")).sft.demos is None
+
+
+def test_of_two_ways_to_begin_the_one_given_last_takes_the_place_of_the_other(folder: Path) -> None:
+    made = preset(folder, "base: base.yaml\nmodel: {make: task.make}\nsft: {demos: task.demos, count: 3, lr: 0.1}")
+    assert (load_config(made).model.path, load_config(made).model.make) == (None, "task.make")
+    loaded = load_config(made, ["model.path=a/b", "sft.trajectories=runs/a"])
+    assert (loaded.model.path, loaded.model.make) == ("a/b", None)
+    assert (loaded.sft.demos, loaded.sft.trajectories) == (None, "runs/a")
+    with pytest.raises(ConfigError, match=r"exactly one of model\.path"):
+        load_config(made, ["model.path=a/b", "model.make=task.make"])
+    with pytest.raises(ConfigError, match="demos or trajectories, not both"):
+        load_config(made, ["sft.demos=task.demos", "sft.trajectories=runs/a"])
+
+
+def test_overrides_may_take_away_what_settings_of_a_preset_belong_to(folder: Path) -> None:
+    warm = preset(folder, "base: base.yaml\nsft: {demos: task.demos, count: 3}")
+    assert load_config(warm, ["sft.demos=null"]).sft.demos is None
+    with pytest.raises(ConfigError, match=r"sft\.count does nothing without sft\.demos"):
+        load_config(preset(folder, "base: base.yaml\nsft: {count: 3}", "idle.yaml"), ["trainer.steps=2"])
+    with pytest.raises(ConfigError, match=r"sft\.count does nothing without sft\.demos"):
+        load_config(warm, ["sft.demos=null", "sft.count=4"])
 
 
 @pytest.mark.parametrize("base", ["mine.yaml", "none.yaml", "../base.yml", "[base.yaml]"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1.agent.env import env_class
+from agent_r1.config import RECIPES
 from agent_r1.errors import ConfigError
 from agent_r1.run.resolve import TEMPLATES, import_recipe, recipe_files, recipe_path, resolve
 
@@ -150,7 +151,6 @@ def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch
     assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "from here"
     (tmp_path / "mine" / "a.jinja").write_text("beside", encoding="utf-8")
     assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "beside"
-    assert [path.name for path in recipe_files(name)] == ["a.jinja", "task.py"]
     with pytest.raises(ConfigError, match=r"there is no file 'b\.jinja', neither in .*mine nor at .*b\.jinja"):
         recipe_path("b.jinja", recipe=name)
 
@@ -163,3 +163,15 @@ def test_a_bare_name_is_a_chat_template_of_ours_unless_a_file_has_it(tmp_path: P
     for wrong in ("chatml_tool", "chatml_tools.jinja", "templates/chatml_tools"):
         with pytest.raises(ConfigError, match=r"no chat template of ours has that name \(chatml_tools\)"):
             recipe_path(wrong, recipe=name)
+
+
+def test_a_recipe_depends_on_its_own_files_and_on_the_recipes_and_tools_it_may_borrow_from(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "mine", task="", b="")
+    (tmp_path / "mine" / "a.jinja").write_text("", encoding="utf-8")
+    (tmp_path / "mine" / "part").mkdir()
+    (tmp_path / "mine" / "part" / "c.py").write_text("", encoding="utf-8")
+    own = [path for path in recipe_files(name) if path.is_relative_to(tmp_path)]
+    assert [path.name for path in own] == ["a.jinja", "b.py", "c.py", "task.py"]
+    package = RECIPES.resolve().parent
+    borrowed = {package / "recipes" / "gsm8k" / "task.py", package / "tools" / "calculator.py"}  # by gsm8k_tool
+    assert borrowed <= set(recipe_files(name)) & set(recipe_files("gsm8k_tool/tiny"))

@@ -79,6 +79,13 @@ def test_another_chat_template_under_the_same_name_gives_another_key(tmp_path: P
     assert key(f"model.chat_template={template}") != before
 
 
+def test_other_data_under_the_same_path_give_another_key(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("one", encoding="utf-8")
+    before = key(f"data.path={tmp_path}")
+    (tmp_path / "train.jsonl").write_text("two more", encoding="utf-8")
+    assert key(f"data.path={tmp_path}") != before
+
+
 def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
     folder = tmp_path / "made"
 
@@ -100,3 +107,6 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         put(tmp_path / "made", broken)
     assert list(tmp_path.glob("*made*")) == []
+    (tmp_path / "made").mkdir()  # an empty folder, which a user may have chosen, hides no error
+    with pytest.raises(OSError, match="disk full"):
+        put(tmp_path / "made", broken)

@@ -211,12 +211,13 @@ class LocalEngine:
         if driver is not None:
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
+            self._end()  # a driver that is cancelled before its first turn has not
         await asyncio.to_thread(self._worker.shutdown)
         self._runner.close()
 
     async def _drive(self) -> None:
         """Run steps until there are no requests. Ends with the event loop; the next `generate` starts another."""
-        error: BaseException = RolloutError("the engine was closed, or its event loop ended, with requests running")
+        error: RolloutError | None = None
         under_way: UnderWay | None = None
         try:
             while True:
@@ -239,10 +240,15 @@ class LocalEngine:
             error = RolloutError(f"the engine's step failed: {failure!r}")
             error.__cause__ = failure
         finally:
-            self._driver = None
-            self._answer()
-            for request in list(self._futures):
-                self._fail(request, error)
+            self._end(error)
+
+    def _end(self, error: RolloutError | None = None) -> None:
+        """Nothing drives any more: what is complete is handed out, what is not fails."""
+        self._driver = None
+        self._answer()
+        closed = "the engine was closed, or its event loop ended, with requests running"
+        for request in list(self._futures):
+            self._fail(request, error or RolloutError(closed))
 
     async def _launch(self, chunks: list[Chunk]) -> Callable[[], Drawn | None]:
         if self._runner.overlaps:

@@ -1,0 +1,106 @@
+"""What people wrote, in layers: a recipe's YAML, a preset on top of it, `key=value` overrides on top of that.
+
+Knows how layers are read and merged, and which settings go together; what a setting may be is `config.py`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from agent_r1.errors import ConfigError
+
+Tree = dict[str, Any]  # section -> key -> value, as people wrote it
+WARM_START = ("sft.demos", "sft.trajectories")
+NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
+    "sft.count": ["sft.demos"],
+    "sft.min_reward": ["sft.trajectories"],
+    "sft.max_per_row": ["sft.trajectories"],
+    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
+    **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
+    "algorithm.kl_horizon": ["algorithm.kl_target"],
+}
+REPLACES = {  # a setting -> the one whose place it takes
+    "model.path": "model.make",
+    "model.make": "model.path",
+    "sft.demos": "sft.trajectories",
+    "sft.trajectories": "sft.demos",
+}
+
+
+def read_overrides(overrides: Sequence[str]) -> DictConfig:
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
+        try:
+            OmegaConf.from_dotlist([item])
+        except (OmegaConfBaseException, YAMLError, ValueError) as error:
+            raise ConfigError(f"override {item!r} cannot be read: {error}") from error
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def read_layers(path: Path) -> list[DictConfig]:
+    """What a file describes; a preset, which begins with `base: base.yaml`, is what it changes on top of its base."""
+    described = _read_yaml(path)
+    if "base" not in described:
+        return [described]
+    base = described.pop("base")
+    beneath = path.parent / str(base)
+    if beneath == path or not beneath.is_file():
+        raise ConfigError(f"{path}: base={base!r} must name another YAML file in the same folder")
+    basis = _read_yaml(beneath)
+    if "base" in basis:
+        raise ConfigError(f"{path}: its base {base!r} has a base itself; a preset changes a whole description")
+    return [basis, described]
+
+
+def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
+    """What each layer makes of those before it. A setting that takes the place of another turns that one off."""
+    stages: list[Any] = [OmegaConf.create()]
+    for layer in layers:
+        said = plain(layer, resolve=False)
+        off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
+        stages.append(OmegaConf.merge(stages[-1], OmegaConf.from_dotlist(off), layer))
+    return stages[1:]
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
+    return tree
+
+
+def plain(tree: Any, *, resolve: bool) -> Tree:
+    made = OmegaConf.to_container(tree, resolve=resolve)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
+def check_idle(layers: Sequence[Any], stages: Sequence[Any]) -> None:
+    """Refuse settings that do nothing where they are given.
+
+    What a layer says is not to blame when a later one turned off what it belongs to (`sft.demos=null`). Only what
+    people wrote is looked at, never a run's config.json, which holds every field.
+    """
+    written, made = ([plain(tree, resolve=False) for tree in trees] for trees in (layers, stages))
+    for setting, needed in NEEDS.items():
+        idle = [not any(_value(stage, name) for name in needed) for stage in made]
+        given = [_value(layer, setting) is not None for layer in written]
+        if idle[-1] and any(said and did_nothing for said, did_nothing in zip(given, idle, strict=True)):
+            raise ConfigError(f"{setting} does nothing without {' or '.join(needed)}; set that or leave {setting} out")
+
+
+def _value(tree: Tree, setting: str) -> Any:
+    section, key = setting.split(".")
+    values = tree.get(section)
+    return values.get(key) if isinstance(values, dict) else None
