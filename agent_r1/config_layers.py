@@ -61,12 +61,17 @@ def read_layers(path: Path) -> list[DictConfig]:
 
 
 def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
-    """What each layer makes of those before it. A setting that takes the place of another turns that one off."""
+    """What each layer makes of those before it. A setting that takes the place of another turns that one off, and an
+    algorithm that takes the place of another does not inherit its settings."""
     stages: list[Any] = [OmegaConf.create()]
     for layer in layers:
         said = plain(layer, resolve=False)
+        below, before = stages[-1].copy(), plain(stages[-1], resolve=False)
+        name = _value(said, "algorithm.name")
+        if name not in (None, _value(before, "algorithm.name")) and _value(before, "algorithm.settings"):
+            below.algorithm.settings = {}
         off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
-        stages.append(OmegaConf.merge(stages[-1], OmegaConf.from_dotlist(off), layer))
+        stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))
     return stages[1:]
 
 

@@ -140,3 +140,12 @@ def test_a_preset_of_ones_own_finds_its_folder_again(folder: Path) -> None:
     config = load_config(preset(folder, "base: base.yaml"))
     assert Path(config.recipe) == folder / "mine.yaml"
     assert recipe_folder(config.recipe) == folder.resolve()
+
+
+def test_another_algorithm_does_not_inherit_settings_and_the_same_one_does() -> None:
+    own = load_config("gsm8k_tool").algorithm.settings
+    assert own
+    assert load_config("gsm8k_tool", ["algorithm.name=grpo"]).algorithm.settings == own
+    assert load_config("gsm8k_tool", ["algorithm.name=reinforce"]).algorithm.settings == {}
+    given = ["algorithm.name=ppo", "algorithm.settings.clip_high=0.3"]
+    assert load_config("gsm8k_tool", given).algorithm.settings == {"clip_high": 0.3}
