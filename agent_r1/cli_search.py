@@ -92,7 +92,9 @@ def load_command(
     url: Annotated[str, typer.Argument(help="Of a search server, as in http://localhost:8100.")],
     clients: Annotated[int, typer.Option(help="Clients that ask at once.")] = 200,
     requests: Annotated[int, typer.Option(help="Requests of all clients together.")] = 5000,
-    queries: Annotated[Path | None, typer.Option(help="A text file with one query per line.")] = None,
+    queries: Annotated[
+        Path | None, typer.Option(help="A text file with one query per line.", exists=True, dir_okay=False)
+    ] = None,
     per_request: Annotated[int, typer.Option(help="Queries in one request.")] = 1,
     top_k: TopK = 5,
     kind: KindOption = None,

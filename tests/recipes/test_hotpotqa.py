@@ -11,6 +11,7 @@ import io
 import json
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,24 @@ def test_every_part_of_the_reward_has_its_name() -> None:
         ("Ada Elson", 0.0, 0.0),  # nothing is read into text without tags
         ("<answer></answer>", 0.0, 0.0),
         ("<answer>Ada Elson", 0.0, 0.0),
+        ("<answer>Bo</answer><answer>Ada Elson</answer>", 1.0, 0.0),
     ],
 )
 def test_only_what_stands_in_tags_is_an_answer(final: str, em: float, form: float) -> None:
     parts = task.parts_of(ROW, episode(final))
     assert (parts["em"], parts["format"]) == (em, form)
+
+
+def test_a_guess_in_an_episode_that_was_cut_off_is_no_answer() -> None:
+    played = replace(episode("<answer>Ada Elson</answer>"), stop=StopReason.MAX_STEPS)
+    parts = task.parts_of(ROW, played)
+    assert (parts["em"], parts["f1"], parts["substring"], parts["format"]) == (0, 0, 0, 0)
+
+
+def test_no_answer_never_matches() -> None:
+    # "The The", a band: nothing is left of it by the published rules.
+    assert (exact_match("", ["The The"]), exact_match("the the", ["The The"])) == (0, 1)
+    assert exact_match("", ["Ada"]) == 0
 
 
 def test_a_failed_call_costs_the_form_but_not_the_answer() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agent_r1.agent.check import check_env, check_tool
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.retool import data, gsm8k, made
+from agent_r1.recipes.retool import answers, data, gsm8k, made
 from agent_r1.recipes.retool.answers import same_answer
 from agent_r1.recipes.retool.data import (
     EVALUATION,
@@ -26,6 +26,7 @@ from agent_r1.recipes.retool.data import (
     clean,
     find,
     judged,
+    marks,
     problems,
     reduced,
     split_problems,
@@ -102,10 +103,10 @@ def test_training_leaves_out_what_is_judged_what_comes_twice_and_what_has_no_ans
 def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:
     (folder / "gsm8k").rename(folder.parent / "gsm8k")
     assert find(folder, SOURCES["gsm8k_train"]) == folder.parent / "gsm8k" / "train.jsonl"
-    assert len(judged(folder)) == 6
+    assert len(judged(folder)) == 12  # two marks of each of six problems
     for file in (folder.parent / "gsm8k").iterdir():
         file.unlink()
-    assert len(judged(folder)) == 5, "who does without GSM8K may"
+    assert len(judged(folder)) == 10, "who does without GSM8K may"
 
 
 def test_an_evaluation_set_that_is_missing_is_an_error_also_for_training(folder: Path) -> None:
@@ -140,6 +141,15 @@ def test_cleaning_keeps_the_first_of_each_and_nothing_taboo(texts: list[str], ta
     assert kept == [text for text in dict.fromkeys(texts) if text not in taboo]
 
 
+def test_a_problem_that_begins_like_another_and_has_its_answer_is_a_copy() -> None:
+    start = "A rectangle with perimeter 176 is divided into five congruent rectangles as shown."
+    told = Problem(text=f"{start} What is the perimeter of one?", answer="80")
+    again = Problem(text=f"{start} Find the perimeter of each of them.", answer=" 80")
+    other = Problem(text=f"{start} What is the area of one?", answer="384")
+    assert clean([("s", again), ("s", other)], marks(told)) == [("s", other)]
+    assert clean([("s", told), ("s", again), ("s", other)], set()) == [("s", told), ("s", other)]
+
+
 @pytest.mark.skipif(SHARED is None, reason="AGENT_R1_SHARED_DATA names no folder with the published files")
 def test_the_published_files_overlap_as_often_as_was_counted() -> None:
     folder = Path(SHARED or "") / "math"
@@ -147,8 +157,9 @@ def test_the_published_files_overlap_as_often_as_was_counted() -> None:
     inside = {name: sum(reduced(p.text) in dapo for p in problems(folder, name)) for name in EVALUATION}
     assert (len(problems(folder, "dapo")), len(dapo)) == (17917, 16054)
     assert inside == {"math500": 7, "math_test": 976, "aime24": 0, "aime25": 0, "amc23": 14, "gsm8k_test": 0}
-    kept = {reduced(p.text) for _, p in split_problems(folder, "train")}
-    assert not kept & judged(folder)
+    kept = split_problems(folder, "train")
+    assert len(kept) == 19969
+    assert not {mark for _, problem in kept for mark in marks(problem)} & judged(folder)
     assert len(gsm8k.demos(5000, 0, str(folder))) == 5000
 
 
@@ -194,6 +205,22 @@ def test_other_answers_are_compared_as_mathematics_and_bombs_are_wrong() -> None
         return [await same_answer(truth, answer) for truth, answer in pairs]
 
     assert asyncio.run(play()) == [True, True, True, False, False, False, True]
+
+
+def test_a_checker_that_is_at_its_end_does_not_make_an_answer_wrong() -> None:
+    pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
+
+    async def play() -> bool:
+        sessions = [f"checker-{number}" for number in range(answers.PROCESSES)]
+        for session in sessions:  # as if each had no memory left
+            await answers._checker().run("import math_verify\nmath_verify.parse = None", session=session)
+        try:
+            return await same_answer("\\frac{1}{2}", "\\frac{2}{4}")
+        finally:
+            for session in sessions:
+                await answers._checker().release(session)
+
+    assert asyncio.run(play())
 
 
 def test_the_reward_is_the_right_answer_and_format_is_told_apart() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from agent_r1.errors import ConfigError
+from agent_r1.tools.python.backends import ZygoteBackend
 from agent_r1.tools.python.levels import LEVELS, Guarantee, choose_level, what_is_missing
 from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
 from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox
@@ -65,6 +68,15 @@ def test_chance_is_the_same_in_every_run(any_box: Sandbox) -> None:
     assert run(any_box, code).stdout == run(any_box, code).stdout
 
 
+def test_sets_come_in_the_same_order_in_every_sandbox(cpython: Sandbox) -> None:
+    code = "print(hash('a'), set('abcdefgh'))"
+    other = Sandbox(level=cpython.level.name, limits=LIMITS, libraries=())
+    try:
+        assert run(cpython, code).stdout == run(other, code).stdout
+    finally:
+        asyncio.run(other.close())
+
+
 def test_two_hundred_calls_at_once_each_get_their_own_answer(any_box: Sandbox) -> None:
     outcomes = together(*(any_box.run(f"print({n} * {n})") for n in range(200)))
     assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(200)]
@@ -84,15 +96,26 @@ def test_libraries_are_there_when_they_are_asked_for() -> None:
         asyncio.run(box.close())
 
 
+def test_packages_that_were_not_chosen_do_not_exist(isolated: Sandbox) -> None:
+    # Those of the interpreter itself lie inside its standard library, which is there.
+    code = """
+    import os, sysconfig
+    folder = sysconfig.get_path("stdlib")
+    beside = [f"{folder}/site-packages", f"{folder}/dist-packages", "/usr/lib/python3/dist-packages"]
+    seen = [path for path in beside if os.path.exists(path)]
+    print(os.path.exists(f"{folder}/os.py"), [name for path in seen for name in os.listdir(path)])
+    """
+    assert run(isolated, code).stdout == "True []\n"
+
+
 # -- levels ----------------------------------------------------------------------------------------------------------
 
 
-def test_this_machine_has_a_level_that_isolates() -> None:
-    """On the machine that tests every change; elsewhere this says what is missing."""
-    assert any(what_is_missing(name) is None for name in LEVELS if LEVELS[name].isolates)
-
-
 def test_auto_takes_the_strongest_level_that_isolates_and_never_another() -> None:
+    if all(what_is_missing(name) for name in LEVELS if LEVELS[name].isolates):
+        with pytest.raises(ConfigError, match=r"no sandbox level isolates .* or take level=process"):
+            choose_level("auto", ())
+        return
     chosen = choose_level("auto", ())
     assert chosen.isolates
     stronger = list(LEVELS)[: list(LEVELS).index(chosen.name)]
@@ -215,6 +238,37 @@ def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox)
         asyncio.run(play())
     finally:
         asyncio.run(box.close())
+
+
+class Failing(ZygoteBackend):
+    def _command(self, control: int, proc: int) -> list[str]:
+        return [sys.executable, "-c", "raise SystemExit('no such luck')"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no zygotes but on Linux")
+def test_a_zygote_that_ends_at_its_start_is_not_waited_for_and_its_words_are_told() -> None:
+    backend = Failing(LIMITS, (), zygotes=1, isolated=False, bubblewrap=None)
+    with pytest.raises(SandboxError, match="did not start: no such luck"):
+        backend.open(session=False)
+
+
+def test_a_sandbox_that_is_let_go_of_while_a_call_runs_ends_in_peace(
+    isolated: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", problems.append)
+
+    async def play() -> weakref.ref[Sandbox]:
+        box = Sandbox(level=isolated.level.name, limits=Limits(seconds=60), libraries=(), slots=1)
+        call = asyncio.create_task(box.run("import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await asyncio.wait({call})
+        return weakref.ref(box)
+
+    gone = asyncio.run(play())
+    gc.collect()
+    assert (gone(), problems) == (None, [])
 
 
 def test_nothing_is_left_when_a_sandbox_is_closed(any_box: Sandbox) -> None:

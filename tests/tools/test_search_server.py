@@ -83,6 +83,13 @@ def test_what_cannot_be_answered_is_refused_in_words(index: Index, body: bytes, 
         assert httpx.get(f"{url}/health").status_code == 200  # and it goes on
 
 
+def test_a_request_of_more_queries_than_may_wait_is_refused_for_good(index: Index) -> None:
+    with serving(index, ServerLimits(max_waiting=2)) as url:
+        answer = httpx.post(f"{url}/search", json={"queries": ["a", "b", "c"]})
+    assert answer.status_code == 413
+    assert "at most 2 are taken" in answer.text
+
+
 def test_addresses_that_make_no_sense_are_refused(index: Index) -> None:
     with serving(index) as url:
         assert "needs ?query=" in httpx.get(f"{url}/search").json()["error"]

@@ -12,7 +12,7 @@ from agent_r1.agent.check import check_tool
 from agent_r1.agent.tool import Returned, ToolCall
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError
-from agent_r1.tools.search.client import SearchUnavailable
+from agent_r1.tools.search.client import SearchClient, SearchUnavailable
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -125,6 +125,13 @@ def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(mo
     assert all(isinstance(result, SearchUnavailable) for result in results)
     with pytest.raises(SearchUnavailable, match="no answer after 5 attempts"):
         ask(tool, "a")
+
+
+def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_result() -> None:
+    client = SearchClient("http://localhost:8100")
+    waits = (client._attempts - 1) * client._max_wait * 1.5  # each as long as a server may ask for, and jitter
+    assert client._attempts * client._seconds + waits < SearchTool.timeout
+    assert client._seconds > ServerLimits().seconds
 
 
 def test_the_limits_of_a_server_are_positive() -> None:

@@ -21,7 +21,8 @@ def normalized(text: str) -> str:
 
 
 def exact_match(answer: str, accepted: Iterable[str]) -> float:
-    return float(normalized(answer) in {normalized(text) for text in accepted})
+    """No answer matches nothing, also where nothing is left of an accepted one ("The The")."""
+    return float(bool(answer) and normalized(answer) in {normalized(text) for text in accepted})
 
 
 def substring_match(answer: str, accepted: Iterable[str]) -> float:

@@ -1,8 +1,8 @@
 """Questions that take several searches: rows, rewards and demonstrations. See README.md; the data: `data.py`.
 
 The reward that is trained on is one of `reward_f1` and `reward_em`; both report all parts:
-em, f1, substring    the answer against the accepted ones (`scores.py`)
-format               1 if the episode ended with `<answer>...</answer>` alone and no call of it failed
+em, f1, substring    the answer against the accepted ones (`scores.py`); 0 if the episode was cut off before it answered
+format               1 if the episode ended with one `<answer>...</answer>` alone and no call of it failed
 num_searches         searches that were made
 gold_found           the share of the gold pages among all that were shown
 """
@@ -18,7 +18,7 @@ from agent_r1.recipes.hotpotqa.data import SPLITS, Question, index_folder, quest
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import exact_match, f1, substring_match
 from agent_r1.tools.search.tool import SearchTool
-from agent_r1.types import TaskRow, Trajectory
+from agent_r1.types import StopReason, TaskRow, Trajectory
 
 INSTRUCTION = "Search until you know the answer, then write it as <answer>...</answer>."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -55,16 +55,17 @@ def reward_em(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     accepted, gold = row.ground_truth["answers"], set(row.ground_truth["gold"])
-    found = ANSWER.findall(trajectory.final_text)
+    # A guess beside a call, in an episode that then ran out of steps, is no answer.
+    found = ANSWER.findall(trajectory.final_text) if trajectory.stop is StopReason.ANSWERED else []
     answer = found[-1].strip() if found else ""
     calls = [call for step in trajectory.steps for call in step.calls]
-    well_formed = ANSWER.fullmatch(trajectory.final_text.strip()) is not None and all(c.error is None for c in calls)
+    alone = len(found) == 1 and ANSWER.fullmatch(trajectory.final_text.strip()) is not None
     shown = {title for call in calls for title in call.info.get("titles", ())}
     return {
         "em": exact_match(answer, accepted),
         "f1": f1(answer, accepted),
         "substring": substring_match(answer, accepted),
-        "format": float(well_formed and bool(answer)),
+        "format": float(alone and bool(answer) and all(call.error is None for call in calls)),
         "num_searches": float(len(calls)),
         "gold_found": len(gold & shown) / len(gold),
     }
@@ -80,7 +81,9 @@ def expert_demos(tool: SearchTool, asked: Sequence[Question], count: int, seed: 
     random.Random(f"demos:{seed}").shuffle(order)
     shown: list[Demo] = []
     for question in order:
-        texts = demonstrate(question, tool) if len(shown) < count else None
+        if len(shown) == count:
+            break
+        texts = demonstrate(question, tool)
         if texts is not None:
             shown.append((as_row(question, row_id=f"demo-{question.key}", source="demo"), texts))
     if not shown:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import count
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.limits import KilledBy, Limits
 from agent_r1.tools.python.sandbox import Sandbox
 
 MAX_ANSWER_CHARS = 500  # no answer of any set is nearly as long
@@ -41,7 +41,10 @@ async def same_answer(truth: str, answer: str) -> bool:
     if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
         return float(left) == float(right)
     # A process that stays, because the first parse takes far longer than the next; calls take turns at it.
-    outcome = await _checker().run(CHECK.format(truth=left, answer=right), session=f"checker-{next(_turn) % PROCESSES}")
+    check = CHECK.format(truth=left, answer=right)
+    outcome = await _checker().run(check, session=f"checker-{next(_turn) % PROCESSES}")
+    if outcome.error is not None and outcome.killed_by is not KilledBy.TIME:
+        outcome = await _checker().run(check)  # in a new process: that one may have been at the end of its limits
     return outcome.error is None and outcome.stdout.endswith("same\n")
 
 

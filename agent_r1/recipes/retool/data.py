@@ -3,9 +3,9 @@
 `agent-r1 data recipe retool` fetches the files; a folder that has them, plain or gzipped, is taken as it is. GSM8K
 stands in a folder `gsm8k` inside that folder, or beside it.
 
-What is judged must not be trained on: a training problem whose text, reduced to its letters and digits, is that of a
-problem of any evaluation set is left out, and so is one that comes a second time. DAPO alone holds 976 of the 5,000
-problems of MATH's test set.
+What is judged must not be trained on: a training problem is left out if its text, reduced to its letters and digits, is
+that of a problem of any evaluation set, or only begins like it but has the same answer; and so is one that comes a
+second time. DAPO alone holds 976 of the 5,000 problems of MATH's test set.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from agent_r1.tasks.download import data_dir, fetch
 
 Say = Callable[[str], None]
 Record = Mapping[str, Any]
+
+START_CHARS = 60  # two problems that share so many letters and digits, and the answer, are one told in two ways
 
 RECIPE = "retool"
 GITHUB = "https://raw.githubusercontent.com"
@@ -173,20 +175,26 @@ def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
 
 
 def judged(folder: Path) -> set[str]:
-    """The reduced texts of all evaluation sets; only GSM8K may be missing, for who does not use it."""
+    """The marks of all evaluation sets; only GSM8K may be missing, for who does not use it."""
     needed = [name for name in EVALUATION if name != "gsm8k_test" or find(folder, SOURCES[name]) is not None]
-    return {reduced(problem.text) for name in needed for problem in problems(folder, name)}
+    return {mark for name in needed for problem in problems(folder, name) for mark in marks(problem)}
 
 
 def clean(found: Sequence[tuple[str, Problem]], taboo: set[str]) -> list[tuple[str, Problem]]:
-    """Each problem once, and none whose reduced text is in `taboo`."""
+    """Each problem once, and none with a mark in `taboo`."""
     seen, kept = set(taboo), []
     for source, problem in found:
-        key = reduced(problem.text)
-        if key not in seen:
-            seen.add(key)
+        own = marks(problem)
+        if not own & seen:
+            seen |= own
             kept.append((source, problem))
     return kept
+
+
+def marks(problem: Problem) -> set[str]:
+    """What another copy shares with a problem: all of its text, or how it begins and its answer."""
+    text = reduced(problem.text)
+    return {text, f"{text[:START_CHARS]} -> {''.join(problem.answer.split())}"}
 
 
 def reduced(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from agent_r1.errors import DataError
-from agent_r1.recipes.retool.data import SOURCES, clean, data_folder, judged, records
+from agent_r1.recipes.retool.data import SOURCES, data_folder, judged, marks, records
 from agent_r1.recipes.retool.made import Demo, demonstration
 from agent_r1.recipes.retool.task import as_row
 
@@ -40,7 +40,7 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     random.Random(f"gsm8k:{seed}").shuffle(solved)
     for record in solved:
         problem = source.read(record)
-        if problem is None or not clean([("gsm8k_train", problem)], taboo):
+        if problem is None or marks(problem) & taboo:
             continue
         program = as_program(record["answer"], problem.answer)
         if program is not None:

@@ -92,10 +92,12 @@ class ZygoteBackend:
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         try:
             given = (control_inside.fileno(), proc)
-            return Zygote(self._command(*given), control, given, self._limits)
+            zygote = Zygote(self._command(*given), control, given, self._limits)
         finally:
             control_inside.close()
             os.close(proc)
+        zygote.wait_until_ready()
+        return zygote
 
     def _command(self, control: int, proc: int) -> list[str]:
         build_view = self._isolated and self._bubblewrap is None
@@ -105,6 +107,7 @@ class ZygoteBackend:
             build_view=build_view,
             folders=self._view.folders if build_view else [],
             links=self._view.links if build_view else [],
+            hidden=self._view.hidden if build_view else [],
             preload=module_names(self._libraries),
             warm_up=[WARM_UP[name] for name in self._libraries if name in WARM_UP],
             search=[PACKAGES] if self._isolated else [path for path in sys.path if path],
@@ -113,7 +116,8 @@ class ZygoteBackend:
             **{name: limits[name] for name in Orders.__dataclass_fields__ if name in limits},
         )
         code = CODE if self._bubblewrap else str(INSIDE.parent)
-        python = [interpreter(), "-I", "-S", "-c", BOOT, code, json.dumps(asdict(orders))]
+        # Not -I, which would ignore PYTHONHASHSEED, too; nothing else of the environment is about Python.
+        python = [interpreter(), "-P", "-s", "-S", "-c", BOOT, code, json.dumps(asdict(orders))]
         return python if self._bubblewrap is None else [*wrapped(self._bubblewrap, self._view), *python]
 
 
@@ -129,6 +133,8 @@ def wrapped(bubblewrap: str, view: View) -> list[str]:
         command += ["--dir", folder]
     for source, place in view.folders:
         command += ["--dev-bind" if place.startswith("/dev/") else "--ro-bind", source, place]
+    for place in view.hidden:
+        command += ["--tmpfs", place, "--remount-ro", place]
     for target, place in view.links:
         command += ["--symlink", target, place]
     return [*command, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]

@@ -78,11 +78,11 @@ class Sandbox:
         wish = Wish()
         future: Future[Outcome]
         if session is None:
-            future = self._workers.submit(self._run_once, code, wish)
+            future = self._workers.submit(_run_once, self._backend, code, wish)
         else:
             self._keep_sessions()
             held = self._sessions.setdefault(session, _Session())
-            future = self._workers.submit(self._run_in, held, code, wish)
+            future = self._workers.submit(_run_in, self._backend, held, code, wish)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -102,44 +102,49 @@ class Sandbox:
         """End everything. May be called twice."""
         await asyncio.to_thread(self._finalizer)
 
-    def _run_once(self, code: str, wish: Wish) -> Outcome:
-        with wish:
-            process = self._backend.open(session=False)
-            try:
-                return process.call(code, wish)
-            finally:
-                process.close()
-
-    def _run_in(self, held: _Session, code: str, wish: Wish) -> Outcome:
-        with held.lock, wish:
-            if held.released:
-                raise SandboxError("the session was released while a call waited for it")
-            lost, held.lost = held.lost, False
-            if held.process is None:
-                held.process = self._backend.open(session=True)
-                held.began = time.monotonic()
-            try:
-                outcome = held.process.call(code, wish)
-            except BaseException:
-                _drop(held)
-                raise
-            if not held.process.usable:
-                _drop(held)
-            held.used = time.monotonic()
-        if not lost:
-            return outcome
-        return Outcome(
-            stdout=f"[{LOST_STATE}]\n{outcome.stdout}",
-            error=outcome.error,
-            seconds=outcome.seconds,
-            killed_by=outcome.killed_by,
-        )
-
     def _keep_sessions(self) -> None:
         if self._keeper is None:
             arguments = (self._sessions, self.limits, self._closed)
             self._keeper = threading.Thread(target=_end_overdue, args=arguments, daemon=True, name="sandbox-sessions")
             self._keeper.start()
+
+
+# What workers do. They hold no `Sandbox`: one that is let go of while they work would have to wait for itself.
+
+
+def _run_once(backend: Backend, code: str, wish: Wish) -> Outcome:
+    with wish:
+        process = backend.open(session=False)
+        try:
+            return process.call(code, wish)
+        finally:
+            process.close()
+
+
+def _run_in(backend: Backend, held: _Session, code: str, wish: Wish) -> Outcome:
+    with held.lock, wish:
+        if held.released:
+            raise SandboxError("the session was released while a call waited for it")
+        lost, held.lost = held.lost, False
+        if held.process is None:
+            held.process = backend.open(session=True)
+            held.began = time.monotonic()
+        try:
+            outcome = held.process.call(code, wish)
+        except BaseException:
+            _drop(held)
+            raise
+        if not held.process.usable:
+            _drop(held)
+        held.used = time.monotonic()
+    if not lost:
+        return outcome
+    return Outcome(
+        stdout=f"[{LOST_STATE}]\n{outcome.stdout}",
+        error=outcome.error,
+        seconds=outcome.seconds,
+        killed_by=outcome.killed_by,
+    )
 
 
 def _drop(held: _Session) -> None:

@@ -21,6 +21,7 @@ PACKAGES = "/sandbox/packages"  # where the libraries are seen
 CODE = "/sandbox/code"  # where our own side of it is seen
 INSIDE = Path(__file__).with_name("inside")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the dynamic loader and shared libraries
+OTHERS = ("site-packages", "dist-packages")  # where a standard library has what was installed beside it
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
@@ -28,6 +29,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 class View:
     folders: list[tuple[str, str]]  # of the host (also files and devices), and where they are seen
     links: list[tuple[str, str]]  # target, place
+    hidden: list[str]  # folders of those that are seen empty
 
 
 def interpreter() -> str:
@@ -48,9 +50,10 @@ def make_view(libraries: Sequence[str]) -> View:
     # The standard library as the interpreter without a virtual environment finds it.
     own = [path.replace(sys.prefix, sys.base_prefix, 1) if path.startswith(sys.prefix) else path for path in own]
     folders += [(path, path) for path in own if not path.startswith(tuple(f"{f}/" for f, _ in folders))]
+    hidden = [f"{folder}/{name}" for folder in (*own, "/usr/lib/python3") for name in OTHERS]
     folders += [(str(path), f"{PACKAGES}/{path.name}") for path in package_paths(libraries)]
     folders += [(str(INSIDE), f"{CODE}/inside"), *((device, device) for device in DEVICES)]
-    return View(folders=folders, links=links)
+    return View(folders=folders, links=links, hidden=[path for path in dict.fromkeys(hidden) if os.path.isdir(path)])
 
 
 def package_paths(libraries: Iterable[str]) -> list[Path]:

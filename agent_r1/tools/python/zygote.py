@@ -64,7 +64,10 @@ class Zygote:
     """One zygote process."""
 
     def __init__(self, command: Sequence[str], control: socket.socket, given: Sequence[int], limits: Limits) -> None:
-        """`command` is started with the descriptors `given`; `control` is our end of the socket among them."""
+        """`command` is started with the descriptors `given`; `control` is our end of the socket among them.
+
+        The other end must then be closed here: only so is it noticed that the process has ended.
+        """
         self._limits = limits
         self._control = control
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
@@ -73,7 +76,7 @@ class Zygote:
             "HOME": "/tmp",
             "TMPDIR": "/tmp",
             "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",
+            "PYTHONHASHSEED": "0",  # sets come in the same order in every run
             # A process with threads cannot be forked, and one run has no claim on all cores.
             **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
         }
@@ -88,6 +91,13 @@ class Zygote:
                 cwd="/",
                 start_new_session=True,
             )
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the Python sandbox did not start: {error or type(error).__name__}") from error
+
+    def wait_until_ready(self) -> None:
+        """Until it is confined and has its libraries; SandboxError, with what it said, when it ends before that."""
+        try:
             self._control.settimeout(START_SECONDS)
             ready = self._control.recv(64)
         except OSError as error:

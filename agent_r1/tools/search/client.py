@@ -56,7 +56,7 @@ class SearchClient:
         self,
         url: str,
         *,
-        seconds_per_attempt: float = 10.0,
+        seconds_per_attempt: float = 25.0,  # more than a server takes to say that it is too busy
         attempts: int = 5,
         backoff_seconds: float = 0.2,
         max_wait: float = 10.0,  # seconds; a server that asks for a longer wait is taken to mean no

@@ -192,8 +192,9 @@ class _App:
 
     def _checked(self, asked: SearchRequest) -> tuple[int, Kind]:
         limits = self._limits
-        if len(asked.queries) > limits.max_queries:
-            raise _TooLarge(f"{len(asked.queries)} queries in one request; at most {limits.max_queries} are taken")
+        most = min(limits.max_queries, limits.max_waiting)  # beyond the second it would be told to come again, for ever
+        if len(asked.queries) > most:
+            raise _TooLarge(f"{len(asked.queries)} queries in one request; at most {most} are taken")
         if max(map(len, asked.queries)) > limits.max_query_chars:
             raise BadRequest(f"a query has more than {limits.max_query_chars} characters")
         top_k = limits.top_k if asked.top_k is None else asked.top_k

@@ -28,6 +28,9 @@ _OPENING = Lock()
 
 
 class SearchTool(BaseTool):
+    # A server is asked again for longer than a call usually may take; when it stays silent, the episode must fail with
+    # the client's error rather than go on with "did not answer" as a result.
+    timeout = 240.0
     name = "search"
     description = "Find passages about something."
     parameters = {  # noqa: RUF012 (the attribute of BaseTool; nobody writes to it)

@@ -32,6 +32,7 @@ class Orders:
     build_view: bool  # False: bubblewrap has done it
     folders: list[tuple[str, str]]  # of the host, and where they are seen
     links: list[tuple[str, str]]  # target, place
+    hidden: list[str]  # folders that are seen empty
     preload: list[str]  # modules imported once, for all runs
     warm_up: list[str]  # our own programs, run once: what they make libraries load and remember, every run has
     search: list[str]  # where they are found
@@ -55,10 +56,7 @@ def enter(orders: Orders) -> None:
             _map_user(orders.proc, uid, gid)
         _build_view(orders)
     if uid == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        kernel.own_proc_files()
+        _become_nobody()
         uid, gid = NOBODY, NOBODY
     # A user namespace, too: only its owner may make process namespaces, one for each run.
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PID)
@@ -69,6 +67,16 @@ def enter(orders: Orders) -> None:
         _, status = os.waitpid(inner, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     kernel.die_with_parent(signal.SIGKILL)
+
+
+def _become_nobody() -> None:
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    except OSError as error:  # root of a user namespace that has no other users
+        raise OSError(error.errno, f"root cannot become user {NOBODY}: {error.strerror}") from error
+    kernel.own_proc_files()
 
 
 def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
@@ -123,6 +131,9 @@ def _build_view(orders: Orders) -> None:
         device = kernel.NO_DEV if not place.startswith("/dev/") else 0
         kernel.restrict_mount(target, kernel.READ_ONLY | kernel.NO_SUID | device)
         os.close(fd)
+    for place in orders.hidden:
+        kernel.mount("tmpfs", NEW_ROOT + place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,mode=0755")
+        kernel.restrict_mount(NEW_ROOT + place, kernel.READ_ONLY)
     for target, place in orders.links:
         os.makedirs(os.path.dirname(NEW_ROOT + place), exist_ok=True)
         os.symlink(target, NEW_ROOT + place)
