@@ -9,6 +9,8 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,7 @@ from agent_r1.recipes.retool.data import (
 )
 from agent_r1.recipes.retool.task import reward, rows
 from agent_r1.run.build import build_plan
+from agent_r1.run.data import prepare_data
 from agent_r1.tools.python.levels import LEVELS, Guarantee, what_is_missing
 from agent_r1.tools.python.tool import PythonEnv, PythonTool
 from agent_r1.types import Step, StopReason, TaskRow, Trajectory
@@ -98,6 +101,19 @@ def test_files_are_read_plain_or_gzipped_whatever_their_columns(folder: Path) ->
 def test_training_leaves_out_what_is_judged_what_comes_twice_and_what_has_no_answer(folder: Path) -> None:
     assert [p.text for _, p in split_problems(folder, "math_train")] == ["Kept."]
     assert [p.text for _, p in split_problems(folder, "test")] == ["What is $1+1$?"], "what is judged stays whole"
+
+
+def test_preparing_fetches_nothing_that_is_there_and_says_what_each_split_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dapo = {"prompt": [{"role": "user", "content": "D"}], "reward_model": {"ground_truth": "34"}}
+    pq.write_table(pa.Table.from_pylist([dapo]), folder / "dapo_math_17k.parquet")
+    monkeypatch.setenv("AGENT_R1_DATA", str(folder.parent))
+    folder.rename(folder.parent / "retool")  # where runs look for the data of this recipe
+    said: list[str] = []
+    assert prepare_data("retool", None, said.append) == folder.parent / "retool"
+    assert [line.partition(":")[0] for line in said] == list(data.SPLITS)
+    assert {"dapo: 1 problems", "math_train: 1 problems", "train: 2 problems"} <= set(said)
 
 
 def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:

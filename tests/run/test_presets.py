@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -149,3 +150,9 @@ def test_another_algorithm_does_not_inherit_settings_and_the_same_one_does() -> 
     assert load_config("gsm8k_tool", ["algorithm.name=reinforce"]).algorithm.settings == {}
     given = ["algorithm.name=ppo", "algorithm.settings.clip_high=0.3"]
     assert load_config("gsm8k_tool", given).algorithm.settings == {"clip_high": 0.3}
+
+
+@pytest.mark.parametrize("recipe", [name for name in bundled_recipes() if (RECIPES / name / "data.py").is_file()])
+def test_every_recipe_with_data_says_where_they_are_kept_and_how_to_get_them(recipe: str) -> None:
+    assert resolve("data.FOLDER", recipe=recipe).isidentifier()
+    inspect.signature(resolve("data.prepare", recipe=recipe)).bind(Path(), print)

@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 START_CHARS = 60  # two problems that share so many letters and digits, and the answer, are one told in two ways
 
-RECIPE = "retool"
+FOLDER = "retool"  # of the data directory
 GITHUB = "https://raw.githubusercontent.com"
 SVS = f"{GITHUB}/MasterVito/SvS/9fd8f35375b31b8632b52e715296c264a3ad4176/data"
 DEEPSCALER = f"{GITHUB}/agentica-project/deepscaler/95ef74ffee001cce89463f2d61dfdce1d03576c1/deepscaler/data"
@@ -155,14 +155,15 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 def prepare(directory: Path, report: Say) -> None:
     """Fetch every file that is not there yet."""
-    for name, source in SOURCES.items():
+    for source in SOURCES.values():
         if find(directory, source) is None:
             fetch(source.url, directory / source.file, sha256=source.sha256, report=report)
-        report(f"{name}: {len(problems(directory, name))} problems")
+    for split in SPLITS:
+        report(f"{split}: {len(split_problems(directory, split)):,} problems")
 
 
 def data_folder(path: str | None) -> Path:
-    return data_dir(RECIPE) if path is None else Path(path).expanduser()
+    return data_dir(FOLDER) if path is None else Path(path).expanduser()
 
 
 def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
@@ -213,7 +214,7 @@ def records(folder: Path, name: str) -> Iterator[Record]:
     path = find(folder, source)
     if path is None:
         raise DataError(
-            f"there is no {source.file} (or {source.file}.gz) in {folder}. Fetch it: agent-r1 data recipe {RECIPE}, "
+            f"there is no {source.file} (or {source.file}.gz) in {folder}. Fetch it: agent-r1 data recipe {FOLDER}, "
             "or set data.path to a folder that has it"
         )
     try:
