@@ -1,7 +1,7 @@
 """Public data files, fetched once and checked.
 
-A file is complete or not there: it is written beside its place, checked against its hash and renamed. Recipes say what
-they need; whoever has a copy of their own points `data.path` at it and nothing is fetched.
+A file is complete or not there: it is written beside its place, checked against its hash, where one is known, and
+renamed. Recipes say what they need; whoever has a copy of their own points `data.path` at it and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ def data_dir(name: str) -> Path:
     return (Path(root).expanduser() if root else cache / "agent-r1" / "data") / name
 
 
-def fetch(url: str, to: Path, *, sha256: str, report: Report) -> Path:
-    """The file at `to`, downloaded unless it is there. `DataError` if it cannot be had, or is not the right one."""
+def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
+    """The file at `to`, downloaded unless it is there. `DataError` if it cannot be had, or is not the right one.
+
+    Without a hash to compare with (None), whoever reads the file has to see to it that it is what was meant.
+    """
     if to.exists():
         return to
     to.parent.mkdir(parents=True, exist_ok=True)
     part = to.with_name(f".{to.name}.{os.getpid()}.part")
     try:
         digest = _download(url, part, report)
-        if digest != sha256:
+        if sha256 is not None and digest != sha256:
             raise DataError(f"{url} has sha256 {digest}, and {sha256} was expected: it has changed, or was cut off")
         part.replace(to)
     except httpx.HTTPError as error:

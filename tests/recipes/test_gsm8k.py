@@ -81,10 +81,10 @@ def test_what_is_wrong_with_the_data_is_said(folder: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"has neither train\.jsonl nor train\.jsonl\.gz"):
         data.problems("train", str(tmp_path / "nowhere"))
     for line, message in (
-        ('{"question": "?", "answer": "no mark"}', "line 1: the solution has no '#### ANSWER'"),
-        ('{"question": "?"}', "line 1 is not a problem of GSM8K: KeyError"),
-        ("[1]", "line 1 is not a problem of GSM8K: TypeError"),
-        ("not json", "line 1 is not a problem of GSM8K"),
+        ('{"question": "?", "answer": "no mark"}', "record 1: the solution has no '#### ANSWER'"),
+        ('{"question": "?"}', "record 1 is not a problem of GSM8K: KeyError"),
+        ("[1]", "record 1 is not a problem of GSM8K: TypeError"),
+        ("not json", "line 1 cannot be read: Expecting value"),
     ):
         (folder / "train.jsonl").write_text(line, encoding="utf-8")
         with pytest.raises(DataError, match=message):

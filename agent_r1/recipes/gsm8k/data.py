@@ -5,17 +5,19 @@ A solution ends with `#### ANSWER` and marks its calculations: `48/2 = <<48/2=24
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.files import json_lines, plain_or_gzipped
 
 FOLDER = "gsm8k"  # under which the data are kept
-SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
+SOURCE = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
+    "grade_school_math/data/{split}.jsonl"
+)
 SHA256 = {
     "train": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     "test": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
@@ -33,8 +35,7 @@ class Problem:
 def prepare(directory: Path, report: Callable[[str], None]) -> None:
     """Fetch both splits; 5 MB."""
     for split, sha256 in SHA256.items():
-        url = f"{SOURCE}/grade_school_math/data/{split}.jsonl"
-        fetch(url, _file(directory, split), sha256=sha256, report=report)
+        fetch(SOURCE.format(split=split), directory / f"{split}.jsonl", sha256=sha256, report=report)
 
 
 def problems(split: str, path: str | None) -> list[Problem]:
@@ -45,37 +46,28 @@ def problems(split: str, path: str | None) -> list[Problem]:
 
 
 def _find(split: str, path: str | None) -> Path:
-    if path is None:
-        directory = data_dir(FOLDER)
-        if not _file(directory, split).exists():
-            prepare(directory, lambda line: None)
-        return _file(directory, split)
-    folder = Path(path).expanduser()
-    candidates = [_file(folder, split), folder / f"{split}.jsonl.gz"]
-    found = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if found is None:
+    folder = data_dir(FOLDER) if path is None else Path(path).expanduser()
+    found = plain_or_gzipped(folder / f"{split}.jsonl")
+    if found is not None:
+        return found
+    if path is not None:
         raise DataError(f"data.path={path!r} has neither {split}.jsonl nor {split}.jsonl.gz")
-    return found
-
-
-def _file(directory: Path, split: str) -> Path:
-    return directory / f"{split}.jsonl"
+    prepare(folder, lambda line: None)
+    return folder / f"{split}.jsonl"
 
 
 def _read(file: Path, split: str) -> Iterator[Problem]:
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for index, line in enumerate(lines):
-            try:
-                record = json.loads(line)
-                solution, mark, answer = record["answer"].rpartition("####")
-                question = record["question"].strip()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"{file} line {index + 1} is not a problem of GSM8K: {error!r}") from error
-            if not mark:
-                raise DataError(f"{file} line {index + 1}: the solution has no '#### ANSWER'")
-            yield Problem(
-                name=f"{split}-{index}",
-                question=question,
-                solution=solution.strip(),
-                answer=answer.strip().replace(",", ""),
-            )
+    for index, record in enumerate(json_lines(file)):
+        try:
+            solution, mark, answer = record["answer"].rpartition("####")
+            question = record["question"].strip()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{file} record {index + 1} is not a problem of GSM8K: {error!r}") from error
+        if not mark:
+            raise DataError(f"{file} record {index + 1}: the solution has no '#### ANSWER'")
+        yield Problem(
+            name=f"{split}-{index}",
+            question=question,
+            solution=solution.strip(),
+            answer=answer.strip().replace(",", ""),
+        )

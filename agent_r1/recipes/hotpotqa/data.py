@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import httpx
-
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.tasks.download import data_dir
+from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.files import json_lines
 from agent_r1.tools.search.corpus import Passage, read_passages
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -132,9 +131,7 @@ def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
             f"there are no questions at {path}. Fetch them: agent-r1 data recipe {FOLDER}, or set data.path to a "
             f"folder with {QUESTIONS / SOURCES[name].file}"
         )
-    with gzip.open(path, "rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+    yield from json_lines(path)
 
 
 def prepare(directory: Path, report: Say, source: Path | None = None) -> None:
@@ -204,7 +201,7 @@ def _fetch_questions(directory: Path, report: Say) -> None:
             continue
         found = dict[str, dict[str, Any]]()
         for url in source.urls:
-            raw = _download(url, directory / "fetched" / url.rpartition("/")[2], report)
+            raw = fetch(url, directory / "fetched" / url.rpartition("/")[2], sha256=None, report=report)
             found |= {record["question"]: record for record in map(_normal, _json_records(raw))}
         _check_count(name, len(found), source.num_records)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -222,34 +219,12 @@ def _fetch_pages(directory: Path, report: Say) -> None:
         report(f"lead sections: {there[0]} is there")
         return
     to = directory / PAGES / LEAD_SECTIONS
-    pages = lead_sections(_download(LEAD_SECTIONS_URL, directory / "fetched" / "WikiTables-WithLinks.tar.gz", report))
+    archive = directory / "fetched" / "WikiTables-WithLinks.tar.gz"
+    pages = lead_sections(fetch(LEAD_SECTIONS_URL, archive, sha256=None, report=report))
     _check_count("lead sections", len(pages), NUM_LEAD_SECTIONS)
     to.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"title": list(pages), "text": list(pages.values())}), to, compression="zstd")
     report(f"lead sections: {len(pages):,} pages")
-
-
-def _download(url: str, to: Path, report: Say) -> Path:
-    """Unlike `fetch` of `tasks.download`, without a hash to compare with: what comes is judged by what it holds."""
-    if to.is_file():
-        return to
-    to.parent.mkdir(parents=True, exist_ok=True)
-    part = to.with_name(f".{to.name}.part")
-    report(f"fetching {url}")
-    try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as answer, part.open("wb") as file:
-            answer.raise_for_status()
-            for chunk in answer.iter_bytes():
-                file.write(chunk)
-        part.replace(to)
-    except httpx.HTTPError as error:
-        raise DataError(
-            f"cannot fetch {url} ({type(error).__name__}: {error}). Without a network, put that file at {to}, or give "
-            f"a folder that has {QUESTIONS}/ and {PAGES}/ as source"
-        ) from error
-    finally:
-        part.unlink(missing_ok=True)
-    return to
 
 
 def _check_count(name: str, found: int, least: int) -> None:

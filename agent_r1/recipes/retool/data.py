@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.recipes.gsm8k import data as gsm8k
 from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.files import json_lines, plain_or_gzipped
 
 Say = Callable[[str], None]
 Record = Mapping[str, Any]
@@ -32,7 +34,6 @@ SVS = f"{GITHUB}/MasterVito/SvS/9fd8f35375b31b8632b52e715296c264a3ad4176/data"
 DEEPSCALER = f"{GITHUB}/agentica-project/deepscaler/95ef74ffee001cce89463f2d61dfdce1d03576c1/deepscaler/data"
 HARNESS = f"{GITHUB}/ZubinGou/math-evaluation-harness/db77bc6bb2a17c90ed2d63e88ebd8c40a82858c5/data"
 RETOOL = f"{GITHUB}/ReTool-RL/ReTool/8407e1394dd92c1c3e61f23d6c5015c023ed7407/evaluation/dataset"
-GSM8K = f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +132,12 @@ SOURCES: dict[str, Source] = {
         sha256="2666a217cb566efb77ebfce61841d5d8855d4b4be89633b29df3a43dcfd942dd",
         read=_with_answer,
     ),
-    "gsm8k_train": Source(
-        file="gsm8k/train.jsonl",
-        url=f"{GSM8K}/train.jsonl",
-        sha256="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
-        read=_gsm8k,
-    ),
-    "gsm8k_test": Source(
-        file="gsm8k/test.jsonl",
-        url=f"{GSM8K}/test.jsonl",
-        sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-        read=_gsm8k,
-    ),
+    **{
+        f"gsm8k_{split}": Source(
+            file=f"gsm8k/{split}.jsonl", url=gsm8k.SOURCE.format(split=split), sha256=sha256, read=_gsm8k
+        )
+        for split, sha256 in gsm8k.SHA256.items()
+    },
 }
 EVALUATION = ("math500", "math_test", "aime24", "aime25", "amc23", "gsm8k_test")
 TRAINING = ("dapo", "math_train", "gsm8k_train")
@@ -228,8 +223,7 @@ def find(folder: Path, source: Source) -> Path | None:
     places = [folder / source.file]
     if "/" in source.file:
         places.append(folder.parent / source.file)
-    candidates = [Path(f"{place}{suffix}") for place in places for suffix in ("", ".gz")]
-    return next((path for path in candidates if path.is_file()), None)
+    return next((found for place in places if (found := plain_or_gzipped(place)) is not None), None)
 
 
 def _parsed(path: Path) -> Iterator[Record]:
@@ -237,9 +231,8 @@ def _parsed(path: Path) -> Iterator[Record]:
         import pyarrow.parquet as pq
 
         yield from pq.read_table(path).to_pylist()
-        return
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if ".jsonl" in path.name:
-        yield from (json.loads(line) for line in data.decode("utf-8").splitlines() if line.strip())
+    elif ".jsonl" in path.name:
+        yield from json_lines(path)
     else:
-        yield from json.loads(data)
+        data = path.read_bytes()
+        yield from json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)

@@ -6,9 +6,7 @@ the order they were given in; their place in it is what the rankers know them by
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent_r1.errors import DataError
+from agent_r1.tasks.files import json_lines
 from agent_r1.tools.search.progress import Report, Reporter
 
 ROWS_PER_BATCH = 4096
@@ -114,7 +113,7 @@ def _records(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise DataError(f"there is no corpus file {path}")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _json_lines(path)
+        yield from json_lines(path)
     elif path.suffix == ".parquet":
         try:
             for batch in pq.ParquetFile(path).iter_batches():
@@ -123,15 +122,3 @@ def _records(path: Path) -> Iterator[Any]:
             raise DataError(f"{path} is not a readable parquet file: {error}") from error
     else:
         raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            for line in lines:
-                number += 1
-                if line.strip():
-                    yield json.loads(line.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} line {number} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_r1.tools.python.inside import kernel
@@ -174,6 +175,18 @@ def threads(proc: int) -> int:
         return len(os.listdir(fd))
     finally:
         os.close(fd)
+
+
+def children(proc: int) -> set[int]:
+    """The processes whose parent this one is, found among all: few kernels are built with a list of them."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir(proc)):
+        with suppress(FileNotFoundError, ProcessLookupError):  # other processes end while we look
+            with os.fdopen(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
+                after_name = file.read().rpartition(b")")[2]  # a process may be called what it likes
+            if int(after_name.split()[1]) == os.getpid():
+                found.add(int(name))
+    return found
 
 
 def load_all(orders: Orders) -> None:

@@ -168,7 +168,7 @@ class Zygote:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         for _ in range(MAX_SWEEPS):
-            orphans = self._children() - set(self._running) - {pid}
+            orphans = confine.children(self._orders.proc) - set(self._running) - {pid}
             if not orphans:
                 return
             for orphan in orphans:
@@ -176,8 +176,3 @@ class Zygote:
                     os.kill(orphan, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(orphan, 0)
-
-    def _children(self) -> set[int]:
-        fd = os.open(f"self/task/{os.getpid()}/children", os.O_RDONLY, dir_fd=self._orders.proc)
-        with os.fdopen(fd) as file:
-            return {int(pid) for pid in file.read().split()}
