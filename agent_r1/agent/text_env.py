@@ -1,0 +1,69 @@
+"""Worlds that talk: say what is shown first and what is answered, and `TextEnv` keeps the conversation.
+
+    class Echo(TextEnv):
+        def begin(self, row):
+            return "Say something."
+
+        def reply(self, said):
+            return Reply(text=f"You said {said!r}.", done=said == "bye", reward=1.0)
+
+Knows messages, not tokens. Nothing is ever taken out of the conversation here: what a policy gets to see of a long one
+is a context policy's business (`context.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.types import Action, Message, Observation, TaskRow, Transition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a world answers to what was said."""
+
+    text: str = ""  # shown to the policy next, and kept for people when the episode is over
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TextEnv(AgentEnv):
+    """Implement `begin` and `reply`, sync or async. Code that blocks belongs in worker processes (`task.workers`)."""
+
+    system: ClassVar[str] = ""  # a system message before the first thing shown; "": none
+
+    @abstractmethod
+    def begin(self, row: TaskRow) -> str | Awaitable[str]:
+        """Start the episode and return the first thing that is shown."""
+
+    @abstractmethod
+    def reply(self, said: str) -> Reply | Awaitable[Reply]:
+        """Answer what the policy said."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        shown = self.begin(row)
+        first = await shown if inspect.isawaitable(shown) else shown
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        self._messages: list[Message] = [*system, {"role": "user", "content": first}]
+        return Observation(messages=self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        answered = self.reply(action.text)
+        reply = await answered if inspect.isawaitable(answered) else answered
+        if not isinstance(reply, Reply):
+            raise TypeError(f"{type(self).__name__}.reply returned {type(reply).__name__} instead of a Reply")
+        said = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
+        return Transition(
+            observation=None if reply.done else Observation(messages=self._messages),
+            reward=reply.reward,
+            terminated=reply.done,
+            feedback=reply.text,
+            info=reply.info,
+        )
