@@ -51,12 +51,16 @@ def recipe_command(
     to: Annotated[
         Path | None, typer.Option(help="Where to put the data; by default the cache, where runs look.")
     ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Make them of the files in this folder, and fetch nothing.")
+    ] = None,
 ) -> None:
-    """Fetch the data of a recipe from its public source."""
+    """Fetch the data of a recipe from its public source, and build what is built of them."""
     from agent_r1.run.data import prepare_data
     from agent_r1.run.track import program
 
-    directory = prepare_data(recipe, to.expanduser() if to is not None else None, _say)
+    to, source = (None if path is None else path.expanduser() for path in (to, source))
+    directory = prepare_data(recipe, to, _say, source)
     _say(f"the data of {recipe} are in {directory}")
     _say(f"train on them with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 

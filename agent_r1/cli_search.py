@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,10 +29,16 @@ def build_command(
     corpus: Annotated[list[Path], typer.Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
     to: Annotated[Path, typer.Option("--to", help="The folder of the index; one that is there is replaced.")],
     kind: Annotated[str, typer.Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
-    encoder: Annotated[str, typer.Option(help="For dense: minilm, bge-small, bge-base or bge-large.")] = "minilm",
+    encoder: Annotated[
+        str | None, typer.Option(help="For dense: minilm (the default), bge-small, bge-base or bge-large.")
+    ] = None,
     encoder_path: Annotated[str | None, typer.Option(help="Where its weights are, if not on the hub.")] = None,
-    method: Annotated[str, typer.Option(help="For dense: flat (exact) or ivf (faiss; approximate).")] = "flat",
-    stem: Annotated[bool, typer.Option(help="For lexical: cut words to their stems.")] = True,
+    method: Annotated[
+        str | None, typer.Option(help="For dense: flat (exact; the default) or ivf (faiss; approximate).")
+    ] = None,
+    stem: Annotated[
+        bool | None, typer.Option("--stem/--no-stem", help="For lexical: cut words to their stems; by default, yes.")
+    ] = None,
 ) -> None:
     """Build an index from files of passages (title, text, optionally id)."""
     from agent_r1.tools.search.corpus import read_passages
@@ -42,14 +49,18 @@ def build_command(
     for name in kinds:
         if name not in RANKERS:
             raise ConfigError(f"--kind {kind}: there is no {name!r} to build.{did_you_mean(name, RANKERS)}")
+    _refuse_unless("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
+    _refuse_unless("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
+    lexical = LexicalSettings() if stem is None else LexicalSettings(stem=stem)
     index = Index.build(
         read_passages(corpus),
         to,
-        lexical=LexicalSettings(stem=stem) if "lexical" in kinds else None,
+        lexical=lexical if "lexical" in kinds else None,
         dense=_dense(encoder, encoder_path, method) if "dense" in kinds else None,
         report=lambda progress: console.print(Text(str(progress))),
     )
-    console.print(Text(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}"))
+    made = f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}"
+    console.print(Text(made), soft_wrap=True)
 
 
 @app.command("ask")
@@ -109,15 +120,26 @@ def load_command(
     console.print(Text(str(asyncio.run(result))))
 
 
-def _dense(encoder: str, path: str | None, method: str) -> DenseSettings:
+def _refuse_unless(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:
+    """Options say something about an index of that kind; without one they would do nothing."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and kind not in kinds:
+        raise ConfigError(
+            f"{', '.join(given)}: nothing {kind} is built by --kind {','.join(kinds)}. Leave that out, or build both: "
+            "--kind lexical,dense"
+        )
+
+
+def _dense(encoder: str | None, path: str | None, method: str | None) -> DenseSettings:
     from dataclasses import replace
     from typing import get_args, get_type_hints
 
     from agent_r1.tools.search.dense import DenseSettings, known_encoder
 
-    settings = known_encoder(encoder)
+    default = DenseSettings()
+    settings = default.encoder if encoder is None else known_encoder(encoder)
     methods = get_args(get_type_hints(DenseSettings)["method"])
     for known in methods:
-        if method == known:
+        if known == (default.method if method is None else method):
             return DenseSettings(encoder=replace(settings, model=path or settings.model), method=known)
     raise ConfigError(f"--method {method!r}: choose one of {', '.join(methods)}")

@@ -119,6 +119,20 @@ class BaseTool(ABC):
         return thing
 
 
+class BatchTool(BaseTool):
+    """A tool that runs calls together. Give it `batch_execute`; a call alone is a batch of one."""
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
+        (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    @abstractmethod
+    async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
+        """As in `BaseTool`."""
+
+
 AnyTool = TypeVar("AnyTool", bound=BaseTool | type[BaseTool])
 
 _REGISTRY: dict[str, BaseTool | type[BaseTool]] = {}
@@ -180,7 +194,7 @@ class FunctionTool(BaseTool):
         return result
 
 
-class BatchFunctionTool(FunctionTool):
+class BatchFunctionTool(BatchTool, FunctionTool):
     """Made by `@tool(batch=True)` from `f(calls: list[Query]) -> list[result]`; Query is a pydantic model."""
 
     _item: type[BaseModel]
@@ -197,12 +211,6 @@ class BatchFunctionTool(FunctionTool):
             )
         self._item = item
         return arguments_from_model(self.name, item), RowKeys()
-
-    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
-        (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
-        if isinstance(result, BaseException):
-            raise result
-        return result
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
         items = [self._item.model_construct(**call.args) for call in calls]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shlex
 import sys
 import time
@@ -20,6 +19,7 @@ from agent_r1.bench import engine, learner, step
 from agent_r1.bench.machine import accelerator, checkout, commit, machine, pick_device, slug
 from agent_r1.bench.results import Results, Row, as_markdown, as_tables, comparison, fill_in
 from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.run.cache import cache_root
 
 
 class Bench(Protocol):
@@ -86,10 +86,7 @@ def results_folder(out: Path | None) -> Path:
     if out is not None:
         return out
     root = checkout()
-    if root is not None:
-        return root / "benchmarks" / "results"
-    cache = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
-    return Path(cache).expanduser() / "bench"
+    return cache_root() / "bench" if root is None else root / "benchmarks" / "results"
 
 
 def show(path: Path, group: str | None, console: Console) -> None:

@@ -132,7 +132,7 @@ def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: Ru
         f"  picture     {run.path}/curve.png\n"
         f"  talk to it  {program()} chat {run.path}\n"
         f"  evaluate    {program()} eval {run.path}\n"
-        f"  how sure?   {program()} compare {run.path} {run.path} --step first,last\n"
+        f"  how sure?   {program()} compare {run.path} --step first,last\n"
         f"  look inside {run.path}/metrics.jsonl, {run.path}/trajectories/",
         highlight=False,
         soft_wrap=True,
@@ -179,7 +179,7 @@ async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
         f"  train from it  {program()} train {config.recipe} model.path={run.path} sft.demos=null "
         f"sft.trajectories=null\n"
         f"  talk to it     {program()} chat {run.path}\n"
-        f"  how sure?      {program()} compare {run.path} {run.path} --step first,last",
+        f"  how sure?      {program()} compare {run.path} --step first,last",
         highlight=False,
         soft_wrap=True,
     )

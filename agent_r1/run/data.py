@@ -1,7 +1,11 @@
-"""The data of a recipe: its `data.py` has a function `prepare(directory, report)` that fetches and builds them."""
+"""The data of a recipe: its `data.py` has a function `prepare(directory, report)` that fetches and builds them.
+
+One with a parameter `source` can make them of a folder that the user has, instead of fetching.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +14,18 @@ from agent_r1.run.resolve import recipe_folder, resolve
 from agent_r1.tasks.download import data_dir
 
 
-def prepare_data(recipe: str, directory: Path | None, report: Callable[[str], None]) -> Path:
+def prepare_data(
+    recipe: str, directory: Path | None, report: Callable[[str], None], source: Path | None = None
+) -> Path:
     """Where they are then. Without a directory, where the recipe looks for them by itself."""
     if not (recipe_folder(recipe) / "data.py").is_file():
         raise ConfigError(f"{recipe} has no data to fetch: there is no data.py in {recipe_folder(recipe)}")
     chosen = data_dir(resolve("data.FOLDER", recipe=recipe)) if directory is None else directory
-    resolve("data.prepare", recipe=recipe)(chosen, report)
+    prepare = resolve("data.prepare", recipe=recipe)
+    if source is None:
+        prepare(chosen, report)
+    elif "source" in inspect.signature(prepare).parameters:
+        prepare(chosen, report, source=source)
+    else:
+        raise ConfigError(f"--from {source}: the data of {recipe} are read as they are, with data.path={source}")
     return chosen

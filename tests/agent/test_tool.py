@@ -17,7 +17,10 @@ from pydantic import BaseModel, Field
 
 from agent_r1.agent.tool import (
     BaseTool,
+    BatchTool,
     FromRow,
+    ToolCall,
+    ToolError,
     get_tool,
     tool,
 )
@@ -246,6 +249,22 @@ def test_a_class_takes_the_whole_context_or_what_its_signature_names() -> None:
     assert run(Named(), {"text": "x"}, {"seed": 3, "a": 1}).text == "3"
     with pytest.raises(ConfigError, match="tool 'echo' needs 'seed'"):
         run(Named(), {"text": "x"})
+
+
+def test_a_call_alone_is_a_batch_of_one() -> None:
+    class Halves(BatchTool):
+        name = "half"
+        description = "Half of an even number."
+        parameters = Echo.parameters
+
+        async def batch_execute(self, calls: list[ToolCall]) -> list[str | BaseException]:
+            return [ToolError(f"odd, says {call.context}") if call.args["n"] % 2 else "even" for call in calls]
+
+    assert asyncio.run(Halves().execute({"n": 2})) == "even"
+    with pytest.raises(ToolError, match=r"odd, says \{'who': 'Ada'\}"):
+        asyncio.run(Halves().execute({"n": 3}, who="Ada"))
+    with pytest.raises(TypeError, match="abstract"):
+        BatchTool()  # type: ignore[abstract]
 
 
 def test_tools_need_no_torch() -> None:

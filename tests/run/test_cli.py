@@ -5,56 +5,24 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from rich.console import Console
 
-from agent_r1.cli import main
 from agent_r1.config import load_config, parse_config
 from agent_r1.run.checkpoint import list_checkpoints
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.chatml import row
+from tests.run.conftest import Cli
 
 MINI = str(Path(__file__).parent / "mini")
 PLAIN = ("sft.demos=null", "trainer.steps=1", "trainer.eval_every=9", "rollout.max_response_tokens=8")
 
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Ended]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*words: str | Path) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["agent-r1", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        return Ended(end.value.code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.cli import main
 from agent_r1.run.outcomes import EvalRecord
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import select
 from agent_r1.types import Step, StopReason, Trajectory
+from tests.run.conftest import Cli
 
 MINI = str(Path(__file__).parent / "mini")
 SHORT = ("rollout.max_response_tokens=12", "rollout.max_steps=2", "sft.demos=null")
 
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., Ended]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*words: str | Path) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["agent-r1", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        return Ended(end.value.code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def trajectory(name: str, row_id: str, reward: float, *, said: int, failed: bool = False) -> Trajectory:
@@ -124,6 +92,8 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
     assert f"imitating {len(rows)} of 15 trajectories" in ended.out
     assert ended.out.count("% of 4 rows") == 2  # held-out success before and after
     evaluations = RunDir.open(warm).read_metrics("eval")
+    assert f"compare {warm} --step first,last" in ended.out
+    assert f"B  {warm}, step {evaluations[1]['step']}" in cli("compare", warm, "--step", "first,last").out
     assert evaluations[0]["step"] == 0
     assert evaluations[0]["panel"] == evaluations[1]["panel"]
 

@@ -96,6 +96,7 @@ def test_before_and_after_training_are_told_apart(run: RunDir) -> None:
     assert "A is better than B: +60.0 points of success, 95 % interval 36.5 to 83.5" in shown(
         [run.path, run.path], step="last,first"
     )
+    assert shown([run.path], step="first,last") == text  # a run alone is compared with itself
 
 
 def test_two_rows_more_show_no_difference(run: RunDir) -> None:

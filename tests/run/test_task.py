@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_r1.agent.flow import AgentEnvLoop
-from agent_r1.cli import main
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.run.build import build_plan
 from agent_r1.run.data import prepare_data
 from agent_r1.run.task import build_task, recipe_function
+from tests.run.conftest import Cli
 
 TASK = '''
 from agent_r1.agent import BaseTool, tool
@@ -177,38 +175,40 @@ def test_a_recipes_data_are_prepared_where_they_will_be_looked_for(
     assert said == ["one file written"]
 
 
-Typed = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    """The exit code of a command, and all that it printed."""
-
-    def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["agent-r1", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        printed = capsys.readouterr()
-        return end.value.code, printed.out + printed.err
-
-    return call
-
-
 def test_the_command_puts_data_where_it_is_told_and_says_how_to_use_them(
-    folder: Path, tmp_path: Path, typed: Typed
+    folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
     (folder / "data.py").write_text(DATA, encoding="utf-8")
-    code, printed = typed("data", "recipe", str(folder), "--to", str(tmp_path / "here"))
-    assert code == 0
+    ended = cli("data", "recipe", folder, "--to", tmp_path / "here")
+    assert ended.code == 0
     assert (tmp_path / "here" / "rows.txt").is_file()
-    assert "one file written" in printed
-    assert f"train {folder} data.path={tmp_path / 'here'}" in printed
+    assert "one file written" in ended.out
+    assert f"train {folder} data.path={tmp_path / 'here'}" in ended.out
 
 
-def test_a_recipe_without_data_says_so(folder: Path, typed: Typed) -> None:
-    code, printed = typed("data", "recipe", str(folder))
-    assert code != 0
-    assert f"{folder} has no data to fetch: there is no data.py in" in printed
+def test_a_recipe_that_makes_something_of_a_copy_is_told_where_it_is(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    copied = DATA.replace("report):", "report, source=None):").replace('"all of them"', "str(source)")
+    (folder / "data.py").write_text(copied, encoding="utf-8")
+    ended = cli("data", "recipe", folder, "--from", tmp_path / "copy", "--to", tmp_path / "here")
+    assert ended.code == 0
+    assert (tmp_path / "here" / "rows.txt").read_text() == str(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+def test_a_copy_is_refused_where_it_would_only_be_read(
+    folder: Path, tmp_path: Path, cli: Cli, *, bundled: bool
+) -> None:
+    (folder / "data.py").write_text(DATA, encoding="utf-8")
+    recipe = "gsm8k" if bundled else folder
+    ended = cli("data", "recipe", recipe, "--from", "my/copy", "--to", tmp_path / "here")
+    assert ended.code == 2
+    assert f"--from my/copy: the data of {recipe} are read as they are, with data.path=my/copy" in ended.err
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_recipe_without_data_says_so(folder: Path, cli: Cli) -> None:
+    ended = cli("data", "recipe", folder)
+    assert ended.code != 0
+    assert f"{folder} has no data to fetch: there is no data.py in" in ended.err
     with pytest.raises(ConfigError, match="quickstart has no data to fetch"):
         prepare_data("quickstart", None, print)

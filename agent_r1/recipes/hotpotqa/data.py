@@ -2,8 +2,8 @@
 
 `agent-r1 data recipe hotpotqa` fetches the questions with their paragraphs and some 286,000 lead sections of
 Wikipedia, and builds one index of all of them, so that a question of any of the three is looked for among everything.
-A folder that already has the files (`multihop_qa/*_ctx.jsonl.gz`, `wiki_passages/*.parquet`) is taken as it is; what is
-built goes to the data directory.
+With `--from DIR` the files are copied from a folder that has them (`multihop_qa/*_ctx.jsonl.gz`,
+`wiki_passages/*.parquet`).
 
 The splits are our own: of the questions whose gold paragraphs are all there, a hash of the question's text decides, so
 that they are the same on every machine and with every subset of the questions. They are not the official splits.

@@ -43,12 +43,12 @@ def as_row(question: Question, *, row_id: str, source: str) -> TaskRow:
     )
 
 
-def reward_f1(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+async def reward_f1(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """F1: an answer with a word too many still earns something, so groups of attempts differ more often."""
     return {"reward": (parts := parts_of(row, trajectory))["f1"], **parts}
 
 
-def reward_em(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+async def reward_em(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """Exact match, the published reward."""
     return {"reward": (parts := parts_of(row, trajectory))["em"], **parts}
 

@@ -11,10 +11,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from agent_r1.agent.guard import call
-from agent_r1.agent.tool import BaseTool, Returned, ToolCall, ToolResult
+from agent_r1.agent.tool import BatchTool, Returned, ToolCall, ToolResult
 from agent_r1.errors import ConfigError
 from agent_r1.tasks.download import data_dir
 from agent_r1.tools.search.client import SearchClient, SearchError, check_url
@@ -27,7 +26,7 @@ _OPEN: dict[tuple[Path, str], Index] = {}  # by place and content: an index that
 _OPENING = Lock()
 
 
-class SearchTool(BaseTool):
+class SearchTool(BatchTool):
     # A server is asked again for longer than a call usually may take; when it stays silent, the episode must fail with
     # the client's error rather than go on with "did not answer" as a result.
     timeout = 240.0
@@ -55,12 +54,6 @@ class SearchTool(BaseTool):
         self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
         self._url = None if url is None else check_url(url)
         self._directory = None if index is None else _checked(index, kind)
-
-    async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
-        (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
-        if isinstance(result, BaseException):
-            raise result
-        return result
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
         queries = [" ".join(call.args["query"].split())[:MAX_QUERY_CHARS] for call in calls]
