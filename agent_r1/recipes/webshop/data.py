@@ -1,0 +1,150 @@
+"""The files of WebShop's set of 1,000 products, and what is made of them: the catalogue and its goals.
+
+A folder holds the products, as `items_shuffle_1000.json` (what WebShop's own setup downloads) or `documents_1k.jsonl`
+(the same from its search index), and `items_ins_v2_1000.json`, the attributes; `items_human_ins.json`, what people
+wanted, may be there too. Each may be gzipped.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from agent_r1.errors import DataError
+from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synthetic_goals
+from agent_r1.recipes.webshop.products import Product, read_products
+from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.files import json_lines, plain_or_gzipped
+
+Say = Callable[[str], None]
+
+FOLDER = "webshop"  # under which the data are kept
+ITEMS, DOCUMENTS = "items_shuffle_1000.json", "documents_1k.jsonl"  # the products, in either form
+ATTRIBUTES, HUMAN = "items_ins_v2_1000.json", "items_human_ins.json"
+NUM_GOALS, GOALS_SHA256 = 6910, "b4f63d12959f636907cb474bdbffc724e57316e3cf073cb5ea4183eec6edfc2e"
+
+_MINIMAL = (
+    "https://raw.githubusercontent.com/ZihanWang314/webshop-minimal/ec82552d2458efb486701b138c9d038e1759489c/"
+    "webshop_minimal/data/small"
+)
+_DRIVE = "https://drive.google.com/uc?export=download&id="
+ATTRIBUTES_URL = f"{_MINIMAL}/{ATTRIBUTES}"
+ATTRIBUTES_SHA256 = "f88a36314a397b53b3d9c3fa5878e5f7b26d35019a51ec83fbedeca61a948f6f"
+# No hash of the file is known. What comes is right if it makes the goals whose hash is.
+ITEMS_URLS = (f"{_MINIMAL}/{ITEMS}", f"{_DRIVE}1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib")
+
+_OPENING = Lock()  # a catalogue is read once, however many episodes begin at the same time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Everything that is for sale and everything that is wanted. Never changes."""
+
+    products: Mapping[str, Product]  # by asin, in the order of the file
+    prices: Mapping[str, float]  # what is paid
+    goals: tuple[Goal, ...]  # synthetic, in the order of the original
+    human: tuple[Goal, ...]
+
+    @staticmethod
+    def of(products: Iterable[Product]) -> Catalogue:
+        sold = list(products)
+        prices = draw_prices(sold)
+        return Catalogue(
+            products={product.asin: product for product in sold},
+            prices=prices,
+            goals=tuple(synthetic_goals(sold, prices)),
+            human=tuple(human_goals(sold, prices)),
+        )
+
+
+def catalogue_folder(path: str | None) -> Path:
+    return data_dir(FOLDER) if path is None else Path(path).expanduser().resolve()
+
+
+def open_catalogue(folder: Path) -> Catalogue:
+    """Read once per process."""
+    with _OPENING:
+        return _read_catalogue(folder)
+
+
+def prepare(directory: Path, report: Say) -> None:
+    """Fetch what is not there yet, and see to it that it makes the 6,910 goals."""
+    if plain_or_gzipped(directory / ATTRIBUTES) is None:
+        fetch(ATTRIBUTES_URL, directory / ATTRIBUTES, sha256=ATTRIBUTES_SHA256, report=report)
+    if _products_file(directory) is None:
+        _fetch_items(directory, report)
+    catalogue = open_catalogue(directory)
+    _check_goals(catalogue, directory)
+    report(f"{directory}: {len(catalogue.products):,} products, {len(catalogue.goals):,} goals")
+
+
+def goals_hash(goals: Iterable[Goal]) -> str:
+    digest = hashlib.sha256()
+    for goal in goals:
+        digest.update(f"{goal.asin} {goal.text}\n".encode())
+    return digest.hexdigest()
+
+
+def _fetch_items(directory: Path, report: Say) -> None:
+    for url in ITEMS_URLS:
+        try:
+            fetch(url, directory / ITEMS, sha256=None, report=report)
+            _check_goals(_read_catalogue.__wrapped__(directory), directory)
+            return
+        except DataError as error:
+            (directory / ITEMS).unlink(missing_ok=True)
+            report(str(error))
+    raise DataError(
+        f"the products cannot be fetched. Get {ITEMS} the way WebShop's own setup.sh does (gdown "
+        f"{ITEMS_URLS[-1].rpartition('=')[2]}) and put it into {directory}, or set data.path to a folder with that "
+        f"file, or {DOCUMENTS}, and {ATTRIBUTES}"
+    )
+
+
+def _check_goals(catalogue: Catalogue, directory: Path) -> None:
+    found = goals_hash(catalogue.goals)
+    if found != GOALS_SHA256:
+        raise DataError(
+            f"{directory} makes {len(catalogue.goals):,} goals with hash {found[:12]}, not the {NUM_GOALS:,} with "
+            f"{GOALS_SHA256[:12]} of WebShop's 1,000 products: numbers made with these files could not be compared. To "
+            "use them all the same, set data.path to the folder"
+        )
+
+
+@lru_cache(maxsize=4)
+def _read_catalogue(folder: Path) -> Catalogue:
+    file, mined = _products_file(folder), plain_or_gzipped(folder / ATTRIBUTES)
+    if file is None or mined is None:
+        missing = f"{ITEMS} or {DOCUMENTS}" if file is None else ATTRIBUTES
+        raise DataError(
+            f"there is no {missing} (or the same with .gz) in {folder}. Fetch it: agent-r1 data recipe {FOLDER}, or "
+            f"set data.path to a folder that has the products and {ATTRIBUTES}"
+        )
+    human = plain_or_gzipped(folder / HUMAN)
+    if file.name.startswith(DOCUMENTS):
+        records: Iterable[Mapping[str, Any]] = (document["product"] for document in json_lines(file))
+    else:
+        records = _json(file, list)
+    return Catalogue.of(read_products(records, _json(mined, dict), _json(human, dict) if human else {}, str(file)))
+
+
+def _products_file(folder: Path) -> Path | None:
+    return plain_or_gzipped(folder / DOCUMENTS) or plain_or_gzipped(folder / ITEMS)
+
+
+def _json(path: Path, kind: type) -> Any:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            found = json.loads(file.read().decode("utf-8"))
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not JSON: {error}. A page instead of the file, or half of it?") from error
+    if not isinstance(found, kind):
+        raise DataError(f"{path} holds {type(found).__name__}, not {kind.__name__}: it is another file")
+    return found

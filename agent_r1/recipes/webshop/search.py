@@ -1,0 +1,76 @@
+"""Search as the original has it: BM25 by Lucene's English analyser, with Anserini's k1 and b, through `bm25s`.
+
+Words are cut as the analyser cuts them: a dot, colon or apostrophe between letters and a dot or comma between digits
+join, a final 's is dropped, what is left is put in lower case, freed of stop words and stemmed by Porter's rules. Two
+things of Lucene are not here: it rounds the length of a long text, and its scores are added up in another order. Both
+can swap neighbours whose scores are almost equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from agent_r1.errors import ConfigError
+from agent_r1.tools.search.lexical import STOP_WORDS, best
+
+K1, B = 0.9, 0.4
+MAX_KNOWN_QUERIES = 4096
+_LETTER, _DIGIT = r"[^\W\d_]", r"\d"
+_JOINED = rf"(?<={_LETTER})[.:'’](?={_LETTER})|(?<={_DIGIT})[.,;'’](?={_DIGIT})"  # noqa: RUF001 (an apostrophe)
+_WORD = re.compile(rf"\w(?:\w|{_JOINED})*")
+_POSSESSIVE = re.compile(r"['’]s$")  # noqa: RUF001 (an apostrophe)
+
+
+def split_words(text: str) -> list[str]:
+    """In lower case, without stop words, not stemmed."""
+    words = (_POSSESSIVE.sub("", word) for word in _WORD.findall(text.lower()))
+    return [word for word in words if word not in STOP_WORDS]
+
+
+class ProductSearch:
+    """The index of a shop. Never changes, so every episode and every thread may use it."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        try:
+            import bm25s
+            import Stemmer  # noqa: F401 (used later, missed now)
+        except ImportError as error:
+            raise ConfigError("the shop's search needs two packages: pip install 'agent-r1[webshop]'") from error
+        self._stems: dict[str, int] = {}  # stem -> id
+        split = [split_words(text) for text in texts]
+        stem_of = {word: _stem(word) for word in sorted({word for words in split for word in words})}
+        tokens = [
+            np.asarray([self._stems.setdefault(stem_of[word], len(self._stems)) for word in words], dtype=np.int32)
+            for words in split
+        ]
+        if not self._stems:
+            raise ConfigError("no product of the shop has a word that can be searched")
+        self._known = {word: self._stems[stem] for word, stem in stem_of.items()}
+        self._bm25 = bm25s.BM25(method="lucene", k1=K1, b=B)
+        self._bm25.index((tokens, self._stems), create_empty_token=False, show_progress=False)
+        self.rank = lru_cache(MAX_KNOWN_QUERIES)(self._rank)  # a group of attempts asks alike, and turns pages
+
+    def _rank(self, query: str, top_k: int) -> tuple[int, ...]:
+        """Places of the best texts, best first, equal ones by place; only those with a word of the query."""
+        ids = [known for word in split_words(query) if (known := self._id_of(word)) is not None]
+        if not ids:
+            return ()
+        return tuple(place for place, _ in best(self._bm25.get_scores_from_ids(ids), top_k))
+
+    def _id_of(self, word: str) -> int | None:
+        known = self._known.get(word)
+        return known if known is not None else self._stems.get(_stem(word))
+
+
+def _stem(word: str) -> str:
+    """Two letters have no ending, says Lucene. A stemmer is not made for several threads, but in microseconds."""
+    import Stemmer
+
+    if len(word) <= 2:
+        return word
+    stem: str = Stemmer.Stemmer("porter").stemWord(word)
+    return stem

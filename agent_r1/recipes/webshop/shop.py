@@ -1,0 +1,149 @@
+"""The shop: pages, buttons and what they lead to. WebShop's text mode without a browser, as functions of a place.
+
+A `Place` is where a customer stands, and all there is to remember; the `Shop` says which buttons a place has and where
+an action leads. A shop never changes: all episodes of a process share it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from agent_r1.recipes.webshop.data import Catalogue, open_catalogue
+from agent_r1.recipes.webshop.products import Product
+from agent_r1.recipes.webshop.search import ProductSearch
+
+MAX_RESULTS, PER_PAGE = 50, 10
+BACK, NEXT, PREV, BUY = "back to search", "next >", "< prev", "buy now"
+DETAILS = ("description", "features", "reviews")
+ATTRIBUTES = "attributes"  # a fourth, if the shop shows it
+MAX_QUOTED = 60  # of what was said, in an answer
+
+_ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE)
+_ANOTHER = re.compile(r"\]\s*(?:search|click)\s*\[", re.IGNORECASE)
+_OPENING = Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a customer is, how they got there, and what they have chosen."""
+
+    page: Literal["start", "results", "item", "detail", "bought"] = "start"
+    query: str = ""
+    number: int = 1  # of the page of results
+    asin: str = ""
+    detail: str = ""
+    chosen: tuple[tuple[str, str], ...] = ()  # option and value, in the order of choosing
+
+    @property
+    def anchor(self) -> str:
+        """The same for the same state of the world, however it was reached."""
+        if self.page == "results":
+            return f"results {self.number} {self.query}"
+        options = ", ".join(f"{name}: {value}" for name, value in sorted(self.chosen))
+        return " ".join(part for part in (self.page, self.asin, self.detail, options) if part)
+
+
+class CannotDo(Exception):
+    """What was said leads nowhere; the text tells the customer why."""
+
+
+class Shop:
+    def __init__(self, catalogue: Catalogue, *, show_attributes: bool = False) -> None:
+        self.catalogue = catalogue
+        self.details = (*DETAILS, ATTRIBUTES) if show_attributes else DETAILS
+        self._asins = tuple(catalogue.products)
+        self._search = ProductSearch([product.searchable for product in catalogue.products.values()])
+
+    def go(self, place: Place, said: str) -> Place:
+        """Where an action leads. `CannotDo` if it is none, or there is no such button."""
+        verb, what = read_action(said)
+        if verb == "search":
+            return Place(page="results", query=what)  # from anywhere, as in the original
+        return self._click(place, what)
+
+    def found(self, place: Place) -> tuple[Product, ...]:
+        """All that the search of this place has found."""
+        return tuple(self.catalogue.products[self._asins[at]] for at in self._search.rank(place.query, MAX_RESULTS))
+
+    def shown(self, place: Place) -> tuple[Product, ...]:
+        """What is on this page of results."""
+        return self.found(place)[(place.number - 1) * PER_PAGE : place.number * PER_PAGE]
+
+    def product(self, place: Place) -> Product:
+        return self.catalogue.products[place.asin]
+
+    def buttons(self, place: Place) -> list[str]:
+        """Everything that can be clicked, in the order of the page."""
+        if place.page == "results":
+            return [*(product.asin for product in self.shown(place)), *self.result_buttons(place)]
+        if place.page == "item":
+            return [*self._values(place), *self.item_buttons]
+        return [PREV, BACK] if place.page == "detail" else []
+
+    def result_buttons(self, place: Place) -> list[str]:
+        more = place.number * PER_PAGE < len(self.found(place))
+        return [*([PREV] if place.number > 1 else []), *([NEXT] if more else []), BACK]
+
+    @property
+    def item_buttons(self) -> list[str]:
+        return [*self.details, BUY, PREV, BACK]
+
+    def _values(self, place: Place) -> dict[str, str]:
+        """Value of an option -> its name. As in the original, a value of two options belongs to the later one."""
+        return {value: name for name, values in self.product(place).options.items() for value in values}
+
+    def _click(self, place: Place, what: str) -> Place:
+        button = next((known for known in self.buttons(place) if _same(known) == _same(what)), None)
+        if button is None:
+            raise CannotDo(f"There is no [{what[:MAX_QUOTED]}] here.")
+        if button == BACK:
+            return Place()
+        if button == BUY:
+            return replace(place, page="bought")
+        if place.page == "results":
+            if button in (NEXT, PREV):
+                return replace(place, number=place.number + (1 if button == NEXT else -1))
+            return replace(place, page="item", asin=button)
+        if button == PREV:
+            return self._step_back(place)
+        if button in self.details:
+            return replace(place, page="detail", detail=button)
+        name = self._values(place)[button]
+        return replace(place, chosen=tuple((dict(place.chosen) | {name: button}).items()))
+
+    def _step_back(self, place: Place) -> Place:
+        if place.page == "detail":
+            return replace(place, page="item", detail="")
+        return replace(place, page="results", asin="", chosen=())
+
+
+def read_action(said: str) -> tuple[str, str]:
+    """`search` or `click`, and with what. It is the last line that counts: whatever is before may be thought."""
+    last = said.strip().rpartition("\n")[2].strip()
+    action = _ACTION.fullmatch(last)
+    if action is None or not action[2].strip():
+        raise CannotDo("Say search[words] or click[button].")
+    if _ANOTHER.search(last):
+        raise CannotDo("One action at a time.")
+    return action[1].lower(), " ".join(action[2].lower().split())
+
+
+def open_shop(folder: Path, *, show_attributes: bool = False) -> Shop:
+    """Built at its first use, once per process."""
+    with _OPENING:
+        return _built(folder, show_attributes)
+
+
+@lru_cache(maxsize=8)
+def _built(folder: Path, show_attributes: bool) -> Shop:
+    return Shop(open_catalogue(folder), show_attributes=show_attributes)
+
+
+def _same(button: str) -> str:
+    """Letters' case and runs of spaces make no difference."""
+    return " ".join(button.lower().split())
