@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from agent_r1.config_errors import explain
 from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
 from agent_r1.errors import ConfigError, did_you_mean
 
@@ -33,6 +33,15 @@ def _switch(value: Any) -> Any:
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
+class WorkersConfig(Section):
+    """Processes that host envs: for worlds that block, are not thread-safe, or may crash."""
+
+    processes: int = Field(ge=1)  # each hosts many episodes and calls them one at a time
+    step_seconds: float = Field(default=60.0, gt=0)  # one reset or step may take so long, then its process is killed
+    # a process that has grown beyond it takes no new episodes and ends with its last; twice as much is refused
+    memory_mb: int | None = Field(default=None, ge=128)
+
+
 class TaskConfig(Section):
     """What is asked and how it is judged. Names such as `task.rows` are looked up in the recipe's folder first."""
 
@@ -48,6 +57,7 @@ class TaskConfig(Section):
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
     tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
+    workers: WorkersConfig | None = None  # None: envs run in the event loop of the run
 
 
 class DataConfig(Section):
@@ -134,12 +144,69 @@ class RolloutConfig(Section):
     rows_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=1)  # attempts per row
     temperature: float = Field(default=1.0, gt=0)
-    max_steps: int = Field(default=8, ge=1)
+    max_steps: int = Field(default=8, ge=1)  # actions; summaries are not counted
     max_response_tokens: int = Field(default=256, ge=1)  # per step
     max_context_tokens: int = Field(default=4096, ge=2)  # prompt plus response of one step
     episode_seconds: float = Field(default=300.0, gt=0)
     max_concurrent: int = Field(default=1024, ge=1)  # episodes under way at once
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
+
+
+class AppendContext(Section):
+    """All of the conversation is shown, so prompts only grow."""
+
+    policy: Literal["append"] = "append"
+
+
+class WindowContext(Section):
+    """The beginning, up to the first reply, and the last exchanges."""
+
+    policy: Literal["window"]
+    turns: int = Field(default=4, ge=1)  # exchanges: a reply, and what was answered to it
+
+
+class DropResultsContext(Section):
+    """Everything, but older results and observations are replaced."""
+
+    policy: Literal["drop_results"]
+    keep: int = Field(default=2, ge=1)  # exchanges whose results stay
+    placeholder: str = "[no longer shown]"
+
+
+class SummaryContext(Section):
+    """When a prompt grows too long, the model writes down what it needs, in a step that is trained too."""
+
+    policy: Literal["summary"]
+    max_tokens: int = Field(default=2048, ge=1)  # of a prompt; longer ones are summarised first
+    summary_tokens: int = Field(default=256, ge=1)  # of a summary
+    keep_turns: int = Field(default=1, ge=1)  # exchanges that stay as they are
+    instruction: str = (
+        "Before you go on, write down what you need to remember: what you did, what you found out, what is left to do. "
+        "Older messages will be gone. Write the summary only."
+    )
+    demo_summary: str | None = None  # for sft.demos: a function (messages) -> what an expert would write
+
+
+class RewriteContext(Section):
+    """Whatever a function of the recipe makes of the conversation."""
+
+    policy: Literal["rewrite"]
+    function: str  # rewrite(messages) -> messages, sync or async
+
+
+class NotesContext(Section):
+    """The beginning, the earlier exchanges that bear on the latest observation, and the last ones."""
+
+    policy: Literal["notes"]
+    turns: int = Field(default=4, ge=1)  # exchanges that stay as they are
+    notes: int = Field(default=4, ge=1)  # earlier ones that are shown, by the words they share with the observation
+    note_chars: int = Field(default=400, ge=1)  # of each
+
+
+ContextConfig = Annotated[
+    AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
+    Field(discriminator="policy"),
+]
 
 
 class EngineConfig(Section):
@@ -203,6 +270,7 @@ class RunConfig(Section):
     critic: CriticConfig | None = None  # None: the defaults, if the algorithm has a critic
     correction: CorrectionConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
+    context: ContextConfig = AppendContext()
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
     lora: LoRAConfig | None = None  # None: all weights are trained
@@ -233,7 +301,7 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("\n".join(explain(item, RunConfig) for item in error.errors())) from None
     _check_together(config)
     return config
 
@@ -286,11 +354,28 @@ def _check_together(config: RunConfig) -> None:
             f"engine.max_cached_tokens ({config.engine.max_cached_tokens}) cannot hold one context of "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
         )
+    _check_context(config)
     _check_training(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples > 1 with eval.temperature = 0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
         raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature = 0 (greedy); set a temperature")
+
+
+def _check_context(config: RunConfig) -> None:
+    context, limit = config.context, config.rollout.max_context_tokens
+    if not isinstance(context, SummaryContext):
+        return
+    if context.max_tokens + context.summary_tokens > limit:
+        raise ConfigError(
+            f"context.max_tokens ({context.max_tokens}) and context.summary_tokens ({context.summary_tokens}) must fit "
+            f"into rollout.max_context_tokens ({limit}) together: the summary is written below the prompt"
+        )
+    if config.sft.demos is not None and context.demo_summary is None:
+        raise ConfigError(
+            "sft.demos are played with context.policy=summary, and nobody says what an expert would write down: name a "
+            "function (messages) -> text as context.demo_summary"
+        )
 
 
 def _check_training(config: RunConfig) -> None:
@@ -324,43 +409,3 @@ def _check_correction(correction: CorrectionConfig | None) -> None:
             f"correction.floor={correction.floor:g}, cap={correction.cap:g}: where sampler and learner agree the "
             "weight is 1, so the floor must be below 1 and the cap not"
         )
-
-
-def _explain(error: Any) -> str:
-    path = [str(part) for part in error["loc"]]
-    name, value = ".".join(path), error.get("input")
-    if error["type"] == "extra_forbidden":
-        fields = _fields_at(path[:-1])
-        near = get_close_matches(path[-1], fields, n=1) or _elsewhere(path[-1])
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        where = ".".join(path[:-1]) or "the recipe"
-        return f"{where} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
-    if error["type"] == "missing":
-        return f"{name} is missing; give it in the recipe or as {name}=..."
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{name}={value!r}: {message}"
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    options = [annotation, *get_args(annotation)]
-    return next((item for item in options if isinstance(item, type) and issubclass(item, Section)), None)
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    section: type[Section] = RunConfig
-    for part in path:
-        field = section.model_fields.get(part)
-        below = _section(field.annotation) if field is not None else None
-        if below is None:
-            return []
-        section = below
-    return list(section.model_fields)
-
-
-def _elsewhere(key: str) -> list[str]:
-    """A key written in the wrong section: where it lives."""
-    for name, field in RunConfig.model_fields.items():
-        section = _section(field.annotation)
-        if section is not None and key in section.model_fields:
-            return [f"{name}.{key}"]
-    return []

@@ -24,6 +24,7 @@ NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
     **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
     "algorithm.kl_horizon": ["algorithm.kl_target"],
+    "context.demo_summary": ["sft.demos"],
 }
 REPLACES = {  # a setting -> the one whose place it takes
     "model.path": "model.make",
@@ -62,7 +63,7 @@ def read_layers(path: Path) -> list[DictConfig]:
 
 def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
     """What each layer makes of those before it. A setting that takes the place of another turns that one off, and an
-    algorithm that takes the place of another does not inherit its settings."""
+    algorithm or context policy that takes the place of another does not inherit its settings."""
     stages: list[Any] = [OmegaConf.create()]
     for layer in layers:
         said = plain(layer, resolve=False)
@@ -70,6 +71,9 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         name = _value(said, "algorithm.name")
         if name not in (None, _value(before, "algorithm.name")) and _value(before, "algorithm.settings"):
             below.algorithm.settings = {}
+        policy = _value(said, "context.policy")
+        if policy not in (None, _value(before, "context.policy")) and before.get("context"):
+            below.context = {}
         off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
         stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))
     return stages[1:]

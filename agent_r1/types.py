@@ -15,6 +15,7 @@ from typing import Any
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
+SUMMARY = "summary"  # info["context"] of a step in which the policy wrote down what to remember, and did not act
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,11 @@ class Step:
                 f"and {len(self.response_logprobs)} logprobs. Did the engine drop the stop token?"
             )
 
+    @property
+    def is_summary(self) -> bool:
+        """Asked for by a context policy, not by the env: sampled and trained like any step, but no action."""
+        return self.info.get("context") == SUMMARY
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -164,8 +170,8 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """The last thing the policy said; what outcome rewards usually grade."""
-        return self.steps[-1].action_text if self.steps else ""
+        """The last thing the policy said to the env; what outcome rewards usually grade."""
+        return next((step.action_text for step in reversed(self.steps) if not step.is_summary), "")
 
     @property
     def num_response_tokens(self) -> int:

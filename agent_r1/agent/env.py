@@ -23,6 +23,9 @@ class AgentEnv(ABC):
     """A world for one episode. Subclass it, implement `reset` and `step`, and register it by name if rows choose it."""
 
     sees_ground_truth: ClassVar[bool] = False
+    # The same row and actions give the same observations and rewards, in any process: an episode that lost its worker
+    # process to a neighbour is then played again in another (`task.workers`).
+    deterministic: ClassVar[bool] = False
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:

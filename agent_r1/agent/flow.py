@@ -19,14 +19,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import guarded, mended, trace
 from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
-from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow, ToolCallRecord, Transition
+from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.types import SUMMARY, Action, Message, Observation, Step, StopReason, TaskRow, ToolCallRecord, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ MAX_CHARS_PER_TOKEN = 256
 class Limits:
     """When an episode is stopped from outside."""
 
-    max_steps: int
+    max_steps: int  # actions
     max_response_tokens: int  # per step
     max_context_tokens: int  # prompt plus response of one step
     episode_seconds: float
@@ -68,7 +69,8 @@ class Episode:
         self.limits = limits
         self.steps: list[Step] = []
         self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
-        self.messages: list[Message] = []  # the conversation as last shown to the policy
+        self.num_actions = 0  # the steps that are not summaries
+        self.messages: list[Message] = []  # the conversation that was last responded to, all of it
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
@@ -81,7 +83,13 @@ class Episode:
         """Nothing is sampled for this episode any more."""
         self._closed = True
 
-    async def act(self, observation: Observation, *, tools: list[dict[str, Any]] | None = None) -> Action:
+    async def act(
+        self,
+        observation: Observation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        context: ContextPolicy | None = None,  # decides what of the observation is shown; None: all of it
+    ) -> Action:
         """Let the policy respond to a complete observation. Raises `EpisodeLimit` when a budget is used up.
 
         One call at a time: the steps of a trajectory have an order.
@@ -90,44 +98,72 @@ class Episode:
             raise RuntimeError(
                 f"episode.act was called {'after the episode had ended' if self._closed else 'while another call runs'}"
             )
-        if len(self.steps) >= self.limits.max_steps:
-            self.next_prompt_ids = self._unanswered(observation, tools or [])
-            raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
-        prompt_ids = self._render(observation, tools or [])
         self._acting = True
         try:
-            return await self._sample(prompt_ids)
+            if self.num_actions >= self.limits.max_steps:
+                self.next_prompt_ids = await self._unanswered(observation, tools or [], context)
+                raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
+            return await self._act(observation, tools or [], context)
         finally:
             self._acting = False
 
-    def _unanswered(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
-        """The prompt that would have come next, for a critic; empty if it cannot be had. The episode is over anyway."""
-        shown = self.messages
-        try:
-            prompt_ids = self._render(observation, tools)
-        except Exception as error:  # noqa: BLE001 (nobody was to see it, so it must not change why the episode ended)
-            logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
-            return []
-        finally:
-            self.messages = shown
-        return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
-
-    async def _sample(self, prompt_ids: list[int]) -> Action:
-        room = self.limits.max_context_tokens - len(prompt_ids)
-        if room < 1:
-            reason = f"the prompt has {len(prompt_ids)} tokens, max_context_tokens is {self.limits.max_context_tokens}"
-            raise EpisodeLimit(StopReason.MAX_TOKENS, reason)
-        started = time.perf_counter()
-        completion = await self._sampler.generate(
-            prompt_ids, self._next_sampling(min(room, self.limits.max_response_tokens)), session=self.episode_id
-        )
-        text = self.renderer.decode(completion.token_ids)
-        self._record(prompt_ids, completion, text, time.perf_counter() - started)
+    async def _act(
+        self, observation: Observation, tools: list[dict[str, Any]], context: ContextPolicy | None
+    ) -> Action:
+        info: dict[str, Any] = {}
+        if observation.messages is not None:
+            self.messages = observation.messages
+        if context is not None:
+            conversation = _messages_of(observation)
+            await context.prepare(conversation, _Author(self, tools))
+            shown = await context.show(conversation)
+            observation, info = Observation(messages=shown.messages), {"context_hidden": shown.hidden}
+        prompt_ids = self._render(observation, tools)
+        completion, text = await self._sample(prompt_ids, self.limits.max_response_tokens, info)
+        self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
             raise EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {len(completion.token_ids)} tokens")
         assert self._conversation is not None
         self._conversation.sampled(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
+
+    async def _unanswered(
+        self, observation: Observation, tools: list[dict[str, Any]], context: ContextPolicy | None
+    ) -> list[int]:
+        """The prompt that would have come next, for a critic; empty if it cannot be had. The episode is over anyway."""
+        try:
+            if context is not None:
+                observation = Observation(messages=(await context.show(_messages_of(observation))).messages)
+            prompt_ids = self._render(observation, tools)
+        except Exception as error:  # noqa: BLE001 (nobody was to see it, so it must not change why the episode ended)
+            logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
+            return []
+        return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
+
+    async def _sample(self, prompt_ids: list[int], max_tokens: int, info: dict[str, Any]) -> tuple[Completion, str]:
+        """A response of at most `max_tokens`, recorded as a step."""
+        room = self.limits.max_context_tokens - len(prompt_ids)
+        if room < 1:
+            reason = f"the prompt has {len(prompt_ids)} tokens, max_context_tokens is {self.limits.max_context_tokens}"
+            raise EpisodeLimit(StopReason.MAX_TOKENS, reason)
+        if self._closed:  # while a context policy was thinking
+            raise RuntimeError("the episode had ended before anything was sampled")
+        started = time.perf_counter()
+        completion = await self._sampler.generate(
+            prompt_ids, self._next_sampling(min(room, max_tokens)), session=self.episode_id
+        )
+        text = self.renderer.decode(completion.token_ids)
+        step = Step(
+            prompt_ids=prompt_ids,
+            response_ids=completion.token_ids,
+            response_logprobs=completion.logprobs,
+            action_text=text,
+            policy_version=completion.policy_version,
+            generate_seconds=time.perf_counter() - started,
+            info=info,
+        )
+        self.steps.append(step)
+        return completion, text
 
     def observe(self, transition: Transition, *, seconds: float = 0.0) -> None:
         """Attach what the env answered to the step just taken.
@@ -142,7 +178,7 @@ class Episode:
             calls=last.calls + tuple(self._plain_call(call, last) for call in transition.calls),
             feedback=mended(transition.feedback),
             env_seconds=seconds,
-            info=_plain(transition.info),
+            info={**last.info, **_plain(transition.info)},
         )
 
     def _render(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
@@ -151,26 +187,12 @@ class Episode:
             raise EpisodeLimit(StopReason.MAX_TOKENS, f"the observation has {size} characters")
         if self._conversation is None or tools != self._tools:
             self._conversation, self._tools = Conversation(self.renderer, tools), tools
-        if observation.messages is not None:
-            self.messages = observation.messages
         return self._conversation.prompt(observation)
 
     def _next_sampling(self, max_tokens: int) -> Sampling:
         # A function of (seed, step), so an episode draws the same noise whatever else runs beside it.
         seed = stable_seed(self._seed, len(self.steps))
         return replace(self._sampling, max_tokens=max_tokens, seed=seed)
-
-    def _record(self, prompt_ids: list[int], completion: Completion, text: str, seconds: float) -> None:
-        self.steps.append(
-            Step(
-                prompt_ids=prompt_ids,
-                response_ids=completion.token_ids,
-                response_logprobs=completion.logprobs,
-                action_text=text,
-                policy_version=completion.policy_version,
-                generate_seconds=seconds,
-            )
-        )
 
     def _plain_call(self, call: ToolCallRecord, step: Step) -> ToolCallRecord:
         return replace(
@@ -183,8 +205,36 @@ class Episode:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Author:
+    """The model of an episode, for its context policy."""
+
+    episode: Episode
+    tools: list[dict[str, Any]]
+
+    def count_tokens(self, messages: list[Message]) -> int:
+        return len(self.episode._render(Observation(messages=messages), self.tools))
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        """A summary that is cut is used as far as it goes: unlike half an action, half a summary does no harm."""
+        prompt_ids = self.episode._render(Observation(messages=messages), self.tools)
+        completion, text = await self.episode._sample(prompt_ids, max_tokens, {"context": SUMMARY})
+        quality = "empty" if not text.strip() else "cut" if completion.stop == "length" else "whole"
+        self.episode.steps[-1] = replace(self.episode.steps[-1], info={"context": SUMMARY, "summary": quality})
+        return text
+
+
 class AgentFlowBase(ABC):
     """Everything between a row and its trajectory. A new flow object is made for every episode."""
+
+    # Whether `run` passes `context=self.context` to `episode.act`. A class that defines another `run` says so again.
+    uses_context: ClassVar[bool] = False
+    context: ContextPolicy | None = None  # the configured one, of this episode; None: everything is shown
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "run" in vars(cls) and "uses_context" not in vars(cls):
+            cls.uses_context = False
 
     def __init__(self, make_env: Callable[[TaskRow], AgentEnv]) -> None:
         self.make_env = make_env  # the recipe's env with this row's settings, for flows that want one
@@ -227,6 +277,8 @@ class SingleStepFlow(AgentFlowBase):
 class AgentEnvLoop(AgentFlowBase):
     """The generic loop between the policy and an environment."""
 
+    uses_context = True
+
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         env = self.make_env(row)
         try:
@@ -234,7 +286,7 @@ class AgentEnvLoop(AgentFlowBase):
             while True:
                 if not isinstance(observation, Observation):
                     raise TypeError(f"{type(env).__name__} returned {_brief(observation)} where an Observation belongs")
-                action = await episode.act(observation, tools=env.tool_schemas)
+                action = await episode.act(observation, tools=env.tool_schemas, context=self.context)
                 started = time.perf_counter()
                 transition = await env.step(action)
                 if not isinstance(transition, Transition):
@@ -255,6 +307,15 @@ def stable_seed(*parts: object) -> int:
     """A 63-bit seed from any parts, the same on every machine and Python (unlike `hash`)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def _messages_of(observation: Observation) -> list[Message]:
+    if observation.messages is None:
+        raise DataError(
+            "a context policy chooses among messages, and the env gave text or ids: return Observation(messages=...), "
+            "or leave the section context out"
+        )
+    return observation.messages
 
 
 def _text_size(value: object) -> int:

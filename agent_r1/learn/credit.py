@@ -110,7 +110,10 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
 
 def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:
     """REINFORCE on the step-level MDP: the discounted return from each step on, whitened over all steps."""
-    returns = [discounted_return(_step_rewards(item), gamma=gamma) for item in chain.from_iterable(groups)]
+    returns = [
+        discounted_return(_step_rewards(item), gamma=_step_discounts(item, gamma))
+        for item in chain.from_iterable(groups)
+    ]
     normalised = _normalise(returns, whiten_batch)
     return [[Credit(advantages=item.spread(next(normalised))) for item in group] for group in groups]
 
@@ -123,7 +126,8 @@ def step_gae(
     for item in chain.from_iterable(groups):
         values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
         after = _value_after(item, values_K) if bootstrap_truncated else 0.0
-        advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=gamma, lam=lam))
+        discounts = _step_discounts(item, gamma)
+        advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
     return _with_targets(groups, advantages, whiten_batch, Scored.spread, _at_step_starts)
 
 
@@ -141,7 +145,7 @@ def anchored_return(
     `anchor` says what a state is: the exact prompt, or only what the env showed last, for worlds in which different
     histories lead to the same place. For the latter an env can name the state that an action was taken in, as
     `info["anchor"]` of its transition. Where nothing was named or shown (the first step, an env without feedback) a
-    state is its prompt.
+    state is its prompt; so it is where a summary was asked for, which no action can be compared with.
     """
     result = []
     for group in groups:
@@ -160,7 +164,7 @@ def _anchored_steps(
     group: Sequence[Scored], gamma: float, divide_by_std: bool, anchor: str, similarity: float | None
 ) -> list[list[float]]:
     """[attempt][decision]: how the return from there compares with those from equal states of the group."""
-    returns_N = torch.cat([discounted_return(_step_rewards(item), gamma=gamma) for item in group])
+    returns_N = torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in group])
     numbers = match_states([_state(item, k, anchor) for item in group for k in item.decisions], similarity=similarity)
     advantages_N = torch.zeros_like(returns_N)
     numbers_N = torch.tensor(numbers)
@@ -174,8 +178,9 @@ def _anchored_steps(
 def _state(item: Scored, k: int, anchor: str) -> Hashable:
     steps = item.trajectory.steps
     shown = ""
-    if anchor == "observation":
-        shown = str(steps[k].info.get("anchor", steps[k - 1].feedback if k > 0 else ""))
+    if anchor == "observation" and not steps[k].is_summary:
+        before = next((step.feedback for step in reversed(steps[:k]) if not step.is_summary), "")
+        shown = str(steps[k].info.get("anchor", before))
     return shown or tuple(steps[k].prompt_ids)
 
 
@@ -221,12 +226,17 @@ def _token_rewards(item: Scored) -> Tensor:
 
 def _token_discounts(item: Scored, gamma: float) -> list[float]:
     """Time passes when the env answers, not while the policy speaks: only the last token of a step is discounted. So
-    gamma means the same for long and short responses, and for algorithms with credit per token and per step."""
+    gamma means the same for long and short responses, and for algorithms with credit per token and per step. A summary
+    is not answered by the env."""
     return [
-        gamma if position == len(step.response_ids) - 1 else 1.0
+        gamma if position == len(step.response_ids) - 1 and not step.is_summary else 1.0
         for step in item.trajectory.steps
         for position in range(len(step.response_ids))
     ]
+
+
+def _step_discounts(item: Scored, gamma: float) -> list[float]:
+    return [1.0 if item.trajectory.steps[k].is_summary else gamma for k in item.decisions]
 
 
 def _values(item: Scored) -> PerToken:

@@ -49,12 +49,13 @@ def outcome_rewards(trajectory: Trajectory) -> PerToken:
 
 def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, penalty: float) -> PerToken:
     """DAPO's soft punishment (arXiv:2503.14476, section 3.4), per response: nothing up to `limit * (1 - buffer)`
-    tokens, from there linearly down to `-penalty` at the limit, where a response is cut off."""
+    tokens, from there linearly down to `-penalty` at the limit, where a response is cut off. Summaries have another
+    limit, and none of this."""
     placed = zeros(trajectory)
     allowed = limit * (1 - buffer)
     for index, step in enumerate(trajectory.steps):
         length = len(step.response_ids)
-        if penalty and (length > allowed or length >= limit):
+        if penalty and not step.is_summary and (length > allowed or length >= limit):
             share = 1.0 if length >= limit else (length - allowed) / (limit - allowed)
             _put(placed, index, -penalty * share)
     return placed

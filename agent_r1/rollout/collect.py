@@ -3,8 +3,8 @@
 Every episode is its own task and advances as soon as its own tool returns. A failed episode is data: its error is kept
 on the trajectory, it is never trained on, and only when too many of a batch fail does the run stop.
 
-Not covered: code that blocks the event loop itself. Blocking tools run in threads (`agent/guard.py`); an env that must
-block should do so in `asyncio.to_thread`.
+Not covered: code that blocks the event loop itself. Blocking tools run in threads (`agent/guard.py`); an env that
+blocks belongs in worker processes (`agent/workers`).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def judge_prompt(rubric: str = RUBRIC, *, max_chars: int = 24_000) -> JudgePromp
         if row.ground_truth is not None:
             named.append(("reference_answer", str(row.ground_truth)))
         for step in trajectory.steps:
-            named.append(("assistant", step.action_text))
+            named.append(("assistant_notes" if step.is_summary else "assistant", step.action_text))
             if step.feedback:
                 named.append(("environment", step.feedback))
         mark = sha256(mended("\0".join(text for _, text in named)).encode()).hexdigest()[:16]

@@ -91,7 +91,7 @@ def matches(pattern: str | re.Pattern[str], where: Literal["final", "earlier", "
         raise ConfigError(f"matches(where={where!r}): choose one of final, earlier, every")
 
     def matching(row: TaskRow, trajectory: Trajectory) -> float:
-        said = [step.action_text for step in trajectory.steps]
+        said = [step.action_text for step in trajectory.steps if not step.is_summary]
         texts = {"final": [trajectory.final_text], "earlier": said[:-1], "every": said}[where]
         return _share([compiled.search(text) is not None for text in texts])
 

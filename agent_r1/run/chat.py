@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.flow import Episode, EpisodeLimit
 from agent_r1.agent.guard import TimedOut, describe, guarded
 from agent_r1.config import RunConfig
@@ -41,14 +42,20 @@ class ChatEpisode(Episode):
 
     unanswered = False  # whether the last observation got no response
 
-    async def act(self, observation: Observation, *, tools: list[dict[str, Any]] | None = None) -> Action:
-        before = len(self.steps)
+    async def act(
+        self,
+        observation: Observation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        context: ContextPolicy | None = None,
+    ) -> Action:
+        before = self.num_actions
         if observation.messages is not None:
             self.messages = observation.messages
         try:
-            return await super().act(observation, tools=tools)
+            return await super().act(observation, tools=tools, context=context)
         finally:
-            self.unanswered = len(self.steps) == before
+            self.unanswered = self.num_actions == before
 
     @property
     def out_of_room(self) -> bool:
@@ -83,6 +90,7 @@ class Chat:
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
+        self._context: ContextPolicy | None = None  # what it wrote down belongs to the conversation
 
     @property
     def question(self) -> str:
@@ -115,7 +123,9 @@ class Chat:
         """Why the turn ended, and what went wrong if something did."""
         seconds = self._collector.limits.episode_seconds
         try:
-            stop = await guarded(self._collector.make_flow(row).run(row, episode), seconds=seconds)
+            flow = self._collector.make_flow(row)
+            flow.context = self._context = self._context or flow.context
+            stop = await guarded(flow.run(row, episode), seconds=seconds)
         except EpisodeLimit as limit:
             return limit.stop, None
         except TimedOut as late:
@@ -179,7 +189,7 @@ async def answer(chat: Chat, text: str, console: Console) -> None:
 
 def _show(turn: Turn, console: Console) -> None:
     for step in turn.steps:
-        _say(console, "agent", "bold green", step.action_text)
+        _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
         if step.feedback:
             _say(console, "tool", "bold yellow", step.feedback)
 

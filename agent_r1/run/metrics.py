@@ -22,22 +22,49 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
     metrics: Metrics = {
         "reward/mean": _mean(episodes, lambda t: 0.0 if t.stop.is_failure else t.total_reward),
         "success": _mean(episodes, lambda t: float(is_success(t, success_reward))),
-        "episode/steps": _mean(episodes, lambda t: len(t.steps)),
+        "episode/steps": _mean(episodes, lambda t: sum(not step.is_summary for step in t.steps)),
         "episode/tool_calls": _mean(episodes, lambda t: sum(len(step.calls) for step in t.steps)),
         "episode/bad_calls": _mean(
             episodes, lambda t: sum(call.error is not None for s in t.steps for call in s.calls)
         ),
         "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
+        "episode/prompt_tokens": _mean(episodes, lambda t: sum(len(step.prompt_ids) for step in t.steps)),
         "group/zero_variance": fmean(float(is_uniform(group)) for group in groups) if groups else 0.0,
         "group/count": float(len(groups)),
         "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
     }
+    if any("context_hidden" in step.info for t in episodes for step in t.steps):
+        metrics |= _context_metrics(episodes)
     total = max(1, len(episodes))
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(t.stop is reason for t in episodes) / total
     for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
         metrics[f"reward_part/{name}"] = sum(t.reward_components.get(name, 0.0) for t in episodes) / total
-    return metrics
+    return metrics | _success_by_source(groups, success_reward)
+
+
+def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metrics:
+    """Where rows of several kinds are played: each kind's own success."""
+    sources = sorted({group.row.data_source for group in groups})
+    if len(sources) < 2:
+        return {}
+    played = {source: [t for g in groups if g.row.data_source == source for t in g.trajectories] for source in sources}
+    return {
+        f"success/{source}": _mean(episodes, lambda t: float(is_success(t, success_reward)))
+        for source, episodes in played.items()
+    }
+
+
+def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
+    """Where a context policy chose what was shown."""
+    hidden = [step.info["context_hidden"] for t in episodes for step in t.steps if "context_hidden" in step.info]
+    return {
+        "context/hidden_messages": fmean(hidden),
+        "context/summaries": _mean(episodes, lambda t: sum(step.is_summary for step in t.steps)),
+        "context/bad_summaries": _mean(
+            episodes, lambda t: sum(step.is_summary and step.info["summary"] != "whole" for step in t.steps)
+        ),
+    }
 
 
 def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metrics:

@@ -51,6 +51,7 @@ class Subject:
                 **config.rollout.model_dump(mode="json", include=limits),
                 **config.task.model_dump(mode="json", include=world),
                 **config.model.model_dump(mode="json", include={"chat_template", "template_kwargs"}),
+                **_context_settings(config),
             },
         )
 
@@ -97,6 +98,13 @@ class EvalRecord:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is not an evaluation: {type(error).__name__}: {error}") from error
         return cls(subject=subject, **rest)
+
+
+def _context_settings(config: RunConfig) -> dict[str, Any]:
+    """None for `append`: evaluations that know of no policies were made with it too."""
+    if config.context.policy == "append":
+        return {}
+    return {"context": config.context.model_dump(mode="json", exclude={"demo_summary"})}
 
 
 def is_success(trajectory: Trajectory, success_reward: float) -> bool:

@@ -79,7 +79,7 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
     """(speaker, text) pairs of the whole episode, for terminals."""
     lines: list[tuple[str, str]] = []
     for step in trajectory.steps:
-        lines.append(("agent", step.action_text))
+        lines.append(("memo" if step.is_summary else "agent", step.action_text))
         lines += [("tool", step.feedback)] if step.feedback else []
     return lines
 

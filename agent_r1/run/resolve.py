@@ -51,6 +51,11 @@ def import_recipe(recipe: str) -> None:
             _recipe_module(path.stem, folder)
 
 
+def make_importable(recipe: str) -> None:
+    """Let another process find the recipe's modules by the names that they have here. Imports none of them."""
+    _package(recipe_folder(recipe))
+
+
 def recipe_path(name: str, *, recipe: str) -> Path:
     """A file named in a recipe: beside its YAML, anywhere by path, or a chat template of ours by its bare name."""
     beside, path = recipe_folder(recipe) / name, Path(name).expanduser()

@@ -7,25 +7,30 @@ env, with a sampler that replays the texts, so its steps are the very steps RL w
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from agent_r1.agent.context import Author, ContextPolicy, Shown
+from agent_r1.agent.flow import AgentFlowBase
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
-from agent_r1.config import RunConfig
+from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.learn.algorithms import as_demonstrations
 from agent_r1.learn.learner import Learner
 from agent_r1.run.build import Model, Task, build_sft_learner, build_task, rehearse, train_collector
+from agent_r1.run.context import message_function
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.task import recipe_function
-from agent_r1.types import TaskRow, Trajectory
+from agent_r1.types import Message, TaskRow, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
@@ -75,16 +80,18 @@ async def _play_demo(
 ) -> Trajectory:
     row, texts = demo
     player = _Replay(renderer, texts)
-    collector = replace(train_collector(config, task, renderer, player), group_size=1, max_error_fraction=1.0)
+    collector = train_collector(config, task, renderer, player)
+    collector = replace(collector, make_flow=_expert_flow(config, task, player), group_size=1, max_error_fraction=1.0)
     async with gate:
         [group] = await collector([row], seed=index)
     trajectory = group.trajectories[0]
     if trajectory.stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
-    if len(trajectory.steps) != len(texts):
+    actions = sum(not step.is_summary for step in trajectory.steps)
+    if actions != len(texts):
         raise DataError(
             f"demonstration {index} ({row.row_id}) has {len(texts)} texts but its episode ended after "
-            f"{len(trajectory.steps)} steps with {trajectory.stop.value!r}; last text: {trajectory.final_text!r}"
+            f"{actions} steps with {trajectory.stop.value!r}; last text: {trajectory.final_text!r}"
         )
     return trajectory
 
@@ -95,9 +102,14 @@ class _Replay:
     def __init__(self, renderer: Renderer, texts: Sequence[str]) -> None:
         self._renderer = renderer
         self._texts = iter(texts)
+        self._summary: str | None = None
+
+    def summarise(self, text: str) -> None:
+        """What to say next, in place of a text for the env."""
+        self._summary = text
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        text = next(self._texts, None)
+        text, self._summary = next(self._texts, None) if self._summary is None else self._summary, None
         if text is None:
             raise DataError("the expert's texts end before the episode does; the last one must be a final answer")
         ids = self._renderer.encode_response(text)
@@ -109,6 +121,56 @@ class _Replay:
 
     def release(self, session: str) -> None:
         pass
+
+
+def _expert_flow(config: RunConfig, task: Task, player: _Replay) -> Callable[[TaskRow], AgentFlowBase]:
+    """The recipe's flow; where the model would be asked for a summary, the expert's is said."""
+    context = config.context
+    if not isinstance(context, SummaryContext):
+        return task.make_flow
+    assert context.demo_summary is not None  # the config checks it
+    write = message_function(config, "context.demo_summary", context.demo_summary)
+
+    def make_flow(row: TaskRow) -> AgentFlowBase:
+        flow = task.make_flow(row)
+        assert flow.context is not None
+        flow.context = _ExpertContext(flow.context, write, player)
+        return flow
+
+    return make_flow
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertContext(ContextPolicy):
+    """A policy whose summaries are written by a function, from the whole conversation."""
+
+    policy: ContextPolicy
+    function: Callable[[list[Message]], str | Awaitable[str]]
+    player: _Replay
+
+    async def prepare(self, messages: list[Message], author: Author) -> None:
+        await self.policy.prepare(messages, _Expert(self, messages, author))
+
+    async def show(self, messages: list[Message]) -> Shown:
+        return await self.policy.show(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    context: _ExpertContext
+    conversation: list[Message]
+    author: Author
+
+    def count_tokens(self, messages: list[Message]) -> int:
+        return self.author.count_tokens(messages)
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        made = self.context.function(deepcopy(self.conversation))
+        text = await made if inspect.isawaitable(made) else made
+        if not isinstance(text, str):
+            raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a text")
+        self.context.player.summarise(text)
+        return await self.author.write(messages, max_tokens=max_tokens)
 
 
 def trajectory_source(config: RunConfig) -> Path:

@@ -86,6 +86,7 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
         config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),
         _files_digest(trajectory_source(config)) if config.sft.trajectories is not None else None,
         world,
+        config.context.model_dump(),
         config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
         config.seed,
         _recipe_digest(config),

@@ -12,12 +12,14 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
-from agent_r1.agent.flow import AgentFlowBase, flow_class
+from agent_r1.agent.flow import AgentFlowBase, SingleStepFlow, flow_class
 from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RunConfig
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 from agent_r1.rollout.reward import Scorer, check_reward_signature
-from agent_r1.run.resolve import import_recipe, recipe_folder, resolve
+from agent_r1.run.context import check_flow, context_maker
+from agent_r1.run.resolve import import_recipe, make_importable, recipe_folder, resolve
 from agent_r1.tasks.rows import load_rows
 from agent_r1.types import TaskRow
 
@@ -57,19 +59,43 @@ def _flow_maker(config: RunConfig) -> Callable[[TaskRow], AgentFlowBase]:
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
+    make_context = context_maker(config)
+    check_flow(default_flow, config)
     base_kwargs = {**task.env_kwargs, **({"tools": tools} if tools else {})}
+    pool = _env_pool(config, default_flow)
+    make = make_env if pool is None else pool.env
 
     def make_row_env(row: TaskRow) -> AgentEnv:
         kwargs = merge_env_kwargs(base_kwargs, row)
         env_type = kwargs.pop("env_type", None)
-        return make_env(env_class(env_type) if env_type else default_env, env_type or task.env, kwargs)
+        return make(env_class(env_type) if env_type else default_env, env_type or task.env, kwargs)
 
     def make_flow(row: TaskRow) -> AgentFlowBase:
         flow = flow_class(row.agent_name) if row.agent_name else default_flow
+        check_flow(flow, config)
         made: AgentFlowBase = flow(make_row_env)
+        if make_context is not None:
+            made.context = make_context()
         return made
 
     return make_flow
+
+
+def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
+    """Its processes start with the first episodes and end when nothing refers to the task any more."""
+    workers = config.task.workers
+    if workers is None:
+        return None
+    if issubclass(flow, SingleStepFlow):
+        raise ConfigError(
+            f"task.workers does nothing with task.flow={config.task.flow}, which has no env. Leave it out"
+        )
+    return EnvPool(
+        processes=workers.processes,
+        step_seconds=workers.step_seconds,
+        memory_mb=workers.memory_mb,
+        prepare=partial(make_importable, config.recipe),
+    )
 
 
 def _tools(config: RunConfig) -> list[BaseTool]:

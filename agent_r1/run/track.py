@@ -149,7 +149,7 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
         if message["role"] == "user":
             table.add_row(Text("user", style="bold blue"), Text(str(message["content"])))
     for speaker, text in transcript(trajectory):
-        style = "bold green" if speaker == "agent" else "bold yellow"
+        style = "bold yellow" if speaker == "tool" else "bold green"
         table.add_row(Text(speaker, style=style), Text(shorten(text)))
     verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {len(trajectory.steps)} steps"
     return Panel(table, title=Text(f"episode {trajectory.row_id}"), subtitle=verdict, title_align="left")

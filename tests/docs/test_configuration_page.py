@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from agent_r1.config import (
     AlgorithmConfig,
+    AppendContext,
+    ContextConfig,
     CorrectionConfig,
     CriticConfig,
     DataConfig,
@@ -22,11 +24,13 @@ from agent_r1.config import (
     SFTConfig,
     TaskConfig,
     TrainerConfig,
+    WorkersConfig,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 SECTIONS: dict[str, type[Section]] = {
     "task": TaskConfig,
+    "task.workers": WorkersConfig,
     "data": DataConfig,
     "algorithm": AlgorithmConfig,
     "rewards": RewardsConfig,
@@ -50,7 +54,7 @@ def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
     shown: dict[str, Any] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         name, _, rest = line.removeprefix("| `").partition("` | ")
-        if line.startswith("| `") and name.split(".")[0] in SECTIONS:
+        if line.startswith("| `") and name.split(".")[0] in (*SECTIONS, "context"):
             default = rest.split(" | ")[0]
             shown[name] = "required" if default == "(required)" else yaml.safe_load(default.strip("`"))
     actual = {
@@ -58,4 +62,10 @@ def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
         for name, section in SECTIONS.items()
         for key, field in section.model_fields.items()
     }
+    for policy in get_args(get_args(ContextConfig)[0]):
+        for key, field in policy.model_fields.items():
+            default = "required" if field.is_required() else field.default
+            # a key that two policies have means the same and has the same default
+            assert actual.setdefault(f"context.{key}", default) == default or key == "policy"
+    actual["context.policy"] = AppendContext().policy
     assert shown == actual

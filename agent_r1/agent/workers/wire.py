@@ -1,0 +1,156 @@
+"""What goes between a pool and its processes, and the errors that come of it.
+
+A frame is a length and a pickle. Every message is answered once and in order, so nothing has to be numbered: the oldest
+message without an answer is the one that is running. Both sides are ours and trust each other; an env's own values are
+pickled apart (`Answer.body`), so that one which cannot be read fails its episode and not the conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.tool import BaseTool, FunctionTool
+from agent_r1.errors import ConfigError
+from agent_r1.types import Action, Observation, TaskRow, Transition
+
+HEADER = struct.Struct("!I")
+MAX_BYTES = 64 << 20  # of one frame: no model reads an observation of this size
+
+Given = TaskRow | Action  # what `reset` and `step` are called with
+
+
+class EnvFault(Exception):
+    """An episode failed because of the process that hosted its env, not because of what the env said."""
+
+
+class EnvCrashed(EnvFault):
+    """The process ended during a call of this episode."""
+
+
+class EnvHung(EnvFault):
+    """A call of this episode took longer than `step_seconds`, and its process was killed."""
+
+
+class EnvLost(EnvFault):
+    """Another episode took the process down, and this one could not be played again elsewhere."""
+
+
+class EnvStartError(EnvFault):
+    """Processes do not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message to a process."""
+
+    prepare: Callable[[], object] | None  # called before any env is made
+    max_bytes: int | None  # of private memory, refused by the system beyond this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """`reset` with a row, or `step` with an action. `made` comes with the first of an episode: its class and settings,
+    as `dump_env` wrote them."""
+
+    episode: int
+    given: Given
+    made: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Play again what another process played, and see whether the same is shown."""
+
+    episode: int
+    made: bytes
+    history: tuple[tuple[Given, bytes], ...]  # each call with the digest of its answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    episode: int
+
+
+Message = Start | Play | Replay | Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a message."""
+
+    body: bytes  # a pickled `Shown` of a Play, a pickled exception of whatever failed, else of None
+    failed: bool = False
+    traceback: str = ""  # of a failure, for the log
+    digest: bytes = b""  # of what was shown, where the env can be played again
+    resident_bytes: int = 0  # memory of the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What an env answered, and its tools where they are not the ones it had before."""
+
+    value: Observation | Transition
+    tool_schemas: list[dict[str, Any]] | None
+
+
+def frame(message: Message | Answer) -> bytes:
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes are too many for one call of an env process; {MAX_BYTES} are the limit")
+    return HEADER.pack(len(data)) + data
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """The complete frames at the front of `buffer`, each taken out of it. ValueError: what comes next is no frame."""
+    while len(buffer) >= HEADER.size:
+        (size,) = HEADER.unpack_from(buffer)
+        if size > MAX_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        end = HEADER.size + size
+        if len(buffer) < end:
+            return
+        data = bytes(buffer[HEADER.size : end])
+        del buffer[:end]
+        yield data
+
+
+def digest(value: Observation | Transition) -> bytes:
+    """Of what the policy and its reward depend on; not of `info` and `calls`, which hold times."""
+    seen: tuple[object, ...] = (value,)
+    if isinstance(value, Transition):
+        seen = (value.observation, value.reward, value.terminated, value.stop)
+    return hashlib.blake2b(repr(seen).encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+
+
+def dump_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> bytes:
+    """The class by its name and the settings by value; ConfigError where one of them cannot leave this process."""
+    written = io.BytesIO()
+    try:
+        _Pickler(written, pickle.HIGHEST_PROTOCOL).dump((cls, kwargs))
+    except Exception as error:  # a setting's own __reduce__ may raise anything
+        raise ConfigError(f"env {name!r} cannot be sent to worker processes (task.workers): {error}") from error
+    return written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionTool):
+            return (
+                value.function.__qualname__
+            )  # the tool has this name in its module, the function under @tool has none
+        if isinstance(value, BaseTool):
+            raise pickle.PicklingError(
+                f"tool {value.name!r} is an object that all episodes share, and processes cannot. Functions with @tool "
+                "can be sent; tools as such need no worker processes"
+            )
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is part of the program itself; move it to a module")
+        return NotImplemented

@@ -1,0 +1,76 @@
+"""What is wrong with a setting, in the words of the one who wrote it.
+
+Knows how pydantic reports errors and how sections nest; what a setting may be is `config.py`'s business.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from agent_r1.errors import did_you_mean
+
+Section = type[BaseModel]
+
+
+def explain(error: Any, root: Section) -> str:
+    """One line about one entry of `ValidationError.errors()`."""
+    path, section, kind = _place([str(part) for part in error["loc"]], root)
+    name, value = ".".join(path), error.get("input")
+    if error["type"] == "extra_forbidden":
+        fields = list(section.model_fields) if section is not None else []
+        near = get_close_matches(path[-1], fields, n=1) or _elsewhere(path[-1], root, besides=path[:-1])
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        where = ".".join(path[:-1]) or "the recipe"
+        return f"{where}{kind} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
+    if error["type"] == "missing":
+        return f"{name} is missing; give it in the recipe or as {name}=..."
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key, known = error["ctx"]["discriminator"].strip("'"), _tags(root.model_fields[path[0]].annotation)
+        if error["type"] == "union_tag_not_found":
+            return f"{name}.{key} is missing; choose one of: {', '.join(known)}"
+        return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name}={value!r}: {message}"
+
+
+def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:
+    """The names as people write them, the section that the last of them is in, and which kind of section that is.
+
+    Where a section has several kinds, pydantic puts the kind between its name and that of the field."""
+    path, section, kind = [], root, ""
+    rest = location[:-1]
+    while rest:
+        part = rest.pop(0)
+        field = section.model_fields.get(part)
+        options = _sections(field.annotation) if field is not None else []
+        path.append(part)
+        if not options:
+            return [*path, *rest, location[-1]], None, ""
+        section = options[0]
+        if len(options) > 1 and rest:
+            tag = rest.pop(0)
+            section = next(option for option in options if tag in _tags(option))
+            kind = f" (policy {tag})"
+    return [*path, location[-1]], section, kind
+
+
+def _sections(annotation: Any) -> list[Section]:
+    options = [annotation, *get_args(annotation)]
+    return [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
+
+
+def _tags(annotation: Any) -> list[str]:
+    """The names that kinds of a section go by."""
+    fields = [section.model_fields.get("policy") for section in _sections(annotation)]
+    return [name for field in fields if field is not None for name in get_args(field.annotation)]
+
+
+def _elsewhere(key: str, root: Section, besides: list[str]) -> list[str]:
+    """A key written in the wrong section: where it lives."""
+    for name, field in root.model_fields.items():
+        if [name] != besides and any(key in section.model_fields for section in _sections(field.annotation)):
+            return [f"{name}.{key}"]
+    return []

@@ -1,0 +1,127 @@
+"""One recipe with several context policies: what each is worth, and what it costs.
+
+    python -m benchmarks.context alfworld --policies append,window,summary --for window:context.turns=3 --seeds 0,1
+
+Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds, with what `--set` changes for all of them
+and `--for` for one. Where the recipe has a warm start, it is made with the policy too, so that it learns from the
+prompts that RL will show; `--set model.path=... --set sft.demos=null` begins all of them from one model instead. Tokens
+are of the last evaluation (the same rows for all), seconds of training steps. Runs share the machine when `--workers`
+is more than one, so their times compare with each other only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agent_r1.bench.machine import accelerator, pick_device
+from agent_r1.run.run_dir import RunDir
+from agent_r1.run.statistics import PairedDifference
+from benchmarks.machine import RESULTS, machine
+from benchmarks.recipes import Job
+
+TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    own: dict[str, list[str]] = {}
+    for item in options.of:
+        name, colon, override = item.partition(":")
+        if not colon or name not in options.policies.split(","):
+            raise SystemExit(f"--for {item!r} is not of the form POLICY:override with one of {options.policies}")
+        own.setdefault(name, []).append(override)
+    jobs = [
+        Job(name=name, seed=int(seed), words=("train", options.recipe, f"context.policy={name}", *options.set, *more))
+        for name in options.policies.split(",")
+        for seed in options.seeds.split(",")
+        for more in [own.get(name, [])]
+    ]
+    with ThreadPoolExecutor(options.workers) as pool:
+        return {"workers": options.workers, "runs": list(pool.map(lambda job: play(job, folder), jobs))}
+
+
+def play(job: Job, folder: Path) -> dict[str, Any]:
+    result = job.play(folder)
+    run = RunDir.open(folder / f"{job.name}-{job.seed}")
+    evaluated, trained = run.read_metrics("eval")[-1], run.read_metrics("train")
+    return result | {
+        "shown_tokens": evaluated["episode/prompt_tokens"],  # per episode, those of each prompt counted anew
+        "sampled_tokens": evaluated["episode/response_tokens"],  # per episode; what training trains on
+        "summaries": evaluated.get("context/summaries", 0.0),
+        "hidden_messages": evaluated.get("context/hidden_messages", 0.0),
+        "computed_tokens": _mean(trained, "tokens_computed"),  # per training step, by the learner
+        "steps_per_segment": _mean(trained, "steps_per_segment"),
+        "collect_seconds": _mean(trained, "time/collect"),  # per training step
+        "update_seconds": _mean(trained, "time/update"),
+    }
+
+
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Over the steps that had something to learn from."""
+    return fmean([record[name] for record in records if name in record] or [0.0])
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, one line per run."""
+    lines = [list(TITLES), ["---", *["---:"] * (len(TITLES) - 1)], *map(_line, results["runs"])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _line(run: Mapping[str, Any]) -> list[str]:
+    gain = PairedDifference(**run["gains"]["success"])
+    evaluations = (run["held_out"][0], run["held_out"][-1])
+    return [
+        f"`{run['name']}`",
+        str(run["seed"]),
+        *(f"{each['success']:.1%} ± {each['success_stderr']:.1%}" for each in evaluations),
+        f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+        *(f"{run[name]:,.0f}" for name in ("shown_tokens", "sampled_tokens", "computed_tokens")),
+        f"{run['summaries']:.2f}",
+        f"{run['collect_seconds'] + run['update_seconds']:.1f}",
+    ]
+
+
+def setting(results: Mapping[str, Any]) -> str:
+    """What the numbers are of."""
+    first = results["runs"][0]
+    rows = f"{first['held_out'][0]['rows']:.0f} held-out rows, panel `{first['panel']}`"
+    return (
+        f"{results['accelerator']}, commit `{results['commit']}`, {rows}. Tokens shown and sampled: per episode; "
+        f"tokens computed, and seconds: per training step. `{results['command']}`"
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context")
+    parser.add_argument("recipe")
+    parser.add_argument("--policies", default="append,window,drop_results,notes,summary")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
+    parser.add_argument("--for", dest="of", action="append", default=[], help="POLICY:override, for its runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of what was measured")
+    options = parser.parse_args(words)
+    name = options.recipe.replace("/", "-")
+    out = options.out or RESULTS / f"context_{name}.json"
+    if not options.show:
+        folder = options.runs / f"context-{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder.mkdir(parents=True)
+        facts = {"command": " ".join(["python -m benchmarks.context", *words])}
+        facts |= {"accelerator": accelerator(pick_device("auto")), **machine(), **measure(options, folder)}
+        out.parent.mkdir(exist_ok=True, parents=True)
+        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    results = json.loads(out.read_text(encoding="utf-8"))
+    print(f"{table(results)}\n\n{setting(results)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""The worlds of `benchmarks/env_workers.py`, in a module of their own: worker processes cannot import a program."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.types import Action, Observation, TaskRow, Transition
+
+CPU_SECONDS = 0.002
+BLOCKED_SECONDS = 0.005
+SHOWN = Observation(messages=[{"role": "user", "content": "You are in a room. " * 50}])  # 950 characters
+
+
+class Trivial(AgentEnv):
+    """Does nothing, so what is measured is the way there and back."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        return SHOWN
+
+    async def step(self, action: Action) -> Transition:
+        self.work()
+        return Transition(observation=SHOWN)
+
+    def work(self) -> None:
+        pass
+
+
+class Computing(Trivial):
+    """Plain Python for 2 ms of this process's own time, whoever else has the core."""
+
+    def work(self) -> None:
+        end = time.thread_time() + CPU_SECONDS
+        while time.thread_time() < end:
+            pass
+
+
+class Blocking(Trivial):
+    """Waits for 5 ms without telling the event loop."""
+
+    def work(self) -> None:
+        time.sleep(BLOCKED_SECONDS)
+
+
+class InThread(AgentEnv):
+    """The usual way out: `work` in a thread."""
+
+    def __init__(self, inner: Trivial) -> None:
+        self.inner = inner
+
+    async def reset(self, row: TaskRow) -> Observation:
+        return SHOWN
+
+    async def step(self, action: Action) -> Transition:
+        await asyncio.to_thread(self.inner.work)
+        return Transition(observation=SHOWN)

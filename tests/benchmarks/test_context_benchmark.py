@@ -1,0 +1,38 @@
+"""The comparison of context policies, on a recipe small enough to be run here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.context import main, setting, table
+
+
+@pytest.mark.slow
+def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "results.json"
+    words = ["gsm8k_tool/tiny", "--policies", "append,drop_results", "--for", "drop_results:context.keep=1"]
+    main([*words, "--set", "trainer.steps=1", "--runs", str(tmp_path / "runs"), "--out", str(out)])
+    results = json.loads(out.read_text(encoding="utf-8"))
+    append, dropping = results["runs"]
+    assert (append["name"], dropping["name"]) == ("append", "drop_results")
+    assert append["panel"] == dropping["panel"]
+    assert append["shown_tokens"] > append["sampled_tokens"] > 0
+    assert append["hidden_messages"] == append["summaries"] == 0
+    assert dropping["words"][-1] == "context.keep=1"
+    written = table(results)
+    assert written in capsys.readouterr().out
+    assert len(written.splitlines()) == 2 + 2
+    assert results["commit"] in setting(results)
+    main([*words, "--out", str(out), "--show"])
+    assert written in capsys.readouterr().out
+
+
+def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is not of the form POLICY:override with one of append"):
+        main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])
