@@ -1,0 +1,99 @@
+"""ALFWorld: household tasks in text. Rows, reward and demonstrations; see README.md, the rules are in `engine.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from agent_r1.errors import DataError
+from agent_r1.recipes.alfworld.data import Entry, entries, games_file, load_game
+from agent_r1.recipes.alfworld.engine import World
+from agent_r1.recipes.alfworld.expert import Explorer, Priors, learn_priors
+from agent_r1.types import TaskRow, Trajectory
+
+MAX_STEPS = 30  # of a demonstration: what an episode of the recipe allows
+GAMES_FOR_PRIORS = 400
+
+_Item = TypeVar("_Item")
+Demo = tuple[TaskRow, list[str]]
+
+
+def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
+    """The first `count` games of train, valid_train, valid_seen or valid_unseen."""
+    file = str(games_file(path))
+    return [as_row(entry, file) for entry in entries(split, path)[:count]]
+
+
+def as_row(entry: Entry, file: str) -> TaskRow:
+    return TaskRow(
+        prompt=[{"role": "user", "content": entry.task}],
+        row_id=entry.name,
+        reward_model={"style": "rule"},
+        env_kwargs={"game": entry.name},
+        data_source=f"alfworld/{entry.task_type}",
+        extra_info={"games": file, "task_type": entry.task_type},
+    )
+
+
+async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """1 if the task was done; beside it, the share of commands to which nothing happened."""
+    answered = [step.info for step in trajectory.steps if "won" in step.info]  # one that was cut off never got there
+    return {
+        "reward": float(bool(answered) and answered[-1]["won"]),
+        "refused": sum(info["refused"] for info in answered) / max(1, len(answered)),
+    }
+
+
+def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """At most `count` training games with their walkthroughs, by a planner that knows where everything is."""
+    file = str(games_file(path))
+    return [(as_row(entry, file), list(entry.walkthrough)) for entry in _shuffled(entries("train", path), seed)[:count]]
+
+
+def explorer_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """At most `count` training games with what the explorer did, of those that it solves soon enough."""
+    games, file = _shuffled(entries("train", path), seed), str(games_file(path))
+    priors = train_priors(path)
+    shown: list[Demo] = []
+    for entry in games:
+        if len(shown) == count:
+            break
+        said = explored(World(load_game(file, entry.name)), priors)
+        if said is not None:
+            shown.append((as_row(entry, file), said))
+    if not shown:
+        raise DataError(f"the explorer solves none of {len(games)} games within {MAX_STEPS} steps")
+    return shown
+
+
+def both_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """Half of each, of different games."""
+    mixed = explorer_demos(count - count // 2, seed, path)
+    taken = {row.row_id for row, _ in mixed}
+    mixed += [demo for demo in demos(count + len(mixed), seed, path) if demo[0].row_id not in taken][: count // 2]
+    return _shuffled(mixed, seed)
+
+
+def train_priors(path: str | None) -> Priors:
+    """Where things are kept, learnt from some training games."""
+    file = str(games_file(path))
+    return learn_priors(load_game(file, entry.name) for entry in entries("train", path)[:GAMES_FOR_PRIORS])
+
+
+def explored(world: World, priors: Priors, max_steps: int = MAX_STEPS) -> list[str] | None:
+    """What the explorer said until the task was done; None if that takes more than `max_steps`."""
+    explorer, answer, said = Explorer(priors), world.intro, list[str]()
+    while not world.won:
+        command = explorer.act(answer) if len(said) < max_steps else None
+        if command is None:
+            return None
+        said.append(command)
+        answer = world.step(command)
+    return said
+
+
+def _shuffled(items: Sequence[_Item], seed: int) -> list[_Item]:
+    order = list(items)
+    random.Random(f"demos:{seed}").shuffle(order)
+    return order
