@@ -4,9 +4,10 @@
     python -m benchmarks.recipes gsm8k_tool --draw                               # picture and table into its README
 
 Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
-`--for ppo:critic.lr=1e-4` for one. Held-out success is of the recipe's own panel; the gain of RL is the paired
-difference between the last and the first evaluation of a run. Runs share the machine when `--workers` is more than one,
-so their times compare with each other only.
+`--for ppo:critic.lr=1e-4` for one. Held-out success is of the recipe's own panel, and at the end of those of `--splits`
+too; the gain of RL is the paired difference between the last and the first evaluation of a run. `--start RUN` takes a
+warm start that is there already. Runs share the machine when `--workers` is more than one, so their times compare with
+each other only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.config import RECIPES
 from agent_r1.run.compare import compare, find_sides
+from agent_r1.run.outcomes import EvalRecord
 from agent_r1.run.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
 
@@ -39,31 +41,40 @@ class Job:
     name: str
     seed: int
     words: tuple[str, ...]
+    splits: tuple[str, ...] = ()  # to be judged on at the end, beside the recipe's own
 
     def play(self, folder: Path) -> dict[str, Any]:
-        run, log = folder / f"{self.name}-{self.seed}", folder / f"{self.name}-{self.seed}.log"
-        words = [*self.words, f"seed={self.seed}", "--run", str(run)]
-        began = time.perf_counter()
-        with log.open("w") as output:
-            command = [sys.executable, "-m", "agent_r1.cli", *words]
-            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
-        if ended.returncode:
-            raise SystemExit(f"{self.name}, seed {self.seed} failed:\n{log.read_text()[-2000:]}")
-        result = self._result(run) | {"seconds": round(time.perf_counter() - began, 1)}
+        run, began = folder / f"{self.name}-{self.seed}", time.perf_counter()
+        self._command(folder, *self.words, f"seed={self.seed}", "--run", str(run))
+        return self.judged(run, folder, seconds=round(time.perf_counter() - began, 1))
+
+    def judged(self, run: Path, folder: Path, seconds: float | None) -> dict[str, Any]:
+        for split in self.splits:
+            self._command(folder, "eval", str(run), "--split", split, "--name", split)
+        result = self._result(run) | {"seconds": seconds}
         first, last = result["held_out"][0], result["held_out"][-1]
         print(f"{self.name:22s} seed {self.seed}: {first['success']:6.1%} -> {last['success']:6.1%}", flush=True)
         return result
 
+    def _command(self, folder: Path, *words: str) -> None:
+        log = folder / f"{self.name}-{self.seed}.log"
+        with log.open("a") as output:
+            command = [sys.executable, "-m", "agent_r1.cli", *words]
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{self.name}, seed {self.seed} failed:\n{log.read_text()[-2000:]}")
+
     def _result(self, run: Path) -> dict[str, Any]:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         training = [record for record in records if record["kind"] == "train"]
-        comparison = compare(*find_sides([run, run], step="first,last", name=None))
+        comparison = compare(*find_sides([run], step="first,last", name=None))
         return {
             "name": self.name,
             "seed": self.seed,
             "words": list(self.words),
             "panel": next(record["panel"] for record in records if record["kind"] == "eval"),
             "held_out": [_evaluation(record) for record in records if record["kind"] == "eval"],
+            "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
             "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
             "train_success": [round(record["success"], 4) for record in training],
             "mismatch_kl": [record["mismatch_kl"] for record in training if "mismatch_kl" in record],
@@ -73,8 +84,13 @@ class Job:
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("step", "success", "success_stderr", "episode/steps", "episode/tool_calls", "episode/response_tokens")
-    parts = {key: value for key, value in record.items() if key.startswith("reward_part/")}
+    parts = {key: value for key, value in record.items() if key.startswith(("reward_part/", "success/"))}
     return {key: record[key] for key in kept} | parts | {"rows": record["group/count"]}
+
+
+def _split(file: Path) -> dict[str, Any]:
+    record = EvalRecord.load(file)
+    return _evaluation({"step": None, **record.metrics}) | {"panel": record.subject.panel}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -84,10 +100,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         name, _, override = item.partition(":")
         own.setdefault(name, []).append(override)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    start = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common)).play(folder)
-    trained = ("train", recipe, *common, f"model.path={folder / f'sft-{seeds[0]}'}", "sft.demos=null")
+    splits = tuple(split for split in options.splits.split(",") if split)
+    warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
+    begun = options.start or folder / f"sft-{seeds[0]}"
+    start = warm.play(folder) if options.start is None else warm.judged(begun, folder, seconds=None)
+    trained = ("train", recipe, *common, f"model.path={begun}", "sft.demos=null")
     jobs = [
-        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own.get(name, ())))
+        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own.get(name, ())), splits=splits)
         for name in options.algorithms.split(",")
         for seed in seeds
     ]
@@ -98,24 +117,32 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
     """Markdown. Each line is an evaluation of the whole panel; the gain of a run is over its own start."""
-    titles = ["", "seed", "success", *(measure.replace("_", " ") for measure in measures), "gain (95 % interval)", "s"]
-    zero, warm = results["start"]["held_out"][0], results["start"]["held_out"][-1]
-    rows = [
-        ["zero-shot", "", *_cells(zero, measures), "", ""],
-        ["warm start", "", *_cells(warm, measures), "", f"{results['start']['seconds']:.0f}"],
-    ]
-    for run in results["runs"]:
-        gain = PairedDifference(**run["gains"]["success"])
-        sure = f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
-        last = _cells(run["held_out"][-1], measures)
-        rows.append([f"`{run['name']}`", str(run["seed"]), *last, sure, f"{run['seconds']:.0f}"])
+    start, splits = results["start"], list(results["start"]["splits"])
+    titles = ["", "seed", "success", *(measure.replace("_", " ") for measure in measures), "gain (95 % interval)"]
+    titles += [*(split.replace("_", " ") for split in splits), "s"]
+    rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], ""]]
+    for run in [start, *results["runs"]]:
+        name, seed, gained = (
+            ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), _gain(run))
+        )
+        others = [_success(run["splits"][split]) for split in splits]
+        took = "" if run["seconds"] is None else f"{run['seconds']:.0f}"
+        rows.append([name, seed, *_cells(run["held_out"][-1], measures), gained, *others, took])
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _gain(run: Mapping[str, Any]) -> str:
+    gain = PairedDifference(**run["gains"]["success"])
+    return f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+
+
 def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
-    success = f"{evaluation['success']:.1%} ± {evaluation['success_stderr']:.1%}"
-    return [success, *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
+    return [_success(evaluation), *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
+
+
+def _success(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['success']:.1%} ± {evaluation['success_stderr']:.1%}"
 
 
 def setting(results: Mapping[str, Any]) -> str:
@@ -166,6 +193,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
     parser.add_argument("--for", dest="of", action="append", default=[], help="ALGORITHM:override, for its runs")
+    parser.add_argument("--splits", default="", help="other splits to be judged on at the end")
+    parser.add_argument("--start", type=Path, help="a run of `agent-r1 sft` to begin from, instead of a new one")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measures", default="", help="parts of the reward that the table shows too")

@@ -1,7 +1,8 @@
 """The shop of the recipe webshop: how fast it is built and played, and what scripted buyers earn in it.
 
     python -m benchmarks.webshop speed --data DIR        # DIR: as the recipe's data.path; without it, where runs look
-    python -m benchmarks.webshop buyers --data DIR       # mean score and full scores over all test and training goals
+    python -m benchmarks.webshop buyers --data DIR       # mean score and full scores over all test and training goals,
+                                                         # and how often the score pays for a wrong value
 
 Everything runs on one thread, and seconds are those of the processor. Speed is of the env itself: what an agent would
 say is written down beforehand.
@@ -12,20 +13,25 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agent_r1.recipes.webshop.buyers import knowing_buyer, reading_buyer
-from agent_r1.recipes.webshop.data import catalogue_folder, open_catalogue
+from agent_r1.recipes.webshop.buyers import knowing_buyer, query_of, reading_buyer
+from agent_r1.recipes.webshop.data import Catalogue, catalogue_folder, open_catalogue
 from agent_r1.recipes.webshop.env import WebShop
+from agent_r1.recipes.webshop.goals import NO_BOUND, Goal
 from agent_r1.recipes.webshop.pages import Look
-from agent_r1.recipes.webshop.shop import Place, Shop, open_shop
+from agent_r1.recipes.webshop.score import judge
+from agent_r1.recipes.webshop.shop import BUY, Place, Shop, open_shop
 from agent_r1.recipes.webshop.task import MAX_SAID, named_goals, rows, score_of, score_of_visit
 from agent_r1.types import TaskRow
 from benchmarks.machine import machine
 
-EPISODES = 2000
+EPISODES = 2000  # where there are so many goals
+NO_WISH = Goal(asin="", text="", attributes=(), options=(), price_bound=NO_BOUND)
 
 
 class _FreshShop(WebShop):
@@ -43,7 +49,8 @@ def speed(folder: Path) -> dict[str, Any]:
     read = time.process_time()
     shop = open_shop(folder)
     built = time.process_time()
-    asked = random.Random(0).sample(rows("train", path=str(folder)), EPISODES)
+    known = rows("train", path=str(folder))
+    asked = random.Random(0).sample(known, min(EPISODES, len(known)))
     goals = dict(named_goals("train", shop.catalogue))
     visits = [(row, reading_buyer(shop, goals[row.row_id].text, Look())) for row in asked]
     fresh = Shop(shop.catalogue)  # one that has not heard these queries
@@ -69,11 +76,11 @@ def speed(folder: Path) -> dict[str, Any]:
     return {
         "read_seconds": round(read - began, 2),
         "index_seconds": round(built - read, 2),
-        "searches_per_second": round(EPISODES / (searched - found)),
-        "resets_per_second": round(EPISODES / (reset - started)),
+        "searches_per_second": round(len(asked) / (searched - found)),
+        "resets_per_second": round(len(asked) / (reset - started)),
         "steps_per_second": round(steps / (played - reset)),
-        "scores_per_second": round(EPISODES / (scored - played)),
-        "steps_per_episode": round(steps / EPISODES, 2),
+        "scores_per_second": round(len(asked) / (scored - played)),
+        "steps_per_episode": round(steps / len(asked), 2),
     }
 
 
@@ -82,24 +89,47 @@ def buyers(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for split in ("test", "train"):
         goals = [goal for _, goal in named_goals(split, shop.catalogue)]
+        bought = {
+            "exactly what is wanted": lambda goal: dict(goal.options),
+            "that product without options": lambda goal: {},
+        }
+        for name, options in bought.items():
+            scores = [score_of(goal, goal.asin, options(goal), shop.catalogue).total for goal in goals]
+            result[f"{split}, {name}"] = _earned(scores)
         visits = {
-            "exactly what is wanted": None,
             "knows the product": [knowing_buyer(shop, goal) or [] for goal in goals],
             "only reads": [reading_buyer(shop, goal.text, Look()) for goal in goals],
+            "first result, no option": [_hasty_buyer(shop, goal) for goal in goals],
         }
         for name, said in visits.items():
-            if said is None:
-                scores = [score_of(goal, goal.asin, dict(goal.options), shop.catalogue).total for goal in goals]
-                result[f"{split}, {name}"] = {"score": fmean(scores), "full": fmean(one == 1.0 for one in scores)}
-                continue
             scores = [score_of_visit(shop, goal, one).total for goal, one in zip(goals, said, strict=True)]
-            result[f"{split}, {name}"] = {
-                "score": fmean(scores),
-                "full": fmean(one == 1.0 for one in scores),
+            result[f"{split}, {name}"] = _earned(scores) | {
                 "actions": fmean(len(one) for one in said),
                 f"at most {MAX_SAID} actions": fmean(len(one) <= MAX_SAID for one in said),
             }
-    return result
+    return result | {"wrong values that are paid": _wrong_values_paid(shop.catalogue)}
+
+
+def _earned(scores: list[float]) -> dict[str, float]:
+    return {"score": fmean(scores), "full": fmean(one == 1.0 for one in scores)}
+
+
+def _hasty_buyer(shop: Shop, goal: Goal) -> list[str]:
+    query = query_of(goal.text)
+    found = shop.found(Place(page="results", query=query.lower()))
+    return [f"search[{query}]", *([f"click[{found[0].asin}]", f"click[{BUY}]"] if found else [])]
+
+
+def _wrong_values_paid(catalogue: Catalogue) -> dict[str, int]:
+    """Of each option of a product that is wanted: how often one value is paid where another one was asked for."""
+    paid = [
+        judge(replace(NO_WISH, asin=product.asin, options=((name, wanted),)), product, product, 0.0, {name: chosen})
+        for product in catalogue.products.values()
+        if product.instruction is not None
+        for name, values in product.options.items()
+        for wanted, chosen in permutations(dict.fromkeys(values), 2)
+    ]
+    return {"paid": sum(score.options == 1.0 for score in paid), "of": len(paid)}
 
 
 def main() -> None:

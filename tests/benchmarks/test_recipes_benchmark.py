@@ -16,20 +16,29 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
 ) -> None:
     monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "results.json"
-    words = ["gsm8k_tool/tiny", "--algorithms", "grpo,rloo", "--for", "rloo:trainer.steps=1", "--measures", "calls"]
-    main([*words, "--runs", str(tmp_path / "runs"), "--out", str(out)])
-    results = json.loads(out.read_text(encoding="utf-8"))
-    assert [run["name"] for run in results["runs"]] == ["grpo", "rloo"]
-    assert [run["held_out"][-1]["step"] for run in results["runs"]] == [2, 1]
-    assert {run["panel"] for run in results["runs"]} == {results["start"]["panel"]}
-    warm = results["start"]["held_out"][-1]["success"]
-    assert all(run["held_out"][0]["success"] == warm for run in results["runs"])  # all begin where the warm start ended
-    written = table(results, ["calls"])
+    words = ["gsm8k_tool/tiny", "--measures", "calls", "--runs", str(tmp_path / "runs"), "--out", str(out)]
+    main(words)
+    first = json.loads(out.read_text(encoding="utf-8"))
+    assert [run["name"] for run in first["runs"]] == ["grpo"]
+    assert first["runs"][0]["panel"] == first["start"]["panel"]
+    warm = first["start"]["held_out"][-1]["success"]
+    assert first["runs"][0]["held_out"][0]["success"] == warm  # it begins where the warm start ended
+    written = table(first, ["calls"])
     assert written in capsys.readouterr().out
-    assert len(written.splitlines()) == 2 + 2 + 2
-    draw(results, tmp_path / "picture.png", "a title")
+    assert len(written.splitlines()) == 2 + 2 + 1
+    draw(first, tmp_path / "picture.png", "a title")
     assert (tmp_path / "picture.png").stat().st_size > 1000
-    assert results["start"]["panel"] in setting(results)
+    assert first["start"]["panel"] in setting(first)
+
+    [begun] = (tmp_path / "runs").glob("*/sft-0")
+    more = ["--algorithms", "rloo", "--for", "rloo:trainer.steps=1", "--splits", "train"]
+    main([*words, "--start", str(begun), *more])
+    again = json.loads(out.read_text(encoding="utf-8"))
+    assert again["start"]["held_out"] == first["start"]["held_out"]  # not made anew
+    [run] = again["runs"]
+    assert [each["step"] for each in run["held_out"]] == [0, 1]
+    assert [side["splits"]["train"]["rows"] for side in (again["start"], run)] == [4, 4]
+    assert run["splits"]["train"]["panel"] == again["start"]["splits"]["train"]["panel"] != run["panel"]
 
 
 def test_results_replace_those_that_stand_in_a_page(tmp_path: Path) -> None:

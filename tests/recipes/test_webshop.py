@@ -1,32 +1,22 @@
-"""The recipe `webshop`: products, goals, search and the published score. The shop itself: `test_webshop_shop.py`.
-
-Nothing here needs the real data. Where $AGENT_R1_WEBSHOP names a folder that has them, they are checked too, with what
-is on record of the original engine.
-"""
+"""The recipe `webshop`: products, goals, search and the published score. The shop itself: `test_webshop_shop.py`; the
+real data: `test_webshop_real.py`."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_r1.errors import DataError
-from agent_r1.recipes.webshop import data, made, task
-from agent_r1.recipes.webshop.buyers import knowing_buyer, reading_buyer
-from agent_r1.recipes.webshop.data import open_catalogue
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.recipes.webshop import made, task
+from agent_r1.recipes.webshop.data import PACKAGES, Catalogue
 from agent_r1.recipes.webshop.goals import NO_BOUND, Goal, draw_prices, human_goals, synthetic_goals
-from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.products import HumanInstruction, Product, read_products
 from agent_r1.recipes.webshop.score import alike, has_attribute, judge, plain_color, shared_nouns, type_factor
 from agent_r1.recipes.webshop.search import ProductSearch, split_words
-from agent_r1.recipes.webshop.shop import Place, Shop, open_shop
-from agent_r1.tasks.files import json_lines
 from agent_r1.tasks.panel import panel_hash
 
 SCARF = Product(
@@ -103,6 +93,50 @@ def test_a_record_that_is_no_product_is_an_error_with_its_place() -> None:
         read_products([scraped(), {"asin": "B1"}], {}, {}, "items.json")
 
 
+@pytest.mark.parametrize(
+    ("pricing", "prices"),
+    [
+        ("19.99", (100.0,)),  # of what has no dollar sign the original reads nothing
+        ("$free", (100.0,)),
+        ("$19.99 - $", (19.99,)),
+        ("$.50", (0.5,)),
+        ([], (100.0,)),
+    ],
+)
+def test_a_price_that_cannot_be_read_is_unknown(pricing: Any, prices: tuple[float, ...]) -> None:
+    assert read_one(scraped(pricing=pricing)).prices == prices
+
+
+def test_lists_with_nothing_in_them_are_as_if_they_were_not_there() -> None:
+    chair = read_one(scraped(small_description=[], customization_options={"Size": []}), {"instruction": "a chair"})
+    assert (chair.features, chair.options) == (("",), {})
+    assert len(synthetic_goals([chair], draw_prices([chair]))) == 1  # of no values there would be no combination
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", None),
+        ("full_description", None),
+        ("small_description", None),
+        ("small_description", ["four legs", None]),
+        ("product_category", 7),
+        ("instructions", [{"instruction": None, "instruction_attributes": [], "instruction_options": []}]),
+    ],
+)
+def test_a_field_that_is_no_text_is_an_error_with_its_record_and_name(field: str, value: Any) -> None:
+    name = "instruction" if field == "instructions" else field
+    with pytest.raises(DataError, match=rf"items\.json record 2 is not a product .*{name} is (None|7), not text"):
+        read_products([scraped(asin="B1"), scraped(**{field: value})], {}, {}, "items.json")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_missing_package_is_told_where_the_catalogue_is_made(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'agent-r1\[webshop\]'"):
+        Catalogue.of([SCARF])
+
+
 # Goals
 
 
@@ -129,6 +163,28 @@ def test_above_all_round_prices_no_bound_is_said() -> None:
     dear = replace(SCARF, options={}, prices=(985.0,))  # only 990 is above
     [goal] = synthetic_goals([dear], draw_prices([dear]))
     assert (goal.text, goal.price_bound) == ("Find me soft touch scarves", NO_BOUND)
+
+
+def test_a_price_from_to_is_drawn_once_for_all_between_its_ends() -> None:
+    ranges = [replace(SCARF, asin=f"B{number}", prices=(20.0, 60.0)) for number in range(20)]
+    prices = draw_prices([*ranges, SCARF])
+    drawn = [prices[product.asin] for product in ranges]
+    assert all(20 <= price <= 60 for price in drawn)
+    assert len(set(drawn)) == 20
+    assert prices[SCARF.asin] == 24.0
+    assert draw_prices([*ranges, SCARF]) == prices
+
+
+def test_a_goal_that_is_tested_is_not_trained_on_though_a_product_lists_a_value_twice() -> None:
+    doubled = replace(SCARF, options={"color": ("red", "blue", "red"), "size": ("small", "large", "large")})
+    catalogue = Catalogue.of([doubled])
+    assert len(catalogue.goals) == 9  # of four different ones
+    for num_test in range(1, 9):
+        train, test = (task.named_goals(split, catalogue, num_test) for split in ("train", "test"))
+        assert [goal for _, goal in test] == list(catalogue.goals[:num_test])
+        assert not {goal.text for _, goal in train} & {goal.text for _, goal in test}
+        assert len({goal.text for _, goal in [*train, *test]}) == 4
+        assert all(catalogue.goals[int(name.removeprefix("goal-"))] == goal for name, goal in train)
 
 
 def test_what_people_wrote_becomes_a_goal_if_it_can_be_judged() -> None:
@@ -180,6 +236,7 @@ def test_the_score_counts_attributes_options_and_price() -> None:
     assert score(color="dark red", size="large") == 1.0
     assert score(color="dark red") == pytest.approx(4 / 5)
     assert score(color="dark red", size="large", price=30.01) == pytest.approx(4 / 5)
+    assert score(color="dark red", size="large", price=30.0) == 1.0  # the bound itself may be paid
     assert score() == pytest.approx(3 / 5)
     assert score(bought=replace(SCARF, attributes=(), features=("",))) == pytest.approx(1 / 5)  # the price alone
 
@@ -259,102 +316,8 @@ def test_the_type_of_a_product_is_the_same_by_query_by_departments_or_by_title()
     assert type_factor(SCARF, replace(other, title="Wool Winter Cap")) == 1.0  # 2 of 6
     long = replace(SCARF, title="Wool Alpha Beta Gamma Delta Epsilon Zeta Eta Theta Iota Kappa")  # 1 of 11
     assert type_factor(long, SCARF) == 0.1
+    tenth = replace(SCARF, title=long.title.removesuffix(" Kappa"))
+    assert type_factor(tenth, other) == 0.5  # 1 of 10 is not hardly
+    fifth = replace(SCARF, title="Wool Alpha Beta Gamma Delta")
+    assert type_factor(fifth, other) == 0.5  # 1 of 5 is not the same kind
     assert type_factor(SCARF, replace(SCARF, title="Gloves")) == 0.0  # whatever query and departments say
-
-
-# The real data
-
-REAL = os.environ.get("AGENT_R1_WEBSHOP")
-real = pytest.mark.skipif(REAL is None, reason="AGENT_R1_WEBSHOP does not name a folder with the data")
-
-# Goals 0 to 19 of the original engine: what was bought, without options, and what it paid, as logs of it have it.
-PURCHASES = {
-    0: ("B096MM7XM4", 0.0), 1: ("B09QCP4579", 5 / 7), 2: ("B099WH1RTM", 4 / 6), 3: ("B09LSKQF8C", 1.0),
-    4: ("B08G8DXR5N", 0.2 / 9), 5: ("B09ND8P2QR", 2 / 7), 6: ("B09Q5ZHRVM", 4 / 7), 7: ("B09KP78G37", 0.2 / 6),
-    8: ("B09M63B87V", 0.5 / 11), 9: ("B01HQTWL6S", 0.0), 10: ("B099231V35", 3 / 5), 11: ("B09QQP3356", 3 / 5),
-    12: ("B07WMMYB6G", 1 / 6), 14: ("B08W568RSB", 2 / 6), 15: ("B09ND8P2QR", 0.0), 16: ("B09NNMV9LN", 5 / 9),
-    17: ("B09M63B87V", 0.0), 18: ("B09ND8P2QR", 0.0), 19: ("B09PJ5ZXGH", 0.1 / 5),
-}  # fmt: skip
-
-
-@pytest.fixture
-def shop() -> Shop:
-    assert REAL is not None
-    return open_shop(Path(REAL).resolve())
-
-
-@real
-def test_there_are_1000_products_and_6910_goals_in_two_fixed_panels(shop: Shop) -> None:
-    catalogue = shop.catalogue
-    assert (len(catalogue.products), len(catalogue.goals), len(catalogue.human)) == (1000, 6910, 13)
-    assert data.goals_hash(catalogue.goals) == data.GOALS_SHA256
-    assert panel_hash(task.rows("test", path=REAL)) == "75cb9472838a"
-    assert panel_hash(task.rows("train", path=REAL)) == "beddfba5cfa2"
-
-
-@real
-def test_goals_come_in_the_order_of_the_original(shop: Shop) -> None:
-    first = [goal.text.partition(", and price")[0] for goal in shop.catalogue.goals[:4]]
-    assert first == [
-        'Find me double sided, machine washable decorative pillows with printing technology with size: 28" x 28"',
-        "Find me butt lifting, light weight women's shorts with high waist, tummy control with color: black, and size: "
-        "3x-large",
-        "Find me ready hang wall art with solid wood for living room with color: turtles and african american couple, "
-        "and size: 8x10 inch",
-        "Find me dual band streaming media players with quad core",
-    ]
-
-
-@real
-@pytest.mark.parametrize("number", PURCHASES)
-def test_purchases_are_paid_as_the_original_paid_them(shop: Shop, number: int) -> None:
-    asin, paid = PURCHASES[number]
-    assert task.score_of(shop.catalogue.goals[number], asin, {}, shop.catalogue).total == pytest.approx(paid)
-
-
-@real
-def test_options_are_paid_as_the_original_paid_them(shop: Shop) -> None:
-    goal, color = shop.catalogue.goals[4], {"color": "xnj-tshirt334-gray"}
-    for chosen, paid in (({}, 7 / 9), ({"size": "x-large"}, 8 / 9), (color | {"size": "x-large"}, 1.0)):
-        assert task.score_of(goal, goal.asin, chosen, shop.catalogue).total == pytest.approx(paid)
-
-
-@real
-def test_a_search_finds_what_the_original_found_in_its_order(shop: Shop) -> None:
-    found = [product.asin for product in shop.shown(Place(page="results", query="women jumpsuits"))]
-    assert found[:7] == [
-        "B09NDS8F4V", "B09PVNLVRW", "B09RV4TXKJ", "B099WX3CV5", "B09Q37JQZ6", "B09QPX97VW", "B09NSC5VDG"
-    ]  # fmt: skip
-
-
-@real
-def test_the_documents_of_the_index_are_the_scraped_records_after_loading(shop: Shop, tmp_path: Path) -> None:
-    """Scraped records, put together again from the index, make the same catalogue; derived fields are the same too."""
-    assert REAL is not None
-    file = Path(REAL) / f"{data.DOCUMENTS}.gz"
-    if not file.is_file():
-        pytest.skip(f"there is no {file.name}")
-    documents = list(json_lines(file))
-    for document, product in zip(documents, shop.catalogue.products.values(), strict=True):
-        loaded = document["product"]
-        assert product.searchable == document["contents"]
-        assert {name: list(values) for name, values in product.options.items()} == loaded["options"]
-        assert (product.price_tag, list(product.features)) == (loaded["Price"], loaded["BulletPoints"])
-        assert list(product.attributes) == loaded["Attributes"]
-    records = [d["product"] | {"pricing": " - ".join(f"${p:,}" for p in d["product"]["pricing"])} for d in documents]
-    (tmp_path / data.ITEMS).write_text(json.dumps(records))
-    (tmp_path / f"{data.ATTRIBUTES}.gz").write_bytes((Path(REAL) / f"{data.ATTRIBUTES}.gz").read_bytes())
-    assert open_catalogue(tmp_path).goals == shop.catalogue.goals
-    said: list[str] = []
-    data.prepare(tmp_path, said.append)  # nothing is fetched, all is checked
-    assert said == [f"{tmp_path}: 1,000 products, 6,910 goals"]
-
-
-@real
-def test_both_buyers_do_on_the_real_goals_what_they_are_said_to_do(shop: Shop) -> None:
-    goals = random.Random(0).sample(shop.catalogue.goals, 200)
-    knows = [task.score_of_visit(shop, goal, knowing_buyer(shop, goal) or []).total for goal in goals]
-    reads = [task.score_of_visit(shop, goal, reading_buyer(shop, goal.text, Look())).total for goal in goals]
-    assert sum(knows) / 200 > 0.95
-    assert 0.7 < sum(reads) / 200 < sum(knows) / 200
-    assert len(task.demos(50, seed=0, path=REAL)) == len(task.reader_demos(50, seed=0, path=REAL)) == 50

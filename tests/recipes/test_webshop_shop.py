@@ -1,29 +1,25 @@
-"""The shop of the recipe `webshop`: actions, places, pages, the env, rewards of whole episodes, scripted
-buyers, and the files a shop is made of."""
+"""The shop of the recipe `webshop`: actions, places, pages and the env. Rows, rewards, buyers, files:
+`test_webshop_task.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.agent.check import check_env
-from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.webshop import data, made, task
-from agent_r1.recipes.webshop.buyers import knowing_buyer, query_of, reading_buyer
+from agent_r1.errors import ConfigError
+from agent_r1.recipes.webshop import made
 from agent_r1.recipes.webshop.data import Catalogue
 from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.pages import Look, cut, page
-from agent_r1.recipes.webshop.shop import BUY, CannotDo, Place, Shop, read_action
-from agent_r1.tasks.panel import panel_hash
-from agent_r1.types import Step, StopReason, TaskRow, Trajectory
-from tests.recipes.test_webshop import GOAL, SCARF, scraped
+from agent_r1.recipes.webshop.shop import MAX_WORDS, CannotDo, Place, Shop, read_action
+from agent_r1.types import TaskRow
+from tests.recipes.test_webshop import SCARF
 
 # Actions and places
 
@@ -36,6 +32,8 @@ from tests.recipes.test_webshop import GOAL, SCARF, scraped
         ("I need a lamp.\nsearch [lamp]", ("search", "lamp")),
         ("click[< Prev]", ("click", "< prev")),
         ("search[size [us] 7]", ("search", "size [us] 7")),
+        ("search[click [pens]", ("search", "click [pens")),
+        ("search[a [new] research [kit]]", ("search", "a [new] research [kit]")),
     ],
 )
 def test_the_last_line_is_the_action(said: str, action: tuple[str, str]) -> None:
@@ -49,8 +47,17 @@ def test_what_is_no_action_is_refused(said: str) -> None:
 
 
 def test_two_actions_are_refused() -> None:
-    with pytest.raises(CannotDo, match="One action at a time"):
-        read_action("search[lamp] click[buy now]")
+    for said in ("search[lamp] click[buy now]", "search[lamp], then Click [buy now]", "click[red]click[buy now]"):
+        with pytest.raises(CannotDo, match="One action at a time"):
+            read_action(said)
+
+
+def test_a_query_is_cut_so_that_an_anchor_is_short() -> None:
+    env = made.MadeShop()
+    env.begin(made.rows("test")[0])
+    env.reply(f"search[lamp {'x' * 200_000}]")
+    assert env.reply("click[next >]").info["anchor"] == f"results 1 lamp {'x' * (MAX_WORDS - 5)}"
+    assert read_action(f"search[{'x' * (MAX_WORDS - 1)} y]") == ("search", "x" * (MAX_WORDS - 1))
 
 
 def walk(shop: Shop, *actions: str) -> Place:
@@ -80,6 +87,18 @@ def test_pages_of_results_turn_and_remember() -> None:
     item = shop.go(second, f"click[{shop.shown(second)[0].asin}]")
     assert shop.go(item, "click[< prev]") == second
     assert shop.go(item, "click[back to search]") == Place()
+
+
+def scarves(count: int) -> Shop:
+    """Equal but for their names, so that a search has them in this order."""
+    return Shop(Catalogue.of([replace(SCARF, asin=f"B{number:02}") for number in range(count)]))
+
+
+def test_a_search_finds_fifty_at_most() -> None:
+    shop = scarves(51)
+    last = walk(shop, "search[scarf]", *["click[next >]"] * 4)
+    assert (len(shop.found(last)), shop.shown(last)[-1].asin) == (50, "B49")
+    assert "next >" not in shop.buttons(last)
 
 
 def test_details_lead_back_to_the_item_and_its_choices() -> None:
@@ -150,8 +169,22 @@ def test_pages_are_short_and_say_what_can_be_clicked() -> None:
     assert (
         page(shop, shop.go(item, "click[features]"), Look(text=19)) == "machine washable...\n[< prev] [back to search]"
     )
+    assert page(shop, shop.go(item, "click[description]"), Look()) == (
+        "A scarf that can be washed by hand.\n[< prev] [back to search]"
+    )
     assert page(shop, shop.go(item, "click[reviews]"), Look()).startswith("There is nothing under reviews.")
     assert shop.go(item, "click[navy blue]").chosen == (("color", "navy blue"),)  # not shown, and still there
+
+
+def test_a_page_has_room_for_something() -> None:
+    shop = Shop(Catalogue.of([SCARF]))
+    item = walk(shop, "search[scarf]", "click[B000000001]")
+    assert "\nsize: 2 values\ncolor: 2 values\n" in page(shop, item, Look(values=4))
+    for setting in ("title", "item_title", "values", "text"):
+        with pytest.raises(ConfigError, match=rf"^{setting}_chars=3 leaves nothing to read: 4 is the least"):
+            Look(**{setting: 3})
+    with pytest.raises(ConfigError, match="text_chars=0"):
+        WebShop(text_chars=0)
 
 
 @given(st.text(), st.integers(4, 50))
@@ -190,6 +223,19 @@ def test_what_stands_in_the_conversation_is_not_shown_again() -> None:
     assert shown[7] == "M00 again. Not yet: color."
 
 
+def test_a_product_is_known_again_though_another_search_found_it() -> None:
+    [row, *_] = made.rows("test")
+    shown = play(made.MadeShop(), row, "search[oak lamp]", "click[M00]", "search[oak]", "click[M00]", "click[< prev]")
+    assert shown[3].startswith("Page 1 of 1")
+    assert shown[4:] == ["M00 again. Not yet: color.", "Page 1 of the results again."]
+
+
+def test_an_episode_knows_nothing_of_the_one_before() -> None:
+    [row, *_] = made.rows("test")
+    env, said = made.MadeShop(), ("search[oak lamp]", "click[M00]", "click[red]")
+    assert play(env, row, *said) == play(env, row, *said)
+
+
 def test_full_pages_are_shown_every_time_on_request() -> None:
     [row, *_] = made.rows("test")
     shown = play(made.MadeShop(full_pages=True), row, "search[oak lamp]", "click[M00]", "click[red]", "nonsense")
@@ -224,133 +270,3 @@ def test_every_transition_tells_where_the_action_was_taken_and_the_last_what_was
     assert replies[-1].info["bought"] == {"asin": "M00", "options": {"color": "red"}}
     assert json.loads(json.dumps(replies[-1].info)) == replies[-1].info
     assert all(reply.reward == 0 for reply in replies)
-
-
-# Rows, rewards, demonstrations
-
-
-def rewarded(row: TaskRow, *actions: str) -> dict[str, float]:
-    env = made.MadeShop()
-    env.begin(row)
-    steps = [
-        Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], info=env.reply(action).info)
-        for action in actions
-    ]
-    played = Trajectory(row_id=row.row_id, trajectory_id="t", steps=steps, stop=StopReason.ANSWERED)
-    return asyncio.run(made.reward(row, played))
-
-
-def test_every_made_goal_is_paid_in_full_when_it_is_met() -> None:
-    for row in made.rows("train") + made.rows("test"):
-        [(_, color)] = row.ground_truth["options"]
-        asin = row.ground_truth["asin"]
-        title = made.shop().catalogue.products[asin].title
-        parts = rewarded(row, f"search[{title}]", f"click[{asin}]", f"click[{color}]", "click[buy now]")
-        assert parts["reward"] == parts["success"] == 1.0
-        assert set(parts) == {"reward", "success", "bought", "type", "attributes", "options", "price", "refused"}
-
-
-def test_a_poor_purchase_earns_a_part_and_none_earns_nothing() -> None:
-    row = next(row for row in made.rows("train") if row.ground_truth["asin"] == "M01")  # a tin lamp
-    [(_, color)] = row.ground_truth["options"]
-    cheap = rewarded(row, "search[oak lamp]", "hm", "click[M00]", f"click[{color}]", "click[buy now]")
-    assert (cheap["reward"], cheap["refused"]) == (1.0, 1.0)  # an oak lamp is a lamp too: same type, attribute, colour
-    assert rewarded(row, "search[oak lamp]", "click[M00]", "click[buy now]")["reward"] == pytest.approx(2 / 3)
-    tin_box = rewarded(row, "search[tin box]", "click[M07]", f"click[{color}]", "click[buy now]")
-    assert (tin_box["type"], tin_box["price"]) == (1.0, 0.0)  # half of the nouns are the same; 54 dollars
-    assert rewarded(row, "search[tin lamp]")["reward"] == rewarded(row)["reward"] == 0.0
-
-
-def test_rows_have_fixed_names_and_splits_do_not_overlap() -> None:
-    train, test = made.rows("train"), made.rows("test")
-    assert (len(train), len(test)) == (28, 8)
-    assert [row.row_id for row in test] == [f"goal-{index}" for index in range(8)]
-    assert not {row.row_id for row in train} & {row.row_id for row in test}
-    assert made.rows("train", 3) == train[:3]
-    with pytest.raises(ConfigError, match="no split 'valid'"):
-        made.rows("valid")
-
-
-def test_the_buyer_who_knows_is_shown_only_where_it_is_right() -> None:
-    shop = made.shop()
-    shown = made.demos(20, seed=1)
-    assert len(shown) == 20
-    assert shown != made.demos(20, seed=2)
-    for row, said in shown:
-        assert said[-1] == f"click[{BUY}]"
-        assert rewarded(row, *said)["reward"] == 1.0
-    never = [(row, replace(GOAL, asin="M00", options=(("color", "pink"),))) for row, _ in shown]
-    with pytest.raises(DataError, match="none of 20 goals can be demonstrated"):
-        task.buyer_demos(shop, never, 1, 0, lambda shop, goal: knowing_buyer(shop, replace(goal, options=())))
-
-
-def test_the_buyer_who_reads_opens_products_until_one_has_what_is_wanted() -> None:
-    red = replace(SCARF, asin="B000000003", options={"color": ("dark red",), "size": ("large",)}, title="Plain Scarf")
-    blue = replace(SCARF, options={"color": ("navy blue",), "size": ("large", "small")}, title="Soft Touch Scarf")
-    shop = Shop(Catalogue.of([blue, red]))
-    assert reading_buyer(shop, GOAL.text, Look()) == [
-        "search[soft touch scarves with color: dark red, and size: large]",
-        "click[B000000001]",  # its title says more
-        "click[< prev]",
-        "click[B000000003]",
-        "click[dark red]",
-        "click[large]",
-        "click[buy now]",
-    ]
-    dear = replace(red, asin="B000000004", prices=(80.0,))
-    assert "click[B000000004]" not in reading_buyer(Shop(Catalogue.of([dear, red])), GOAL.text, Look())
-    assert reading_buyer(Shop(Catalogue.of([replace(SCARF, title="Cap", description="", features=("",), options={})])),
-                         "Find me tents", Look()) == ["search[tents]"]  # fmt: skip
-
-
-def test_queries_leave_out_courtesies_and_price() -> None:
-    assert query_of(GOAL.text) == "soft touch scarves with color: dark red, and size: large"
-    assert query_of("i want a scarf") == "i want a scarf"
-
-
-# Files
-
-
-def write_folder(folder: Path, *, zipped: bool) -> None:
-    folder.mkdir()
-    records = [scraped(asin=f"B00000000{index}", name=f"Oak Chair {index}") for index in range(3)]
-    wish = {"attributes": ["solid wood"], "instruction": "Find me chairs", "instruction_attributes": ["solid wood"]}
-    mined = {record["asin"]: wish for record in records}
-    human = {
-        "B000000001": [{"instruction": "a chair", "instruction_attributes": ["solid wood"], "instruction_options": []}]
-    }
-    for name, content in ((data.ITEMS, records), (data.ATTRIBUTES, mined), (data.HUMAN, human)):
-        text = json.dumps(content).encode()
-        (folder / f"{name}{'.gz' if zipped else ''}").write_bytes(gzip.compress(text) if zipped else text)
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-def test_a_folder_is_read_in_the_original_form(tmp_path: Path, zipped: bool) -> None:
-    write_folder(tmp_path / "shop", zipped=zipped)
-    rows = task.rows("test", path=str(tmp_path / "shop"))
-    assert len(rows) == 6  # three chairs in two colours
-    assert len(task.rows("human", path=str(tmp_path / "shop"))) == 1
-    assert panel_hash(rows) == panel_hash([replace(row, extra_info={}) for row in rows])  # wherever the folder is
-    env = WebShop()
-    env.begin(rows[0])
-    assert env.reply("search[chair]").text.startswith("Page 1 of 1")
-
-
-def test_missing_and_wrong_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no items_shuffle_1000.json or documents_1k.jsonl .*agent-r1 data recipe"):
-        task.rows("test", path=str(tmp_path))
-    (tmp_path / data.ITEMS).write_text("<html>")
-    with pytest.raises(DataError, match=r"no items_ins_v2_1000\.json"):
-        task.rows("test", path=str(tmp_path))
-    (tmp_path / data.ATTRIBUTES).write_text("{}")
-    with pytest.raises(DataError, match="not JSON"):
-        task.rows("test", path=str(tmp_path))
-    (tmp_path / data.ITEMS).write_text("{}")
-    with pytest.raises(DataError, match="holds dict, not list"):
-        task.rows("test", path=str(tmp_path))
-
-
-def test_prepared_files_must_make_the_published_goals(tmp_path: Path) -> None:
-    write_folder(tmp_path / "shop", zipped=False)
-    with pytest.raises(DataError, match=r"makes 6 goals .* not the 6,910"):
-        data.prepare(tmp_path / "shop", lambda line: None)

@@ -13,19 +13,23 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from agent_r1.errors import DataError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synthetic_goals
 from agent_r1.recipes.webshop.products import Product, read_products
 from agent_r1.tasks.download import data_dir, fetch
 from agent_r1.tasks.files import json_lines, plain_or_gzipped
+from agent_r1.types import TaskRow
 
 Say = Callable[[str], None]
 
 FOLDER = "webshop"  # under which the data are kept
+FOLDER_KEY = "folder"  # in a row's extra_info
+PACKAGES = ("bm25s", "Stemmer", "rapidfuzz")  # of search and score
 ITEMS, DOCUMENTS = "items_shuffle_1000.json", "documents_1k.jsonl"  # the products, in either form
 ATTRIBUTES, HUMAN = "items_ins_v2_1000.json", "items_human_ins.json"
 NUM_GOALS, GOALS_SHA256 = 6910, "b4f63d12959f636907cb474bdbffc724e57316e3cf073cb5ea4183eec6edfc2e"
@@ -54,6 +58,7 @@ class Catalogue:
 
     @staticmethod
     def of(products: Iterable[Product]) -> Catalogue:
+        _require_packages()
         sold = list(products)
         prices = draw_prices(sold)
         return Catalogue(
@@ -66,6 +71,16 @@ class Catalogue:
 
 def catalogue_folder(path: str | None) -> Path:
     return data_dir(FOLDER) if path is None else Path(path).expanduser().resolve()
+
+
+def folder_of(row: TaskRow) -> Path:
+    """Where env and reward find the products of a row."""
+    if not row.extra_info.get(FOLDER_KEY):
+        raise DataError(
+            f"row {row.row_id!r} does not say where its products are (extra_info.{FOLDER_KEY}): make rows with "
+            "webshop's task.rows"
+        )
+    return Path(row.extra_info[FOLDER_KEY])
 
 
 def open_catalogue(folder: Path) -> Catalogue:
@@ -129,10 +144,24 @@ def _read_catalogue(folder: Path) -> Catalogue:
         )
     human = plain_or_gzipped(folder / HUMAN)
     if file.name.startswith(DOCUMENTS):
-        records: Iterable[Mapping[str, Any]] = (document["product"] for document in json_lines(file))
+        records: Iterable[Any] = (_product_in(document) for document in json_lines(file))
     else:
         records = _json(file, list)
     return Catalogue.of(read_products(records, _json(mined, dict), _json(human, dict) if human else {}, str(file)))
+
+
+def _require_packages() -> None:
+    """To be told before the first episode. Without the one of the score, only those that buy something would fail."""
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"the shop needs the package {name}: pip install 'agent-r1[webshop]'") from error
+
+
+def _product_in(document: Any) -> Any:
+    """None, which is no product either, where there is none."""
+    return document.get("product") if isinstance(document, dict) else None
 
 
 def _products_file(folder: Path) -> Path | None:

@@ -5,11 +5,10 @@ It never sees what counts as right. What was bought goes into `info["bought"]`, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from agent_r1.agent.text_env import Reply, TextEnv
+from agent_r1.recipes.webshop.data import folder_of
 from agent_r1.recipes.webshop.pages import Look, again, choice, page
 from agent_r1.recipes.webshop.shop import CannotDo, Place, Shop, open_shop
 from agent_r1.types import TaskRow
@@ -21,6 +20,7 @@ class WebShop(TextEnv):
     """`full_pages` shows the whole page after every action, for contexts that forget; without it, what stands in the
     conversation already is not shown again. The other settings are those of `Shop` and `Look`."""
 
+    deterministic: ClassVar[bool] = True
     system: ClassVar[str] = (
         "You shop for a customer. Say search[words] to search, click[button] to use a button: they stand in [ ]. "
         "Choose the wanted options, then buy."
@@ -40,7 +40,7 @@ class WebShop(TextEnv):
         self._look = Look(title=title_chars, item_title=item_title_chars, values=values_chars, text=text_chars)
 
     def open(self, row: TaskRow) -> Shop:
-        return open_shop(Path(row.extra_info["folder"]), show_attributes=self._show_attributes)
+        return open_shop(folder_of(row), show_attributes=self._show_attributes)
 
     def begin(self, row: TaskRow) -> str:
         self._shop, self._place = self.open(row), Place()
@@ -63,7 +63,8 @@ class WebShop(TextEnv):
         if not self._full_pages and place.page in ("results", "item"):
             if self._place.page == place.page == "item":
                 return choice(self._shop, place)
-            known = replace(place, chosen=())  # a product's page is the same page whatever is chosen
+            # A product's page is the same page however it was found and whatever is chosen.
+            known = Place(page="item", asin=place.asin) if place.page == "item" else place
             if known in self._shown:
                 return again(self._shop, place)
             self._shown.add(known)

@@ -7,12 +7,14 @@ long texts cut. Whatever is cut can still be clicked.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from agent_r1.errors import ConfigError
 from agent_r1.recipes.webshop.products import Product
 from agent_r1.recipes.webshop.shop import ATTRIBUTES, PER_PAGE, Place, Shop
 
 CUT = "..."
+LEAST = len(CUT) + 1  # characters of a text that is cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,11 @@ class Look:
     item_title: int = 200
     values: int = 400  # of one option
     text: int = 600  # of a description and the like
+
+    def __post_init__(self) -> None:
+        for name, limit in asdict(self).items():
+            if limit < LEAST:
+                raise ConfigError(f"{name}_chars={limit} leaves nothing to read: {LEAST} is the least")
 
 
 def page(shop: Shop, place: Place, look: Look) -> str:
@@ -82,7 +89,7 @@ def _values(values: Iterable[str], limit: int) -> str:
     for value in distinct:
         left -= len(value) + 3
         if left < 0:
-            return f"{' '.join(shown)} and {len(distinct) - len(shown)} more"
+            return f"{' '.join(shown)} and {len(distinct) - len(shown)} more" if shown else f"{len(distinct)} values"
         shown.append(f"[{value}]")
     return " ".join(shown)
 

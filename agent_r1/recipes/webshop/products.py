@@ -14,9 +14,9 @@ from typing import Any
 
 from agent_r1.errors import DataError
 
-UNKNOWN_PRICE = 100.0  # what the original charges where no price was scraped
+UNKNOWN_PRICE = 100.0  # what the original charges where no price was scraped; here also where none can be read
 ASIN_CHARS = 10
-_NOT_A_NUMBER = re.compile(r"[^\d.]")
+_NOT_A_NUMBER, _NUMBER = re.compile(r"[^\d.]"), re.compile(r"\d+\.?\d*|\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +75,22 @@ def read_products(
 
 def _product(record: Mapping[str, Any], mined: Mapping[str, Any], instructions: Iterable[Mapping[str, Any]]) -> Product:
     features = record["small_description"]
+    listed = features if isinstance(features, list) else [features]
     return Product(
         asin=record["asin"],
-        title=record["name"],
-        description=record["full_description"],
-        features=tuple(features) if isinstance(features, list) else (features,),
+        title=_text(record["name"], "name"),
+        description=_text(record["full_description"], "full_description"),
+        features=tuple(_text(feature, "small_description") for feature in listed) or ("",),
         prices=_prices(record.get("pricing")),
         options=_options(record["customization_options"]),
         attributes=tuple(mined.get("attributes", ("DUMMY_ATTR",))),  # the original's name for having none
-        categories=record["product_category"],
+        categories=_text(record["product_category"], "product_category"),
         query=record["query"].lower().strip(),
         instruction=mined.get("instruction"),
         instruction_attributes=tuple(mined.get("instruction_attributes") or ()),
         human=tuple(
             HumanInstruction(
-                text=one["instruction"],
+                text=_text(one["instruction"], "instruction"),
                 attributes=tuple(one["instruction_attributes"]),
                 options=tuple(one["instruction_options"]),
             )
@@ -100,19 +101,24 @@ def _product(record: Mapping[str, Any], mined: Mapping[str, Any], instructions: 
 
 def _prices(pricing: str | list[float] | None) -> tuple[float, ...]:
     """Of "$19.99 - $27.99", or of a list that was read from it."""
-    if not pricing:
-        return (UNKNOWN_PRICE,)
     if isinstance(pricing, str):
-        pricing = [float(_NOT_A_NUMBER.sub("", part)) for part in pricing.split("$")[1:]]
-    return tuple(float(price) for price in pricing[:2])
+        parts = [_NOT_A_NUMBER.sub("", part) for part in pricing.split("$")[1:]]
+        pricing = [float(part) for part in parts if _NUMBER.fullmatch(part)]
+    return tuple(float(price) for price in pricing[:2]) if pricing else (UNKNOWN_PRICE,)
 
 
 def _options(customization: Mapping[str, list[Mapping[str, Any]] | None] | str | None) -> dict[str, tuple[str, ...]]:
-    """Scraped as "" where there are none."""
+    """Scraped as "" where there are none. An option without values would leave its product without a goal."""
     if not customization or isinstance(customization, str):
         return {}
     return {
         name.lower(): tuple(content["value"].strip().replace("/", " | ").lower() for content in contents)
         for name, contents in customization.items()
-        if contents is not None
+        if contents
     }
+
+
+def _text(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field} is {value!r:.80}, not text")
+    return value

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agent_r1.errors import ConfigError
 from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.products import Product
 
@@ -96,11 +95,9 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 def alike(one: str, other: str) -> bool:
     """Whether the words of one stand in the other, or nearly: the token set ratio of the `thefuzz` package."""
-    try:
-        from rapidfuzz.fuzz import token_set_ratio
-        from rapidfuzz.utils import default_process
-    except ImportError as error:
-        raise ConfigError("the shop's reward needs the package rapidfuzz: pip install 'agent-r1[webshop]'") from error
+    from rapidfuzz.fuzz import token_set_ratio
+    from rapidfuzz.utils import default_process
+
     plain = [default_process(text.translate(_LATIN)) for text in (one, other)]
     return round(token_set_ratio(*plain)) > ALIKE
 

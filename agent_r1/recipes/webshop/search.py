@@ -35,11 +35,8 @@ class ProductSearch:
     """The index of a shop. Never changes, so every episode and every thread may use it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        try:
-            import bm25s
-            import Stemmer  # noqa: F401 (used later, missed now)
-        except ImportError as error:
-            raise ConfigError("the shop's search needs two packages: pip install 'agent-r1[webshop]'") from error
+        import bm25s
+
         self._stems: dict[str, int] = {}  # stem -> id
         split = [split_words(text) for text in texts]
         stem_of = {word: _stem(word) for word in sorted({word for words in split for word in words})}

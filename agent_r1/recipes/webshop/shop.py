@@ -21,10 +21,11 @@ MAX_RESULTS, PER_PAGE = 50, 10
 BACK, NEXT, PREV, BUY = "back to search", "next >", "< prev", "buy now"
 DETAILS = ("description", "features", "reviews")
 ATTRIBUTES = "attributes"  # a fourth, if the shop shows it
+MAX_WORDS = 1000  # characters of a query: it is kept with the trajectory, and by the search
 MAX_QUOTED = 60  # of what was said, in an answer
 
 _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE)
-_ANOTHER = re.compile(r"\]\s*(?:search|click)\s*\[", re.IGNORECASE)
+_VERB = re.compile(r"\b(?:search|click)\s*\[", re.IGNORECASE)
 _OPENING = Lock()
 
 
@@ -123,14 +124,15 @@ class Shop:
 
 
 def read_action(said: str) -> tuple[str, str]:
-    """`search` or `click`, and with what. It is the last line that counts: whatever is before may be thought."""
+    """`search` or `click`, and with what, cut to `MAX_WORDS` characters. It is the last line that counts: whatever is
+    before may be thought."""
     last = said.strip().rpartition("\n")[2].strip()
     action = _ACTION.fullmatch(last)
     if action is None or not action[2].strip():
         raise CannotDo("Say search[words] or click[button].")
-    if _ANOTHER.search(last):
+    if _VERB.search(last, last.index("]")):
         raise CannotDo("One action at a time.")
-    return action[1].lower(), " ".join(action[2].lower().split())
+    return action[1].lower(), " ".join(action[2].lower().split())[:MAX_WORDS].rstrip()
 
 
 def open_shop(folder: Path, *, show_attributes: bool = False) -> Shop:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.webshop.buyers import knowing_buyer, reading_buyer
-from agent_r1.recipes.webshop.data import Catalogue, catalogue_folder, open_catalogue
+from agent_r1.recipes.webshop.data import FOLDER_KEY, Catalogue, catalogue_folder, folder_of, open_catalogue
 from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.score import Score, judge
@@ -30,10 +29,16 @@ def rows(split: str, count: int | None = None, path: str | None = None) -> list[
 
 
 def named_goals(split: str, catalogue: Catalogue, num_test: int = NUM_TEST) -> list[tuple[str, Goal]]:
-    """A goal is named by its place in the order of the original, whatever the split."""
+    """A goal is named by its place in the order of the original, whatever the split.
+
+    A product that lists a value twice has the same goal twice: what is in test is left out of train.
+    """
     goals = [(f"goal-{index}", goal) for index, goal in enumerate(catalogue.goals)]
+    test = goals[:num_test]
+    held_out = {goal.text for _, goal in test}
+    train = [(name, goal) for name, goal in goals[num_test:] if goal.text not in held_out]
     human = [(f"human-{index}", goal) for index, goal in enumerate(catalogue.human)]
-    splits = {"train": goals[num_test:], "test": goals[:num_test], "human": human}
+    splits = {"train": train, "test": test, "human": human}
     if split not in splits:
         raise ConfigError(f"WebShop has no split {split!r}.{did_you_mean(split, splits)}")
     return splits[split]
@@ -51,13 +56,13 @@ def as_row(goal: Goal, name: str, folder: str) -> TaskRow:
         row_id=name,
         reward_model={"style": "rule", "ground_truth": truth},
         data_source="webshop",
-        extra_info={"folder": folder},  # where env and reward find the products; no part of a panel's hash
+        extra_info={FOLDER_KEY: folder},  # where env and reward find the products; no part of a panel's hash
     )
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """The published score, and its parts. An episode that buys nothing earns nothing."""
-    return judged(row, trajectory, open_catalogue(Path(row.extra_info["folder"])))
+    return judged(row, trajectory, open_catalogue(folder_of(row)))
 
 
 def judged(row: TaskRow, trajectory: Trajectory, catalogue: Catalogue) -> dict[str, float]:
