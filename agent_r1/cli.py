@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -25,6 +25,9 @@ from agent_r1.cli_search import app as search
 from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
 from agent_r1.config_layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
+
+if TYPE_CHECKING:
+    from agent_r1.run.build import Plan
 
 
 class Stopped(Exception):
@@ -92,7 +95,7 @@ def train_command(
     config = load_config(recipe, overrides or ())
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
-        _print_plan(config, _training_plan(config))
+        _print_plan(config, _training_plan(config, plan))
         return
     directory = RunDir.create(run or new_run_path(config), config)
     console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
@@ -114,7 +117,7 @@ def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
         raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has done {done} steps already; give more")
     plan = build_plan(config, resume=done is not None)
     if dry_run:
-        _print_plan(config, _training_plan(config, done))
+        _print_plan(config, _training_plan(config, plan, done))
         return
     if changes:
         with directory.locked():
@@ -133,9 +136,9 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     config = load_config(recipe, overrides or ())
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
-    build_plan(config)  # finds what is wrong before a run directory or a model exists
+    plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
-        _print_plan(config, f"{_warm_start_plan(config)}, evaluated on {_held_out(config)}")
+        _print_plan(config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows")
         return
     path = new_run_path(config)
     directory = RunDir.create(run or path.with_name(f"{path.name}-sft"), config)
@@ -303,7 +306,7 @@ def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[
     return parse_config(tree)
 
 
-def _training_plan(config: RunConfig, done: int | None = None) -> str:
+def _training_plan(config: RunConfig, plan: Plan, done: int | None = None) -> str:
     """`done` is the step of the checkpoint to go on from, where there is one."""
     rollout, trainer = config.rollout, config.trainer
     imitates = config.sft.demos is not None or config.sft.trajectories is not None
@@ -313,7 +316,7 @@ def _training_plan(config: RunConfig, done: int | None = None) -> str:
         start = f"{_warm_start_plan(config)}, then {trainer.steps}" if imitates else f"{trainer.steps}"
     return (
         f"{start} steps of {config.algorithm.name}, {rollout.rows_per_step} rows x {rollout.group_size} attempts each, "
-        f"evaluated every {trainer.eval_every} on {_held_out(config)}"
+        f"evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows"
     )
 
 
@@ -324,10 +327,6 @@ def _warm_start_plan(config: RunConfig) -> str:
     else:
         what = f"the trajectories of {sft.trajectories} with a reward of at least {sft.min_reward:g}"
     return f"warm start of {sft.epochs} epochs on {what}"
-
-
-def _held_out(config: RunConfig) -> str:
-    return f"{config.eval.rows or 'all'} held-out rows"
 
 
 def _print_plan(config: RunConfig, plan: str) -> None:

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.env import AgentEnv, make_env, merge_env_kwargs
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_run import run_tool
 from agent_r1.types import Action, Observation, TaskRow, Transition
@@ -30,15 +30,17 @@ class _Play:
     ends: list[tuple[bool, str]]
 
 
-async def check_env(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:
-    """Drive fresh envs through the same actions, until they run out or the env terminates.
+async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:
+    """Drive fresh envs through the same actions, until they run out or the env terminates. A class is made with the
+    `env_kwargs` of the row; what needs more is given as a function.
 
     The rules: observations and transitions are well formed; the row stays as it was; an observation once given does not
     change; the same actions give the same play; the answer, here replaced by a canary, is never shown; `close` may come
     at any time and twice.
     """
+    make = _maker(env, row) if isinstance(env, type) else env
     before = deepcopy(row)
-    first, second = [await _play(make_env, row, actions) for _ in range(2)]
+    first, second = [await _play(make, row, actions) for _ in range(2)]
     changed = [name for name in TaskRow.__dataclass_fields__ if getattr(row, name) != getattr(before, name)]
     assert not changed, f"the env changed the {changed[0]} of row {row.row_id!r}; other episodes share it, so copy it"
     for index, (one, other) in enumerate(zip(first.observations, second.observations, strict=False)):
@@ -51,11 +53,17 @@ async def check_env(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Seq
         f"but rewards {first.rewards} and {second.rewards}, ends {first.ends} and {second.ends}"
     )
     # The canary is put within reach even of an env that has no business reading it: if it looks, it is caught.
-    for index, observation in enumerate((await _play(make_env, _marked(row), actions, hide=False)).observations):
+    for index, observation in enumerate((await _play(make, _marked(row), actions, hide=False)).observations):
         text = _shown(observation)
         seen = CANARY in text or str(CANARY_NUMBER) in text
         assert not seen, f"observation {index} shows the answer to the policy: {text[:200]}"
-    await _close_twice(make_env())  # an episode may fail before its reset
+    await _close_twice(make())  # an episode may fail before its reset
+
+
+def _maker(env: type[AgentEnv], row: TaskRow) -> Callable[[], AgentEnv]:
+    kwargs = merge_env_kwargs({}, row)
+    kwargs.pop("env_type", None)
+    return lambda: make_env(env, env.__name__, kwargs)
 
 
 async def check_tool(

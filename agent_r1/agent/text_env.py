@@ -40,7 +40,7 @@ class TextEnv(AgentEnv):
 
     @abstractmethod
     def begin(self, row: TaskRow) -> str | Awaitable[str]:
-        """Start the episode and return the first thing that is shown."""
+        """Start the episode and return the first thing that is shown; of the row's prompt, what is said here."""
 
     @abstractmethod
     def reply(self, said: str) -> Reply | Awaitable[Reply]:
@@ -49,6 +49,8 @@ class TextEnv(AgentEnv):
     async def reset(self, row: TaskRow) -> Observation:
         shown = self.begin(row)
         first = await shown if inspect.isawaitable(shown) else shown
+        if not isinstance(first, str):
+            raise TypeError(f"{type(self).__name__}.begin returned {type(first).__name__} instead of a text")
         system = [{"role": "system", "content": self.system}] if self.system else []
         self._messages: list[Message] = [*system, {"role": "user", "content": first}]
         return Observation(messages=self._messages)
