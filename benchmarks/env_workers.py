@@ -30,6 +30,7 @@ EPISODES = 32
 STEPS = {Trivial: 100, Computing: 10, Blocking: 10}  # of each episode
 PROCESSES = (1, 2, 4)
 REPEATS = 7
+NAMES = {Trivial: "does nothing", Computing: "computes for 2 ms", Blocking: "blocks for 5 ms"}
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}])
 ACTION = Action(text="go north", token_ids=list(range(10)))
 
@@ -84,7 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pools = {f"{count} process{'es' * (count > 1)}": EnvPool(processes=count, step_seconds=60) for count in PROCESSES}
     load = os.getloadavg()[0]
-    worlds = {world.__name__.lower(): measure(world, pools) for world in (Trivial, Computing, Blocking)}
+    worlds = {name: measure(world, pools) for world, name in NAMES.items()}
     for pool in pools.values():
         pool.close()
     result: dict[str, Any] = {

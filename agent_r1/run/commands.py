@@ -347,7 +347,7 @@ def _how(settings: EvalConfig) -> str:
 
 
 def _log_to(path: Path) -> None:
-    """Tracebacks of failed episodes go to the run's log, not over the live display."""
+    """Tracebacks of failed episodes and what env processes print go to the run's log, not over the live display."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("agent_r1")
@@ -356,3 +356,4 @@ def _log_to(path: Path) -> None:
         old.close()
     package.addHandler(handler)
     package.propagate = False
+    logging.getLogger("agent_r1.agent.workers").setLevel(logging.INFO)

@@ -70,7 +70,9 @@ def test_it_keeps_the_contract_of_envs(pool: EnvPool) -> None:
     asyncio.run(check_env(lambda: counting(pool), row(), ["1", "2", "end"]))
 
 
-def test_two_hundred_episodes_on_two_processes_keep_their_own_counts(pool: EnvPool) -> None:
+def test_two_hundred_episodes_on_two_processes_keep_their_own_counts() -> None:
+    pool = EnvPool(processes=2, step_seconds=60)  # where nobody else is
+
     async def one(number: int) -> tuple[float, set[int]]:
         texts = [str(number), str(number), "1", "end"]
         shown = await play(counting(pool, start=number % 7), texts, row_id=f"r{number}")
@@ -86,6 +88,7 @@ def test_two_hundred_episodes_on_two_processes_keep_their_own_counts(pool: EnvPo
     assert all(len(hosts) == 1 for _, hosts in played)  # an episode stays where it began
     hosts = [next(iter(hosts)) for _, hosts in played]
     assert {hosts.count(pid) for pid in hosts} == {100}  # two processes, evenly
+    pool.close()
 
 
 def test_messages_may_be_larger_than_what_a_socket_holds(pool: EnvPool) -> None:
@@ -312,6 +315,22 @@ def test_a_pool_that_nobody_holds_ends_its_processes() -> None:
     del own
     gc.collect()
     assert wait_until(lambda: not is_alive(pid))
+
+
+def test_an_env_that_nobody_closes_leaves_its_process_when_it_is_forgotten() -> None:
+    own = EnvPool(processes=1, step_seconds=60)
+
+    async def forgetful() -> None:
+        for _ in range(5):
+            await counting(own).reset(row())
+        gc.collect()
+        env = counting(own)
+        await env.reset(row())
+        [host] = own._hosts
+        assert list(host.hosted) == [env._hosted.number]
+
+    asyncio.run(forgetful())
+    own.close()
 
 
 def test_one_episode_at_a_time_needs_one_process() -> None:

@@ -7,25 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
+import resource
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import Escaped
-from agent_r1.agent.workers import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvPool, EnvStartError, WorkerEnv
-from agent_r1.agent.workers.pool import MAX_REPLAYS
+from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvPool, EnvStartError, process
 from agent_r1.types import Transition
-from tests.agent.worker_worlds import Counting, Fickle, Sure, action, is_alive, play, row, wait_until
+from tests.agent.worker_worlds import (
+    Counting,
+    Library,
+    Sure,
+    action,
+    is_alive,
+    outcome,
+    pid_of,
+    play,
+    row,
+    run,
+    started,
+    wait_until,
+)
 
 ROOT = Path(__file__).parents[2]
-STARTED: list[WorkerEnv] = []
 
 
 @pytest.fixture(scope="module")
@@ -54,48 +64,6 @@ def fail_to_prepare() -> None:
     raise ImportError("no module named 'castle'")
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """And close what the test has started."""
-
-    async def closing() -> None:
-        try:
-            await work
-        finally:
-            while STARTED:
-                await STARTED.pop().close()
-
-    asyncio.run(closing())
-
-
-async def started(pool: EnvPool, cls: type[AgentEnv], row_id: str, *numbers: int) -> WorkerEnv:
-    """An env in the middle of an episode."""
-    env = pool.env(cls, cls.__name__, {})
-    STARTED.append(env)
-    await env.reset(row(row_id))
-    for number in numbers:
-        await env.step(action(str(number)))
-    return env
-
-
-async def outcome(work: Coroutine[Any, Any, Transition]) -> Transition | Exception:
-    try:
-        return await work
-    except Exception as error:  # noqa: BLE001 (looked at by the test)
-        return error
-
-
-async def pid_of(env: AgentEnv) -> int:
-    return int((await env.step(action("0"))).info["pid"])
-
-
-async def kill(pid: int, *, noticed: bool) -> None:
-    """`noticed`: by the event loop, before somebody asks the process for something."""
-    os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not is_alive(pid))
-    if noticed:
-        await asyncio.sleep(0.05)
-
-
 # One that crashes
 
 
@@ -106,6 +74,7 @@ async def kill(pid: int, *, noticed: bool) -> None:
         ("segfault", r"was ended by signal 11 \(Segmentation fault\)"),
         ("exit", "ended itself with exit status 3"),
         ("garbage", r"sent what is no answer \(a frame of 4294967295 bytes\) and was killed"),
+        ("forge", r"sent what is no answer \(number 0 where \d+ of \d+ have come\) and was killed"),
     ],
 )
 def test_a_crash_fails_its_episode_and_the_next_one_has_a_new_process(pool: EnvPool, trick: str, how: str) -> None:
@@ -131,87 +100,15 @@ def test_a_crash_says_in_the_log_where(pool: EnvPool, caplog: pytest.LogCaptureF
     assert "in _segfault" in caplog.text  # its Python stack
 
 
-# Those beside it
-
-
-def test_neighbours_are_played_again_and_never_notice(pool: EnvPool) -> None:
-    async def crashed() -> None:
-        bomb = await started(pool, Counting, "bomb")
-        calm = await started(pool, Sure, "calm", 1, 2)
-        busy = await started(pool, Sure, "busy", 10)
-        before = await pid_of(calm)
-        fresh = pool.env(Counting, "counting", {})
-        ended, added, reset = await asyncio.gather(
-            outcome(bomb.step(action("die"))),
-            busy.step(action("20")),  # waits behind it, and has not begun
-            fresh.reset(row("fresh")),  # has no past, so nothing is lost that could not be had again
-        )
-        assert isinstance(ended, EnvCrashed)
-        assert added.observation is not None
-        assert added.observation.messages == [{"role": "user", "content": "busy: 30"}]
-        assert reset.messages == [{"role": "user", "content": "fresh: 0"}]
-        # 1 + 2 + 0 (asked for its process) before it was moved, 4 after
-        assert (await calm.step(action("4"))).info["pid"] != before
-        assert (await calm.step(action("end"))).reward == 7.0
-        assert [schema["function"]["name"] for schema in calm.tool_schemas] == ["add"]
-
-    run(crashed())
-
-
-def test_neighbours_that_cannot_be_played_again_fail_with_the_reason(pool: EnvPool) -> None:
-    async def crashed() -> None:
-        bomb = await started(pool, Counting, "bomb")
-        calm, busy = await started(pool, Counting, "calm", 1), await started(pool, Counting, "busy", 1)
-        fickle = await started(pool, Fickle, "fickle", 1)
-        _, waiting = await asyncio.gather(outcome(bomb.step(action("exit"))), outcome(busy.step(action("1"))))
-        reason = (
-            "the process of the env ended itself with exit status 3 during step of Counting of row 'bomb'; Counting "
-            "cannot be played again, as it is not deterministic"
-        )
-        for lost in (waiting, await outcome(calm.step(action("1")))):
-            assert isinstance(lost, EnvLost)
-            assert str(lost) == reason
-        with pytest.raises(EnvLost, match=r"failed at call 0 \(reset\): it showed something else"):
-            await fickle.step(action("1"))
-        assert await play(pool.env(Counting, "counting", {}), ["1"])
-
-    run(crashed())
-
-
-def test_a_neighbour_that_has_failed_before_is_not_played_again(pool: EnvPool) -> None:
-    async def crashed() -> None:
-        bomb, hurt = await started(pool, Counting, "bomb"), await started(pool, Sure, "hurt", 1)
-        with pytest.raises(KeyError):
-            await hurt.step(action("raise"))  # who knows what it did before
-        await outcome(bomb.step(action("die")))
-        with pytest.raises(EnvLost, match="cannot be played again"):
-            await hurt.step(action("1"))
-
-    run(crashed())
-
-
-def test_a_process_that_dies_between_calls_is_replaced_but_not_for_ever(pool: EnvPool) -> None:
-    async def killed() -> None:
-        sure, counting = await started(pool, Sure, "sure", 5), await started(pool, Counting, "plain", 5)
-        for turn in range(MAX_REPLAYS):
-            await kill(await pid_of(sure), noticed=turn % 2 == 0)
-        assert (await sure.step(action("end"))).reward == 5.0
-        with pytest.raises(EnvLost, match=r"was ended by signal 9 \(Killed\) during no call; Counting cannot"):
-            await counting.step(action("1"))
-        await kill(await pid_of(sure), noticed=True)
-        with pytest.raises(EnvLost, match=f"Sure was played again {MAX_REPLAYS} times already"):
-            await sure.step(action("1"))
-
-    run(killed())
-
-
 # One that hangs
 
 
 @pytest.mark.parametrize("trick", ["hang", "hang in c"])
 def test_what_hangs_is_killed_and_its_neighbours_go_on(
-    impatient: EnvPool, trick: str, caplog: pytest.LogCaptureFixture
+    impatient: EnvPool, trick: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process, "TRACE_SECONDS", 60.0)  # this machine may be busy
+
     async def hung() -> None:
         stuck, calm = await started(impatient, Counting, "stuck"), await started(impatient, Sure, "calm", 1)
         failed, added = await asyncio.gather(outcome(stuck.step(action(trick))), calm.step(action("2")))
@@ -222,6 +119,18 @@ def test_what_hangs_is_killed_and_its_neighbours_go_on(
 
     run(hung())
     assert "in _hang" in caplog.text  # where it hung
+
+
+def test_the_first_import_of_its_module_is_not_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first would pay for it, and then the next one, in a process that has imported nothing either."""
+    late = "import sys, time\nfrom tests.agent.worker_worlds import Counting\nclass Late(Counting): pass\n"
+    late += 'if "agent_r1.agent.workers.inside" in sys.modules: time.sleep(1.5)\n'
+    (tmp_path / "late_world.py").write_text(late, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = EnvPool(processes=1, step_seconds=0.5)
+    env = own.env(__import__("late_world").Late, "late", {})
+    assert asyncio.run(env.reset(row())).messages == [{"role": "user", "content": "r: 0"}]
+    own.close()
 
 
 def test_waiting_for_neighbours_is_not_hanging(impatient: EnvPool) -> None:
@@ -270,6 +179,22 @@ def test_a_process_that_has_grown_takes_no_new_episodes_and_ends_with_its_last(n
     run(leaked())
 
 
+def test_there_are_twice_as_many_processes_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    """Where memory_mb is less than what the env needs, every process has outgrown it with its first episode."""
+    own = EnvPool(processes=1, step_seconds=60, memory_mb=100)
+
+    async def grown() -> None:
+        envs = [await started(own, Library, str(number)) for number in range(5)]
+        hosts = [await pid_of(env) for env in envs]
+        assert len(set(hosts)) == 2
+        assert sorted(hosts.count(pid) for pid in set(hosts)) == [2, 3]  # the one with the fewest takes the next
+
+    run(grown())
+    own.close()
+    assert "Library takes that much for its first reset" in caplog.text
+    assert "raise task.workers.memory_mb=100" in caplog.text
+
+
 def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
     async def grabbed() -> None:
         greedy, beside = await started(narrow, Counting, "greedy"), await started(narrow, Counting, "beside", 2)
@@ -289,6 +214,9 @@ def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
         ("no transition", TypeError, "Counting.step returned dict .* where Transition belongs"),
         ("unpicklable", TypeError, "what Counting returned cannot be pickled: .*lambda"),
         ("unreadable", TypeError, "what the env returned cannot be read in this process: .*not here"),
+        ("leave when read", TypeError, "what the env returned cannot be read in this process: SystemExit: bye"),
+        ("disguised", TypeError, "is str here, where Transition belongs"),
+        ("twin", RuntimeError, "Twin: "),
         ("huge", ValueError, r"Counting returned \d+ bytes; \d+ at most"),
         ("raise", KeyError, "no such move"),
         ("custom", RuntimeError, "Custom: odd"),
@@ -306,7 +234,7 @@ def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
             await bad.step(action(trick))
         await bad.close()
         unborn = pool.env(Counting, "counting", {})
-        with pytest.raises((error, TypeError)):
+        with pytest.raises((error, TypeError)):  # TypeError, as none of them is an observation
             await unborn.reset(row(question=trick))
         await unborn.close()
         last = await beside.step(action("end"))
@@ -338,6 +266,36 @@ def test_processes_that_do_not_start_are_not_tried_for_ever(prepare: Any, messag
         assert "processes for envs in a row did not start; the last one: " in str(failed)
         assert message in str(failed)
     assert own._hosts == []
+    own.close()
+
+
+def test_without_another_process_those_there_are_host_more(caplog: pytest.LogCaptureFixture) -> None:
+    own = EnvPool(processes=2, step_seconds=60)
+
+    async def crowded() -> None:
+        first = await started(own, Counting, "first")
+        before = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, hard))  # a process needs 6 at its start
+            second = await started(own, Counting, "second")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert await pid_of(second) == await pid_of(first)
+
+    run(crowded())
+    own.close()
+    assert "another process for envs cannot be started, so the others host more" in caplog.text
+
+
+def test_modules_of_the_working_directory_do_not_get_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('not the json you meant')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    own = EnvPool(processes=1, step_seconds=60)
+    assert asyncio.run(play(own.env(Counting, "counting", {}), ["1"]))
     own.close()
 
 
@@ -388,7 +346,3 @@ def test_nothing_is_left_when_the_parent_ends(trick: str) -> None:
     parent.wait(30)
     parent.stdout.close()
     assert wait_until(lambda: not any(map(is_alive, pids)))
-
-
-def test_all_of_it_is_one_kind_of_error() -> None:
-    assert all(issubclass(kind, EnvFault) for kind in (EnvCrashed, EnvHung, EnvLost, EnvStartError))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import pickle
 import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from agent_r1.agent import BaseTool, tool
 from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.workers import EnvPool, WorkerEnv
+from agent_r1.agent.workers.wire import Answer, frame
 from agent_r1.types import Action, Observation, TaskRow, Transition
+from tests.agent.worker_values import Custom, Disguised, Twin, Unreadable
 
 MIB = 1 << 20
+STARTED: list[WorkerEnv] = []
 
 
 @tool
@@ -32,24 +37,6 @@ class Double(BaseTool):
 
     async def execute(self, args: dict[str, Any], **context: Any) -> str:
         return str(2 * int(args["number"]))
-
-
-class Custom(Exception):
-    """Takes two arguments and remembers one, so it cannot be unpickled."""
-
-    def __init__(self, first: str, second: int) -> None:
-        super().__init__(first)
-
-
-class Unreadable:
-    """Can be pickled, and not be read again."""
-
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("not here")
 
 
 class Counting(AgentEnv):
@@ -105,6 +92,28 @@ class Fickle(Counting):
         return Observation(messages=[{"role": "user", "content": str(random.random())}])
 
 
+class Stalling(Sure):
+    """Hangs in every step as soon as there is a certain file."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.flag = flag
+
+    async def step(self, action: Action) -> Transition:
+        if os.path.exists(self.flag):
+            time.sleep(3600)
+        return await super().step(action)
+
+
+class Library(Counting):
+    """Needs 100 MiB, which all episodes of a process share."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        if not Library.hoard:
+            Library.hoard.append(bytearray(b"x") * (100 * MIB))
+        return await super().reset(row)
+
+
 class Knowing(Counting):
     sees_ground_truth = True
 
@@ -152,7 +161,19 @@ async def _unpicklable(env: Counting) -> Any:
 
 
 async def _unreadable(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"value": Unreadable()})
+    return Transition(observation=env.shown(), info={"value": Unreadable(ValueError("not here"))})
+
+
+async def _leave_when_read(env: Counting) -> Any:
+    return Transition(observation=env.shown(), info={"value": Unreadable(SystemExit("bye"))})
+
+
+async def _disguised(env: Counting) -> Any:
+    return Disguised(observation=env.shown())
+
+
+async def _twin_error(env: Counting) -> Any:
+    raise Twin
 
 
 async def _huge(env: Counting) -> Any:
@@ -160,14 +181,55 @@ async def _huge(env: Counting) -> Any:
 
 
 async def _garbage(env: Counting) -> Any:
-    """Write to every socket there is, as code that guesses descriptors would."""
+    _write_to_sockets(b"\xff" * 64)
+    return Transition(observation=env.shown())
+
+
+async def _forge(env: Counting) -> Any:
+    """As a fork would that had learned to answer."""
+    _write_to_sockets(frame(Answer(number=0, body=pickle.dumps(None))))
+    return Transition(observation=env.shown())
+
+
+def _write_to_sockets(data: bytes) -> None:
+    """To all there are, as code that guesses descriptors would."""
     for fd in range(3, 64):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                os.write(fd, b"\xff" * 64)
+                os.write(fd, data)
         except OSError:
             pass
+
+
+async def _fork(env: Counting) -> Any:
+    """And let both go on."""
+    os.fork()
     return Transition(observation=env.shown())
+
+
+async def _fork_in_c(env: Counting) -> Any:
+    """Python is not told."""
+    ctypes.PyDLL(None).fork()
+    return Transition(observation=env.shown())
+
+
+async def _fork_and_leave(env: Counting) -> Any:
+    if os.fork() == 0:
+        sys.exit(0)
+    return Transition(observation=env.shown())
+
+
+async def _fork_and_stay(env: Counting) -> Any:
+    """With every descriptor there is, as Python is not told."""
+    child = ctypes.PyDLL(None).fork()
+    if child == 0:
+        time.sleep(3600)
+    return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child})
+
+
+async def _fork_and_die(env: Counting) -> Any:
+    await _fork_and_stay(env)
+    await _die(env)
 
 
 async def _raise(env: Counting) -> Any:
@@ -217,7 +279,16 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "unpicklable": _unpicklable,
     "unreadable": _unreadable,
     "huge": _huge,
+    "leave when read": _leave_when_read,
+    "disguised": _disguised,
+    "twin": _twin_error,
     "garbage": _garbage,
+    "forge": _forge,
+    "fork": _fork,
+    "fork in c": _fork_in_c,
+    "fork and leave": _fork_and_leave,
+    "fork and stay": _fork_and_stay,
+    "fork and die": _fork_and_die,
     "raise": _raise,
     "custom": _custom,
     "wait": _wait,
@@ -264,3 +335,37 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return done
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """And close what the test has started."""
+
+    async def closing() -> None:
+        try:
+            await work
+        finally:
+            while STARTED:
+                await STARTED.pop().close()
+
+    asyncio.run(closing())
+
+
+async def started(pool: EnvPool, cls: type[AgentEnv], row_id: str, *numbers: int) -> WorkerEnv:
+    """An env in the middle of an episode."""
+    env = pool.env(cls, cls.__name__, {})
+    STARTED.append(env)
+    await env.reset(row(row_id))
+    for number in numbers:
+        await env.step(action(str(number)))
+    return env
+
+
+async def outcome(work: Coroutine[Any, Any, Transition]) -> Transition | Exception:
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001 (looked at by the test)
+        return error
+
+
+async def pid_of(env: AgentEnv) -> int:
+    return int((await env.step(action("0"))).info["pid"])

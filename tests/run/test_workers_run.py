@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -10,13 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.run.build import build_plan
-from agent_r1.run.commands import run_training
+from agent_r1.run.commands import _log_to, run_training
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.task import build_task
+from tests.agent.worker_worlds import Counting, play
 
 ENV = '''
 """Three turns of small talk; some rows go wrong at the second."""
@@ -152,6 +156,22 @@ def test_a_run_goes_on_where_its_world_does_not(folder: Path, tmp_path: Path) ->
     assert [record["stop/error"] for record in evaluated] == [0.25, 0.25]
     assert [record["success"] for record in evaluated] == [0.75, 0.75]
     assert env_processes() == []
+
+
+def test_what_env_processes_print_is_in_the_log_of_the_run(tmp_path: Path) -> None:
+    package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
+    before = package.handlers[:], package.propagate, workers.level
+    pool = EnvPool(processes=1, step_seconds=60)
+    try:
+        _log_to(tmp_path / "log")
+        asyncio.run(play(pool.env(Counting, "counting", {}), ["print", "1"]))
+    finally:
+        pool.close()
+        for handler in package.handlers:
+            handler.close()
+        package.handlers[:], package.propagate = before[:2]
+        workers.setLevel(before[2])
+    assert "a line from an env" in (tmp_path / "log").read_text(encoding="utf-8")
 
 
 # What is wrong is found before the run

@@ -1,6 +1,7 @@
 """Environments in worker processes: `EnvPool` on this side, `inside.py` on the other."""
 
-from agent_r1.agent.workers.pool import EnvPool, WorkerEnv
+from agent_r1.agent.workers.front import WorkerEnv
+from agent_r1.agent.workers.pool import EnvPool
 from agent_r1.agent.workers.wire import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvStartError
 
 __all__ = ["EnvCrashed", "EnvFault", "EnvHung", "EnvLost", "EnvPool", "EnvStartError", "WorkerEnv"]

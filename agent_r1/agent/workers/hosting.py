@@ -9,8 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.process import WorkerProcess
-from agent_r1.agent.workers.wire import Answer, EnvFault, Given, Message, Play, Shown
+from agent_r1.agent.workers.wire import Answer, EnvFault, EnvReply, Given, Message, Play
 from agent_r1.types import TaskRow
 
 
@@ -19,20 +21,25 @@ class Hosted:
     """One episode's env, as this side knows it."""
 
     number: int
-    env_name: str
+    cls: type[AgentEnv]
     made: bytes  # its class and settings, as `dump_env` wrote them
-    can_replay: bool
     host: Host | None = None  # None: before its first call, and after its last
     row_id: str = ""
-    answered: int = 0  # calls that did not fail
-    history: list[tuple[Given, bytes]] = field(default_factory=list)  # of these, where it can be played again
-    replays: int = 0
+    latest: Call | None = None
+    has_past: bool = False  # a call of it was answered
+    history: list[tuple[Given, bytes]] = field(default_factory=list)  # such calls, where it can be played again
+    has_failed: bool = False  # and is in a state that its history does not tell
+    replays: int = 0  # because its process died of nobody
     schemas: list[dict[str, Any]] = field(default_factory=list)
     fault: EnvFault | None = None  # why it cannot be played any more
     closed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.env_name} of row {self.row_id!r}"
+        return f"{self.cls.__name__} of row {self.row_id!r}"
+
+    @property
+    def can_replay(self) -> bool:
+        return self.cls.deterministic and not self.has_failed
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,17 +55,23 @@ class Call:
         verb = type(self.message).__name__.lower()
         if isinstance(self.message, Play):
             verb = "reset" if isinstance(self.message.given, TaskRow) else "step"
+            if self.message.expected:
+                verb += " (played again)"
         return verb
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.future is not None and not self.future.done() and not self.future.get_loop().is_closed()
 
     def deliver(self, *, value: object = None, error: Exception | None = None) -> None:
         """To whoever still waits."""
-        future = self.future
-        if future is None or future.done() or future.get_loop().is_closed():
+        if not self.is_awaited:
             return
+        assert self.future is not None
         if error is not None:
-            future.set_exception(error)
+            self.future.set_exception(error)
         else:
-            future.set_result(value)
+            self.future.set_result(value)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,23 +82,41 @@ class Host:
     hosted: dict[int, Hosted] = field(default_factory=dict)
     calls: deque[Call] = field(default_factory=deque)
     began: float = 0.0  # when the oldest call did
-    has_started: bool = False
-    is_retired: bool = False  # takes no new episodes
+    answers: int = 0  # the first one says that it has started
+    imported: set[type[AgentEnv]] = field(default_factory=set)  # or will have been, when a call begins that is sent now
+    is_retired: bool = False  # takes no new episodes while another process can
     is_attached: bool = False  # to the event loop of its pool
     start_problem: str = ""
 
     def take_in(self, hosted: Hosted) -> None:
         hosted.host = self
         self.hosted[hosted.number] = hosted
+        self.imported.add(hosted.cls)
+
+    @property
+    def has_started(self) -> bool:
+        return self.answers > 0
+
+    @property
+    def load(self) -> tuple[bool, int, int]:
+        """Where the least is, the next episode goes."""
+        return self.is_retired, len(self.hosted), len(self.calls)
 
     @property
     def is_overdue(self) -> bool:
         return bool(self.calls) and time.monotonic() - self.began > self.calls[0].seconds
 
 
-def read_answer(answer: Answer) -> tuple[Shown | None, Exception | None]:
+def read_answer(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
+    """An env's own classes are unpickled here, so anything may happen, and what comes of it may be anything."""
     try:
         body = pickle.loads(answer.body)
-    except Exception as error:  # noqa: BLE001 (of classes that cannot be had here, anything)
-        return None, TypeError(f"what the env returned cannot be read in this process: {error!r}")
-    return (None, body) if answer.failed else (body, None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (as said)
+        return None, TypeError(f"what the env returned cannot be read in this process: {describe(error)}")
+    if answer.failed and isinstance(body, Exception):
+        return None, body
+    if not answer.failed and isinstance(body, EnvReply | None):
+        return body, None
+    return None, TypeError(f"what the env {'raised' if answer.failed else 'returned'} is {type(body).__name__} here")

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from copy import deepcopy
+from itertools import count
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
@@ -26,11 +27,10 @@ from agent_r1.agent.workers.wire import (
     Answer,
     Close,
     EnvLost,
+    EnvReply,
     Given,
     Message,
     Play,
-    Replay,
-    Shown,
     Start,
     digest,
     frame,
@@ -64,44 +64,52 @@ def _end_with(lifeline: int) -> None:
 
 
 async def _serve(channel: socket.socket) -> None:
+    """A fork of this process is no env process, whatever its env does in it: it has no channel, and ends where the
+    env's own code does."""
     channel.setblocking(False)
-    loop, host, buffer = asyncio.get_running_loop(), _Host(), bytearray()
+    os.register_at_fork(after_in_child=channel.close)
+    owner, loop, envs, buffer = os.getpid(), asyncio.get_running_loop(), _Envs(), bytearray()
     while data := await loop.sock_recv(channel, READ_BYTES):
         buffer += data
         for request in take_frames(buffer):
-            await loop.sock_sendall(channel, frame(await host.answer(request)))
+            answer = frame(await envs.answer(request))
+            if os.getpid() != owner:
+                os._exit(1)
+            await loop.sock_sendall(channel, answer)
             await asyncio.sleep(0)  # tasks that envs keep get their turn
 
 
-class _Host:
-    """The envs of this process."""
+class _Envs:
+    """Those of this process."""
 
     def __init__(self) -> None:
+        self._numbers = count()
         self._envs: dict[int, AgentEnv] = {}
         self._schemas: dict[int, list[dict[str, Any]]] = {}  # as last told
         self._lost: dict[int, EnvLost] = {}
 
     async def answer(self, request: bytes) -> Answer:
+        number = next(self._numbers)
         try:
             message: Message = pickle.loads(request)
-            shown = await self._do(message)
-            if not isinstance(message, Play):
-                return Answer(body=pickle.dumps(None), resident_bytes=_resident_bytes())
-            assert shown is not None
+            reply = await self._do(message)
+            if reply is None:
+                return Answer(number=number, body=pickle.dumps(None), resident_bytes=_resident_bytes())
+            assert isinstance(message, Play)
             env = type(self._envs[message.episode])
-            mark = digest(shown.value) if env.deterministic else b""
-            return Answer(body=_dumped(shown, env.__name__), digest=mark, resident_bytes=_resident_bytes())
+            mark = digest(reply.value) if env.deterministic else b""
+            body = _dumped(reply, env.__name__)
+            return Answer(number=number, body=body, digest=mark, resident_bytes=_resident_bytes())
         except BaseException as error:  # noqa: BLE001 (an env may raise anything, and its neighbours go on)
-            return Answer(
-                body=_dumped_error(error), failed=True, traceback=trace(error), resident_bytes=_resident_bytes()
-            )
+            said, memory = trace(error), _resident_bytes()
+            return Answer(number=number, body=_dumped_error(error), failed=True, traceback=said, resident_bytes=memory)
 
-    async def _do(self, message: Message) -> Shown | None:
+    async def _do(self, message: Message) -> EnvReply | None:
         match message:
-            case Play(episode=episode, given=given, made=made):
-                return await self._play(episode, given, made)
-            case Replay():
-                await self._replay(message)
+            case Play(expected=b""):
+                return await self._play(message)
+            case Play():
+                await self._play_again(message)
             case Close(episode=episode):
                 self._lost.pop(episode, None)
                 self._schemas.pop(episode, None)
@@ -115,40 +123,38 @@ class _Host:
                     prepare()
         return None
 
-    async def _play(self, episode: int, given: Given, made: bytes) -> Shown:
+    async def _play(self, message: Play) -> EnvReply:
+        episode = message.episode
         if episode in self._lost:
             raise self._lost[episode]
-        if made:
-            cls, kwargs = pickle.loads(made)
+        if message.made:
+            cls, kwargs = pickle.loads(message.made)
             self._envs[episode] = cls(**kwargs)
         env = self._envs.get(episode)
         if env is None:
             raise RuntimeError("the env was never made: see the error of its first call")
-        value = await _call(env, given)
+        value = await _call(env, message.given)
         schemas = env.tool_schemas
         if self._schemas.get(episode) == schemas:
-            return Shown(value=value, tool_schemas=None)
+            return EnvReply(value=value, tool_schemas=None)
         self._schemas[episode] = deepcopy(schemas)  # an env may change its list in place
-        return Shown(value=value, tool_schemas=schemas)
+        return EnvReply(value=value, tool_schemas=schemas)
 
-    async def _replay(self, message: Replay) -> None:
-        """What fails here is kept, and told to whoever asks for the episode next."""
-        made = message.made
-        for number, (given, expected) in enumerate(message.history):
-            try:
-                shown = await self._play(message.episode, given, made)
-                same = digest(shown.value) == expected
-                problem = "" if same else "it showed something else, although its class says deterministic = True"
-            except BaseException as error:  # noqa: BLE001 (as above)
-                problem = describe(error)
-            made = b""
-            if problem:
-                what = "reset" if isinstance(given, TaskRow) else "step"
-                self._lost[message.episode] = EnvLost(
-                    f"the env lost its process to a neighbour, and playing it again failed at call {number} ({what}): "
-                    f"{problem}"
-                )
-                return
+    async def _play_again(self, message: Play) -> None:
+        """What fails here is told to whoever asks for the episode next, too."""
+        if message.episode in self._lost:
+            raise self._lost[message.episode]
+        try:
+            reply = await self._play(message)
+            same = digest(reply.value) == message.expected
+            problem = "" if same else "it showed something else, although its class says deterministic = True"
+        except BaseException as error:  # noqa: BLE001 (as above)
+            problem = describe(error)
+        if problem:
+            what = "reset" if isinstance(message.given, TaskRow) else "step"
+            lost = EnvLost(f"the env lost its process to a neighbour, and playing it again failed at {what}: {problem}")
+            self._lost[message.episode] = lost
+            raise lost
 
 
 async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
@@ -164,9 +170,9 @@ async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
     )
 
 
-def _dumped(shown: Shown, name: str) -> bytes:
+def _dumped(reply: EnvReply, name: str) -> bytes:
     try:
-        body = pickle.dumps(shown, pickle.HIGHEST_PROTOCOL)
+        body = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(f"what {name} returned cannot be pickled: {error}") from error
     if len(body) > MAX_BYTES // 2:
@@ -180,9 +186,10 @@ def _dumped_error(error: BaseException) -> bytes:
     if isinstance(error, Exception):
         try:
             body = pickle.dumps(error)
-            if len(body) < MAX_BYTES // 2 and describe(pickle.loads(body)) == describe(error):
+            again = pickle.loads(body) if len(body) < MAX_BYTES // 2 else None
+            if isinstance(again, Exception) and describe(again) == describe(error):
                 return body
-        except Exception:  # noqa: BLE001 (said below)
+        except BaseException:  # noqa: BLE001 (said below)
             pass
         return pickle.dumps(RuntimeError(describe(error)))
     return pickle.dumps(Escaped(describe(error)))

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from weakref import WeakSet
 
-from agent_r1.agent.workers.wire import Answer, Message, frame, take_frames
+from agent_r1.agent.workers.wire import Answer, take_frames
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +43,28 @@ class WorkerProcess:
     """OSError if it cannot be started."""
 
     def __init__(self) -> None:
-        self.channel, theirs = socket.socketpair()
-        watched, self._lifeline = os.pipe()  # closes with us, however we end, and takes the process along
-        self.output, output = os.pipe()
-        try:
-            orders = json.dumps([sys.path, theirs.fileno(), watched])
+        with ExitStack() as ours, ExitStack() as theirs:
+            self.channel, channel = socket.socketpair()
+            ours.callback(self.channel.close)
+            theirs.callback(channel.close)
+            watched, self._lifeline = os.pipe()  # closes with us, however we end, and takes the process along
+            ours.callback(os.close, self._lifeline)
+            theirs.callback(os.close, watched)
+            self.output, output = os.pipe()
+            ours.callback(os.close, self.output)
+            theirs.callback(os.close, output)
+            orders = json.dumps([sys.path, channel.fileno(), watched])
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", BOOT, orders],
+                [sys.executable, "-P", "-u", "-c", BOOT, orders],  # -P: json must not come from the working directory
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(theirs.fileno(), watched),
+                pass_fds=(channel.fileno(), watched),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is ours to handle, and all it starts can be killed with it
             )
-        except OSError:
-            self.channel.close()
-            os.close(self._lifeline)
-            os.close(self.output)
-            raise
-        finally:
-            theirs.close()
-            os.close(watched)
-            os.close(output)
+            self._descriptors = ours.pop_all()
+        _ALL.add(self)
         self.pid = self._process.pid
         self.is_open = True
         self.channel.setblocking(False)
@@ -74,11 +74,16 @@ class WorkerProcess:
         self._nonsense = ""
         self._ending_since: float | None = None
 
-    def send(self, message: Message) -> None:
-        """What does not go out at once is left to `flush`. ValueError or whatever pickle raises: it cannot be sent;
-        OSError: nobody is there."""
-        self._outgoing += frame(message)
+    def send(self, frames: bytes) -> None:
+        """What does not go out at once is left to `flush`. OSError: nobody is there."""
+        if self.is_dead:  # a process that it has started may keep the channel open
+            raise BrokenPipeError(f"process {self.pid} has ended")
+        self._outgoing += frames
         self.flush()
+
+    @property
+    def is_dead(self) -> bool:
+        return self._process.poll() is not None
 
     @property
     def has_more_to_send(self) -> bool:
@@ -96,7 +101,11 @@ class WorkerProcess:
             for data in take_frames(self._incoming):
                 yield _answer(data)
         except ValueError as error:
-            self._nonsense, self.is_open = f"sent what is no answer ({error}) and was killed", False
+            self.distrust(str(error))
+
+    def distrust(self, problem: str) -> None:
+        """It talks nonsense: nothing that it still says is heard."""
+        self._nonsense, self.is_open = f"sent what is no answer ({problem}) and was killed", False
 
     def _read(self) -> bool:
         while True:
@@ -119,7 +128,8 @@ class WorkerProcess:
                 if not data:
                     return False
                 text = data.decode("utf-8", errors="replace")
-                logger.info("printed by env process %d: %s", self.pid, text.rstrip())
+                if not text.isspace():  # the end of a line may come alone
+                    logger.info("printed by env process %d: %s", self.pid, text.rstrip())
                 self.tail = (self.tail + text)[-TAIL_CHARS:]
         return True
 
@@ -150,19 +160,33 @@ class WorkerProcess:
         self.kill()
         return True
 
+    def close_descriptors(self) -> None:
+        """Twice is allowed."""
+        self._descriptors.close()
+
     def _reaped(self) -> str:
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(KILL_SECONDS)
         self.listen()
-        self.channel.close()
-        os.close(self.output)
-        os.close(self._lifeline)
+        self.close_descriptors()
         if self._nonsense or code is None:
             return self._nonsense or "cannot even be killed"
         if code >= 0:
             return f"ended itself with exit status {code}"
         return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+
+
+_ALL: WeakSet[WorkerProcess] = WeakSet()
+
+
+def _forget_all() -> None:
+    """In a fork of this program, which must not keep them alive when this program ends."""
+    for process in _ALL:
+        process.close_descriptors()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def end_all(processes: Iterable[WorkerProcess]) -> None:

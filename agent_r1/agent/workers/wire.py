@@ -1,8 +1,9 @@
 """What goes between a pool and its processes, and the errors that come of it.
 
-A frame is a length and a pickle. Every message is answered once and in order, so nothing has to be numbered: the oldest
-message without an answer is the one that is running. Both sides are ours and trust each other; an env's own values are
-pickled apart (`Answer.body`), so that one which cannot be read fails its episode and not the conversation.
+A frame is a length and a pickle. Every message is answered once and in order: the oldest message without an answer is
+the one that is running. Answers are counted, because an env that writes where it should not, or a fork of it, could add
+one. Both sides are ours and trust each other; an env's own values are pickled apart (`Answer.body`), so that one which
+cannot be read fails its episode and not the conversation.
 """
 
 from __future__ import annotations
@@ -57,21 +58,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """`reset` with a row, or `step` with an action. `made` comes with the first of an episode: its class and settings,
-    as `dump_env` wrote them."""
+    """`reset` with a row, or `step` with an action. `made` comes with the first of an episode to a process: its class
+    and settings, as `dump_env` wrote them."""
 
     episode: int
     given: Given
     made: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """Play again what another process played, and see whether the same is shown."""
-
-    episode: int
-    made: bytes
-    history: tuple[tuple[Given, bytes], ...]  # each call with the digest of its answer
+    expected: bytes = b""  # another process has played this already, and the digest of its answer was this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +72,15 @@ class Close:
     episode: int
 
 
-Message = Start | Play | Replay | Close
+Message = Start | Play | Close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What became of a message."""
 
-    body: bytes  # a pickled `Shown` of a Play, a pickled exception of whatever failed, else of None
+    number: int  # of the message, as the process counts them from 0
+    body: bytes  # pickled: an `EnvReply` to a Play, the exception of whatever failed, else None
     failed: bool = False
     traceback: str = ""  # of a failure, for the log
     digest: bytes = b""  # of what was shown, where the env can be played again
@@ -94,8 +88,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """What an env answered, and its tools where they are not the ones it had before."""
+class EnvReply:
+    """What an env showed, and its tools where they are not the ones it had before."""
 
     value: Observation | Transition
     tool_schemas: list[dict[str, Any]] | None
@@ -143,9 +137,8 @@ def dump_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, FunctionTool):
-            return (
-                value.function.__qualname__
-            )  # the tool has this name in its module, the function under @tool has none
+            # The tool has this name in its module, the function under @tool has none.
+            return value.function.__qualname__
         if isinstance(value, BaseTool):
             raise pickle.PicklingError(
                 f"tool {value.name!r} is an object that all episodes share, and processes cannot. Functions with @tool "
