@@ -30,7 +30,7 @@ from agent_r1.run.context import message_function
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.task import recipe_function
-from agent_r1.types import Message, TaskRow, Trajectory
+from agent_r1.types import Message, StopReason, TaskRow, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
@@ -71,13 +71,24 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
     if not demos:
         raise DataError(f"sft.demos={settings.demos!r} gave no demonstrations")
     gate = asyncio.Semaphore(config.rollout.max_concurrent)
-    played = [_play_demo(config, task, renderer, index, demo, gate) for index, demo in enumerate(demos)]
-    return list(await asyncio.gather(*played))
+    plays = [_play_demo(config, task, renderer, index, demo, gate) for index, demo in enumerate(demos)]
+    played = await asyncio.gather(*plays)
+    fitting = [trajectory for trajectory in played if trajectory is not None]
+    if len(fitting) < len(demos):
+        first = demos[played.index(None)][0].row_id
+        what = f"{len(demos) - len(fitting)} of {len(demos)} demonstrations do not fit into the limits of rollout"
+        if 2 * len(fitting) < len(demos):
+            raise DataError(
+                f"{what} (the first is of {first}): raise max_steps, max_response_tokens or max_context_tokens"
+            )
+        report(f"{what} and are left out; the first is of {first}")
+    return fitting
 
 
 async def _play_demo(
     config: RunConfig, task: Task, renderer: Renderer, index: int, demo: Demo, gate: asyncio.Semaphore
-) -> Trajectory:
+) -> Trajectory | None:
+    """None: it is longer than an episode may be."""
     row, texts = demo
     player = _Replay(renderer, texts)
     collector = train_collector(config, task, renderer, player)
@@ -88,6 +99,8 @@ async def _play_demo(
     if trajectory.stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
     actions = sum(not step.is_summary for step in trajectory.steps)
+    if trajectory.stop is StopReason.MAX_TOKENS or (trajectory.stop is StopReason.MAX_STEPS and actions < len(texts)):
+        return None
     if actions != len(texts):
         raise DataError(
             f"demonstration {index} ({row.row_id}) has {len(texts)} texts but its episode ended after "
@@ -109,15 +122,21 @@ class _Replay:
         self._summary = text
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        text, self._summary = next(self._texts, None) if self._summary is None else self._summary, None
+        is_summary = self._summary is not None
+        text, self._summary = self._summary if is_summary else next(self._texts, None), None
         if text is None:
-            raise DataError("the expert's texts end before the episode does; the last one must be a final answer")
-        ids = self._renderer.encode_response(text)
-        if len(ids) > sampling.max_tokens:
             raise DataError(
-                f"an expert text has {len(ids)} tokens, the step allows {sampling.max_tokens}: {text[:80]!r}"
+                "the expert's texts end before the episode does: the last one must end it, with an answer or with what "
+                "ends the world"
             )
-        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
+        ids = self._renderer.encode_response(text)
+        fits = len(ids) <= sampling.max_tokens
+        if is_summary and not fits:
+            raise DataError(
+                f"context.demo_summary wrote {len(ids)} tokens, and {sampling.max_tokens} are allowed: {text[:80]!r}"
+            )
+        ids = ids[: sampling.max_tokens]
+        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop" if fits else "length")
 
     def release(self, session: str) -> None:
         pass
@@ -147,6 +166,9 @@ class _ExpertContext(ContextPolicy):
     policy: ContextPolicy
     function: Callable[[list[Message]], str | Awaitable[str]]
     player: _Replay
+
+    def begin(self, messages: list[Message]) -> None:
+        self.policy.begin(messages)
 
     async def prepare(self, messages: list[Message], author: Author) -> None:
         await self.policy.prepare(messages, _Expert(self, messages, author))

@@ -1,0 +1,62 @@
+"""Demonstrations are played in the recipe's own world: those that do not fit are left out and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agent_r1.agent.rendering import Renderer
+from agent_r1.config import load_config
+from agent_r1.errors import DataError
+from agent_r1.run.sft import sft_trajectories
+from agent_r1.run.task import build_task
+from agent_r1.types import Trajectory
+from tests.chatml import tokenizer
+from tests.run.mini.task import demos
+
+MINI = str(Path(__file__).with_name("mini"))
+RENDERER = Renderer(tokenizer())
+
+
+def played(*overrides: str) -> tuple[list[Trajectory], list[str]]:
+    config, said = load_config(MINI, overrides), list[str]()
+    trajectories = asyncio.run(sft_trajectories(config, build_task(config), RENDERER, said.append))
+    return trajectories, said
+
+
+def length_of_call(number: int) -> int:
+    _, texts = demos(20, 0)[number]
+    return len(RENDERER.encode_response(texts[0]))
+
+
+def test_all_are_played_to_their_end() -> None:
+    trajectories, said = played("sft.count=12")
+    assert [len(trajectory.steps) for trajectory in trajectories] == [2] * 12
+    assert said == []
+
+
+def test_those_whose_texts_are_too_long_are_left_out_and_counted() -> None:
+    short, long = length_of_call(9), length_of_call(10)  # a number of two digits is one byte longer
+    assert long == short + 1
+    trajectories, said = played("sft.count=12", f"rollout.max_response_tokens={short}")
+    assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in range(10)]
+    assert said == [
+        "2 of 12 demonstrations do not fit into the limits of rollout and are left out; the first is of train-10"
+    ]
+    assert len(played("sft.count=12", f"rollout.max_response_tokens={long}")[0]) == 12
+
+
+def test_those_with_too_many_texts_are_left_out_and_if_most_are_it_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"12 of 12 demonstrations do not fit .*train-0\): raise max_steps"):
+        played("sft.count=12", "rollout.max_steps=1")
+
+
+def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
+    [trajectory] = played("sft.count=1")[0]
+    last = trajectory.steps[-1]
+    needed = len(last.prompt_ids) + len(last.response_ids)
+    assert len(played("sft.count=1", f"rollout.max_context_tokens={needed}")[0]) == 1
+    with pytest.raises(DataError, match="1 of 1 demonstrations do not fit"):
+        played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
