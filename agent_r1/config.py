@@ -159,7 +159,7 @@ class AppendContext(Section):
 
 
 class WindowContext(Section):
-    """The beginning, up to the first reply, and the last exchanges."""
+    """The beginning, which is the first observation, and the last exchanges."""
 
     policy: Literal["window"]
     turns: int = Field(default=4, ge=1)  # exchanges: a reply, and what was answered to it
@@ -180,9 +180,10 @@ class SummaryContext(Section):
     max_tokens: int = Field(default=2048, ge=1)  # of a prompt; longer ones are summarised first
     summary_tokens: int = Field(default=256, ge=1)  # of a summary
     keep_turns: int = Field(default=1, ge=1)  # exchanges that stay as they are
-    instruction: str = (
-        "Before you go on, write down what you need to remember: what you did, what you found out, what is left to do. "
-        "Older messages will be gone. Write the summary only."
+    instruction: str = Field(
+        min_length=1,
+        default="Before you go on, write down what you need to remember: what you did, what you found out, what is "
+        "left to do. Older messages will be gone. Write the summary only.",
     )
     demo_summary: str | None = None  # for sft.demos: a function (messages) -> what an expert would write
 

@@ -33,7 +33,9 @@ def explain(error: Any, root: Section) -> str:
             return f"{name}.{key} is missing; choose one of: {', '.join(known)}"
         return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{name}={value!r}: {message}"
+    kinds = _tags(root.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in root.model_fields else []
+    hint = f". Did you mean {name}.policy={value}?" if value in kinds else ""
+    return f"{name}={value!r}: {message}{hint}"
 
 
 def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:

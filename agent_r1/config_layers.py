@@ -71,8 +71,8 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         name = _value(said, "algorithm.name")
         if name not in (None, _value(before, "algorithm.name")) and _value(before, "algorithm.settings"):
             below.algorithm.settings = {}
-        policy = _value(said, "context.policy")
-        if policy not in (None, _value(before, "context.policy")) and before.get("context"):
+        policy, other = _value(said, "context.policy"), _value(before, "context.policy")
+        if None not in (policy, other) and policy != other:
             below.context = {}
         off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
         stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))

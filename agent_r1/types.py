@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
-SUMMARY = "summary"  # info["context"] of a step in which the policy wrote down what to remember, and did not act
+SummaryQuality = Literal["whole", "cut", "empty"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,9 @@ class Step:
     policy_version: int = 0  # learner step whose weights sampled this
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)  # the env's
+    hidden_messages: int | None = None  # of the conversation, where a context policy chose what an action is shown
+    summary: SummaryQuality | None = None  # what became of it, where one was asked for; None: this is an action
 
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.response_logprobs):
@@ -146,7 +148,7 @@ class Step:
     @property
     def is_summary(self) -> bool:
         """Asked for by a context policy, not by the env: sampled and trained like any step, but no action."""
-        return self.info.get("context") == SUMMARY
+        return self.summary is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

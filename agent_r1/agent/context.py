@@ -9,26 +9,30 @@ recorded is, as always, the exact ids shown and sampled. To show everything, and
     Summary       the head, what the model itself wrote down about the rest, the last exchanges
     Rewrite       whatever a function makes of it
 
-The head is all that comes before the first reply; an exchange is a reply with everything that was answered to it, so a
-call is never shown without its results. Knows messages; tokens are counted, and summaries written, by the `Author` that
-a policy is handed.
+The head is the first observation, all of it; an exchange is a reply with everything that was answered to it, so a call
+is never shown without its results. The exchange that ends with the question at hand, which in a chat is not the first,
+is never left out. Knows messages; tokens are counted, and summaries written, by the `Author` that a policy is handed.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from agent_r1.agent.messages import is_from_tool
-from agent_r1.agent.relevance import relevance
+from agent_r1.agent.relevance import Index
 from agent_r1.errors import DataError
 from agent_r1.types import Message
+
+Exchange = list[Message]
 
 SUMMARY_TITLE = "What you wrote down about the conversation so far:"
 NOTES_TITLE = "Notes from earlier in the conversation:"
@@ -53,7 +57,16 @@ class Author(Protocol):
 
 
 class ContextPolicy(ABC):
-    """One object per episode."""
+    """One object per episode; in a chat, one per conversation."""
+
+    _first = 0  # messages of the first observation; 0: not known, and the head ends at the first reply
+    _asked = 0  # messages up to the end of the question at hand
+
+    def begin(self, messages: list[Message]) -> None:
+        """Called with the first observation of every episode, before anything else. A second episode is a next question
+        in a conversation that goes on."""
+        self._first = self._first or len(messages)
+        self._asked = len(messages)
 
     async def prepare(self, messages: list[Message], author: Author) -> None:  # noqa: B027 (most need nothing)
         """Called once before each action, and only if it will be taken: the place to ask the model for something."""
@@ -62,54 +75,69 @@ class ContextPolicy(ABC):
     async def show(self, messages: list[Message]) -> Shown:
         """What is shown of this conversation. The messages given are left as they are."""
 
+    def divided(self, messages: list[Message], last: int) -> tuple[list[Message], list[Exchange], list[int]]:
+        """The head, the exchanges, and which of these may be left out: all but the last and that of the question."""
+        head, exchanges = split(messages, self._first)
+        ends = list(accumulate(map(len, exchanges), initial=len(head)))[1:]
+        asked = bisect_left(ends, self._asked) if self._asked > len(head) else None
+        return head, exchanges, [index for index in range(len(exchanges) - last) if index != asked]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class Window(ContextPolicy):
     turns: int  # here and below: 1 at least, or the latest observation would not be shown
 
     async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges = split(messages)
-        left_out = _flat(exchanges[: -self.turns])
-        return Shown(messages=head + messages[len(head) + len(left_out) :], hidden=len(left_out))
+        head, exchanges, old = self.divided(messages, self.turns)
+        shown = head + _flat(_without(exchanges, old))
+        return Shown(messages=shown, hidden=len(messages) - len(shown))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class DropResults(ContextPolicy):
     keep: int  # exchanges whose results stay
     placeholder: str
 
     async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges = split(messages)
-        before = len(head) + len(_flat(exchanges[: -self.keep]))
-        shown = [*head, *map(self._without_result, messages[len(head) : before]), *messages[before:]]
-        return Shown(messages=shown, hidden=before - len(head) - len(exchanges[: -self.keep]))
+        head, exchanges, old = self.divided(messages, self.keep)
+        for index in old:
+            reply, *results = exchanges[index]
+            exchanges[index] = [reply, *map(self._without_result, results)]
+        hidden = sum(len(exchanges[index]) - 1 for index in old)
+        return Shown(messages=head + _flat(exchanges), hidden=hidden)
 
     def _without_result(self, message: Message) -> Message:
-        if message.get("role") == "assistant":
-            return message
         as_parts = isinstance(message.get("content"), list)  # some templates take nothing else
         return {**message, "content": [_part(self.placeholder)] if as_parts else self.placeholder}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Notes(ContextPolicy):
     turns: int
     notes: int  # exchanges shown of those that left the window
     note_chars: int  # of each
+    _index: Index = field(default_factory=Index, init=False, repr=False, compare=False)
 
     async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges = split(messages)
-        left_out = exchanges[: -self.turns]
-        if not left_out:
+        head, exchanges, old = self.divided(messages, self.turns)
+        if not old:
             return Shown(messages=messages, hidden=0)
-        latest = "\n".join(map(_text, exchanges[-1][1:]))
-        texts = ["\n".join(map(_line, exchange)) for exchange in left_out]
-        scores = relevance(latest, texts)
+        texts = [_said(exchanges[index]) for index in old]
+        self._index.hold(["\n".join(text) for text in texts])
+        scores = self._index.scores("\n".join(map(_text, exchanges[-1][1:])))
         # Of equals the later ones: where nothing bears on the observation, the most recent is the best guess.
-        best = sorted(range(len(texts)), key=lambda index: (scores[index], index))[-self.notes :]
-        chosen = [f"[{index + 1}] {_cut(texts[index], self.note_chars)}" for index in sorted(best)]
+        best = sorted(range(len(old)), key=lambda place: (scores[place], place))[-self.notes :]
+        chosen = [f"[{old[place] + 1}] {self._note(*texts[place])}" for place in sorted(best)]
         noted = with_text(head, "\n".join([NOTES_TITLE, *chosen]), from_tool=True)
-        return Shown(messages=noted + _flat(exchanges[-self.turns :]), hidden=len(_flat(left_out)))
+        kept = _flat(_without(exchanges, old))
+        return Shown(messages=noted + kept, hidden=len(messages) - len(head) - len(kept))
+
+    def _note(self, reply: str, results: str) -> str:
+        """Half of the room is for the reply and half for its results, and what one of them leaves is the other's."""
+        half = self.note_chars // 2
+        for_reply = max(half, self.note_chars - len(results))
+        for_results = self.note_chars - min(len(reply), for_reply)
+        return f"You: {_cut(reply, for_reply)}\nThen: {_cut(results, for_results)}"
 
 
 class Summary(ContextPolicy):
@@ -123,34 +151,29 @@ class Summary(ContextPolicy):
         self._keep_turns = keep_turns
         self._instruction = instruction
         self._text = ""
-        self._covered: list[Message] = []  # what the conversation began with, that the text stands for
+        self._covered: dict[int, Exchange] = {}  # the exchanges that the text stands for, by their place
 
     async def prepare(self, messages: list[Message], author: Author) -> None:
-        head, exchanges = split(messages)
-        covered = len(head) + len(_flat(exchanges[: -self._keep_turns]))
-        shown = self._shown(messages)
-        if covered <= max(len(head), len(self._covered)) or author.count_tokens(shown) <= self._max_tokens:
+        shown = (await self.show(messages)).messages
+        _, exchanges, old = self.divided(messages, self._keep_turns)
+        if self._covered.keys() >= set(old) or author.count_tokens(shown) <= self._max_tokens:
             return
         text = await author.write(with_text(shown, self._instruction), max_tokens=self._summary_tokens)
-        self._text, self._covered = text.strip(), deepcopy(messages[:covered])
+        self._text, self._covered = spoken(text), {index: deepcopy(exchanges[index]) for index in old}
 
     async def show(self, messages: list[Message]) -> Shown:
-        shown = self._shown(messages)
-        hidden = max(0, len(self._covered) - len(split(messages)[0]))
-        return Shown(messages=shown, hidden=hidden)
-
-    def _shown(self, messages: list[Message]) -> list[Message]:
-        if messages[: len(self._covered)] != self._covered:  # the env tells another story now
-            self._text, self._covered = "", []
+        head, exchanges, _ = self.divided(messages, self._keep_turns)
+        if any(exchanges[index : index + 1] != [was] for index, was in self._covered.items()):
+            self._text, self._covered = "", {}  # the env tells another story now
         if not self._covered:
-            return messages
-        head, _ = split(messages)
+            return Shown(messages=messages, hidden=0)
         # As if a tool had written it: it may quote one.
         begun = with_text(head, f"{SUMMARY_TITLE}\n{self._text}", from_tool=True) if self._text else head
-        return begun + messages[len(self._covered) :]
+        kept = _flat(_without(exchanges, self._covered))
+        return Shown(messages=begun + kept, hidden=len(messages) - len(head) - len(kept))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rewrite(ContextPolicy):
     function: Callable[[list[Message]], list[Message] | Awaitable[list[Message]]]
 
@@ -158,7 +181,7 @@ class Rewrite(ContextPolicy):
         made = self.function(deepcopy(messages))
         shown = self._checked(await made if inspect.isawaitable(made) else made)
         kept = set(map(_as_json, shown))
-        return Shown(messages=shown, hidden=sum(_as_json(message) not in kept for message in messages))
+        return Shown(messages=shown, hidden=sum(_name(message) not in kept for message in messages))
 
     def _checked(self, made: Any) -> list[Message]:
         name = getattr(self.function, "__name__", type(self.function).__name__)
@@ -180,11 +203,18 @@ class Rewrite(ContextPolicy):
         return made
 
 
-def split(messages: list[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The head and the exchanges."""
-    replies = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+def split(messages: list[Message], first: int = 0) -> tuple[list[Message], list[Exchange]]:
+    """The head, which has the first messages at least, and the exchanges."""
+    replies = [n for n, message in enumerate(messages) if n >= first and message.get("role") == "assistant"]
     bounds = [*replies, len(messages)]
     return messages[: bounds[0]], [messages[start:end] for start, end in pairwise(bounds)]
+
+
+def spoken(text: str) -> str:
+    """A reply without its reasoning, the beginning of which may stand in the prompt and the end be cut off."""
+    thought, closed, rest = text.partition("</think>")
+    said = rest if closed and "<think>" not in thought else text
+    return re.sub(r"<think>.*?(</think>|\Z)", "", said, flags=re.DOTALL).strip()
 
 
 def with_text(messages: list[Message], text: str, *, from_tool: bool = False) -> list[Message]:
@@ -206,12 +236,19 @@ def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _flat(exchanges: Sequence[list[Message]]) -> list[Message]:
+def _flat(exchanges: Iterable[Exchange]) -> list[Message]:
     return [message for exchange in exchanges for message in exchange]
 
 
-def _line(message: Message) -> str:
-    return f"{'You' if message.get('role') == 'assistant' else 'Then'}: {_text(message)}"
+def _without(exchanges: list[Exchange], places: Collection[int]) -> list[Exchange]:
+    left_out = set(places)
+    return [exchange for index, exchange in enumerate(exchanges) if index not in left_out]
+
+
+def _said(exchange: Exchange) -> tuple[str, str]:
+    """The reply, and what was answered to it."""
+    reply, *results = exchange
+    return spoken(_text(reply)), "\n".join(map(_text, results))
 
 
 def _text(message: Message) -> str:
@@ -229,3 +266,11 @@ def _cut(text: str, limit: int) -> str:
 
 def _as_json(message: Message) -> str:
     return json.dumps(message, sort_keys=True)
+
+
+def _name(message: Message) -> str | None:
+    """None for a message that is not JSON, with an image in it, say: no rewrite can have returned it."""
+    try:
+        return _as_json(message)
+    except (TypeError, ValueError):
+        return None

@@ -21,13 +21,23 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
-from agent_r1.agent.context import ContextPolicy
+from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import guarded, mended, trace
 from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.types import SUMMARY, Action, Message, Observation, Step, StopReason, TaskRow, ToolCallRecord, Transition
+from agent_r1.types import (
+    Action,
+    Message,
+    Observation,
+    Step,
+    StopReason,
+    SummaryQuality,
+    TaskRow,
+    ToolCallRecord,
+    Transition,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +86,7 @@ class Episode:
         self._seed = seed
         self._conversation: Conversation | None = None
         self._tools: list[dict[str, Any]] | None = None
+        self._begun: list[ContextPolicy] = []  # those that know their first observation
         self._acting = False
         self._closed = False
 
@@ -110,16 +121,14 @@ class Episode:
     async def _act(
         self, observation: Observation, tools: list[dict[str, Any]], context: ContextPolicy | None
     ) -> Action:
-        info: dict[str, Any] = {}
+        hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
         if context is not None:
-            conversation = _messages_of(observation)
-            await context.prepare(conversation, _Author(self, tools))
-            shown = await context.show(conversation)
-            observation, info = Observation(messages=shown.messages), {"context_hidden": shown.hidden}
+            shown = await self._shown(observation, context, _Author(self, tools))
+            observation, hidden = Observation(messages=shown.messages), shown.hidden
         prompt_ids = self._render(observation, tools)
-        completion, text = await self._sample(prompt_ids, self.limits.max_response_tokens, info)
+        completion, text = await self._sample(prompt_ids, self.limits.max_response_tokens, hidden)
         self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
             raise EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {len(completion.token_ids)} tokens")
@@ -127,20 +136,32 @@ class Episode:
         self._conversation.sampled(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
 
+    async def _shown(self, observation: Observation, context: ContextPolicy, author: Author) -> Shown:
+        conversation = _messages_of(observation)
+        if not any(context is each for each in self._begun):
+            context.begin(conversation)
+            self._begun.append(context)
+        await context.prepare(conversation, author)
+        return await context.show(conversation)
+
     async def _unanswered(
         self, observation: Observation, tools: list[dict[str, Any]], context: ContextPolicy | None
     ) -> list[int]:
-        """The prompt that would have come next, for a critic; empty if it cannot be had. The episode is over anyway."""
+        """The prompt that would have come next, for a critic: an action's, or that of a summary before it. Empty if it
+        cannot be had: the episode is over anyway."""
         try:
             if context is not None:
-                observation = Observation(messages=(await context.show(_messages_of(observation))).messages)
+                shown = await self._shown(observation, context, _Asked(self, tools))
+                observation = Observation(messages=shown.messages)
             prompt_ids = self._render(observation, tools)
+        except _Unwritten as asked:
+            prompt_ids = asked.prompt_ids
         except Exception as error:  # noqa: BLE001 (nobody was to see it, so it must not change why the episode ended)
             logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
             return []
         return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
 
-    async def _sample(self, prompt_ids: list[int], max_tokens: int, info: dict[str, Any]) -> tuple[Completion, str]:
+    async def _sample(self, prompt_ids: list[int], max_tokens: int, hidden: int | None) -> tuple[Completion, str]:
         """A response of at most `max_tokens`, recorded as a step."""
         room = self.limits.max_context_tokens - len(prompt_ids)
         if room < 1:
@@ -160,7 +181,7 @@ class Episode:
             action_text=text,
             policy_version=completion.policy_version,
             generate_seconds=time.perf_counter() - started,
-            info=info,
+            hidden_messages=hidden,
         )
         self.steps.append(step)
         return completion, text
@@ -218,10 +239,25 @@ class _Author:
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
         """A summary that is cut is used as far as it goes: unlike half an action, half a summary does no harm."""
         prompt_ids = self.episode._render(Observation(messages=messages), self.tools)
-        completion, text = await self.episode._sample(prompt_ids, max_tokens, {"context": SUMMARY})
-        quality = "empty" if not text.strip() else "cut" if completion.stop == "length" else "whole"
-        self.episode.steps[-1] = replace(self.episode.steps[-1], info={"context": SUMMARY, "summary": quality})
+        completion, text = await self.episode._sample(prompt_ids, max_tokens, None)
+        quality: SummaryQuality = "empty" if not spoken(text) else "cut" if completion.stop == "length" else "whole"
+        self.episode.steps[-1] = replace(self.episode.steps[-1], summary=quality)
         return text
+
+
+class _Unwritten(Exception):
+    """What was to be written after these ids was asked of a model that says nothing more."""
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        super().__init__("nothing more is sampled in this episode")
+        self.prompt_ids = prompt_ids
+
+
+class _Asked(_Author):
+    """The model of an episode that is over: what it would have been asked is all there is."""
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        raise _Unwritten(self.episode._render(Observation(messages=messages), self.tools))
 
 
 class AgentFlowBase(ABC):
@@ -233,7 +269,8 @@ class AgentFlowBase(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "run" in vars(cls) and "uses_context" not in vars(cls):
+        first = next(each for each in cls.__mro__ if {"run", "uses_context"} & vars(each).keys())
+        if "uses_context" not in vars(first):  # its own `run`, or that of a class that is mixed in
             cls.uses_context = False
 
     def __init__(self, make_env: Callable[[TaskRow], AgentEnv]) -> None:

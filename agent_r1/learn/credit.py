@@ -145,7 +145,7 @@ def anchored_return(
     `anchor` says what a state is: the exact prompt, or only what the env showed last, for worlds in which different
     histories lead to the same place. For the latter an env can name the state that an action was taken in, as
     `info["anchor"]` of its transition. Where nothing was named or shown (the first step, an env without feedback) a
-    state is its prompt; so it is where a summary was asked for, which no action can be compared with.
+    state is its prompt; so it is where a summary was asked for, which is compared with other summaries alone.
     """
     result = []
     for group in groups:
@@ -165,12 +165,14 @@ def _anchored_steps(
 ) -> list[list[float]]:
     """[attempt][decision]: how the return from there compares with those from equal states of the group."""
     returns_N = torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in group])
-    numbers = match_states([_state(item, k, anchor) for item in group for k in item.decisions], similarity=similarity)
+    decisions = [(item, k) for item in group for k in item.decisions]
     advantages_N = torch.zeros_like(returns_N)
-    numbers_N = torch.tensor(numbers)
-    for number in set(numbers):
-        same_N = numbers_N == number
-        advantages_N[same_N] = group_centered(returns_N[same_N], divide_by_std=divide_by_std)
+    for is_summary in (False, True):  # however similar what they were shown: what they decided is not
+        ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
+        numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
+        for number in set(numbers):
+            same = [n for n, own in zip(ours, numbers, strict=True) if own == number]
+            advantages_N[same] = group_centered(returns_N[same], divide_by_std=divide_by_std)
     flat = iter(advantages_N.tolist())
     return [[next(flat) for _ in item.decisions] for item in group]
 
@@ -226,17 +228,18 @@ def _token_rewards(item: Scored) -> Tensor:
 
 def _token_discounts(item: Scored, gamma: float) -> list[float]:
     """Time passes when the env answers, not while the policy speaks: only the last token of a step is discounted. So
-    gamma means the same for long and short responses, and for algorithms with credit per token and per step. A summary
-    is not answered by the env."""
-    return [
-        gamma if position == len(step.response_ids) - 1 and not step.is_summary else 1.0
-        for step in item.trajectory.steps
-        for position in range(len(step.response_ids))
-    ]
+    gamma means the same for long and short responses, and for algorithms with credit per token and per step."""
+    sizes = [len(item.trajectory.steps[k].response_ids) for k in item.decisions]
+    ends = zip(sizes, _step_discounts(item, gamma), strict=True)
+    return [discount for size, last in ends for discount in [*[1.0] * (size - 1), last]]
 
 
 def _step_discounts(item: Scored, gamma: float) -> list[float]:
-    return [1.0 if item.trajectory.steps[k].is_summary else gamma for k in item.decisions]
+    """The env does not answer a summary, so none between it and the action after it. Where an episode was cut off
+    before that action, its own value stands for what would have followed (`_value_after`), and undiscounted it would
+    be its own target, whatever it is."""
+    decisions = item.decisions
+    return [1.0 if item.trajectory.steps[k].is_summary and k != decisions[-1] else gamma for k in decisions]
 
 
 def _values(item: Scored) -> PerToken:

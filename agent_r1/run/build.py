@@ -31,6 +31,7 @@ from agent_r1.learn.optimizer import cosine, warmup
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
+from agent_r1.run.context import check_room
 from agent_r1.run.engine import GPU_ONLY
 from agent_r1.run.engine import build_engine as build_engine
 from agent_r1.run.model import Model as Model
@@ -217,7 +218,7 @@ def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: 
     sampling = Sampling(
         max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, stop_ids=tuple(renderer.stop_ids)
     )
-    return _collector(rollout, task, renderer, sampler, sampling, rollout.group_size)
+    return _collector(config, task, renderer, sampler, sampling, rollout.group_size)
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
@@ -225,12 +226,12 @@ def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler:
     sampling = Sampling(
         max_tokens=config.rollout.max_response_tokens, temperature=0.0, stop_ids=tuple(renderer.stop_ids)
     )
-    return _collector(config.rollout, task, renderer, sampler, sampling, 1)
+    return _collector(config, task, renderer, sampler, sampling, 1)
 
 
 def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     sampling = eval_sampling(config.eval, config.rollout, renderer)
-    return _collector(config.rollout, task, renderer, sampler, sampling, config.eval.samples)
+    return _collector(config, task, renderer, sampler, sampling, config.eval.samples)
 
 
 def eval_sampling(settings: EvalConfig, rollout: RolloutConfig, renderer: Renderer) -> Sampling:
@@ -254,8 +255,10 @@ def limits(rollout: RolloutConfig) -> Limits:
 
 
 def _collector(
-    rollout: RolloutConfig, task: Task, renderer: Renderer, sampler: Sampler, sampling: Sampling, group_size: int
+    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, sampling: Sampling, group_size: int
 ) -> Collector:
+    check_room(config, renderer)
+    rollout = config.rollout
     return Collector(
         make_flow=task.make_flow,
         sampler=sampler,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +101,7 @@ class Chat:
     async def ask(self, text: str) -> Turn:
         """One user turn: the agent acts until it answers or a limit ends it. A turn that fails is not remembered."""
         self._asked += 1
+        context = copy(self._context)
         row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
         episode = ChatEpisode(
             episode_id=f"chat-{self._asked}",
@@ -116,6 +118,8 @@ class Chat:
             self._engine.release(episode.episode_id)
         if episode.steps and not stop.is_failure:
             self.history, self.has_past = episode.conversation(row), True
+        else:
+            self._context = context
         full = stop is StopReason.MAX_TOKENS and episode.out_of_room
         return Turn(steps=list(episode.steps), stop=stop, error=error, full=full)
 

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
+from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, with_text
 from agent_r1.agent.flow import AgentFlowBase
-from agent_r1.config import RunConfig
+from agent_r1.agent.rendering import Renderer
+from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.errors import ConfigError
 from agent_r1.run.resolve import resolve
+from agent_r1.types import Message, Observation
 
 _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
     "window": Window,
@@ -44,6 +46,25 @@ def message_function(config: RunConfig, setting: str, name: str) -> Callable[...
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{setting}={name!r} cannot be called with messages: {error}") from error
     return found
+
+
+def check_room(config: RunConfig, renderer: Renderer) -> None:
+    """Settings under which no summary could ever be written are a mistake, and only a tokenizer can tell."""
+    context, limit = config.context, config.rollout.max_context_tokens
+    if not isinstance(context, SummaryContext):
+        return
+    shown: list[Message] = [{"role": "user", "content": "?"}]
+    before, asked = (
+        len(renderer.render(Observation(messages=messages)))
+        for messages in (shown, with_text(shown, context.instruction))
+    )
+    needed = context.max_tokens + asked - before + context.summary_tokens
+    if needed > limit:
+        raise ConfigError(
+            f"context.max_tokens ({context.max_tokens}), context.instruction ({asked - before} tokens) and "
+            f"context.summary_tokens ({context.summary_tokens}) need {needed} tokens together, and "
+            f"rollout.max_context_tokens is {limit}: no summary could be written. Lower context.max_tokens"
+        )
 
 
 def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:

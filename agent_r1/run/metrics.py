@@ -33,7 +33,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
         "group/count": float(len(groups)),
         "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
     }
-    if any("context_hidden" in step.info for t in episodes for step in t.steps):
+    if any(step.hidden_messages is not None for t in episodes for step in t.steps):
         metrics |= _context_metrics(episodes)
     total = max(1, len(episodes))
     for reason in StopReason:
@@ -57,13 +57,11 @@ def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metric
 
 def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
     """Where a context policy chose what was shown."""
-    hidden = [step.info["context_hidden"] for t in episodes for step in t.steps if "context_hidden" in step.info]
+    hidden = [step.hidden_messages for t in episodes for step in t.steps if step.hidden_messages is not None]
     return {
         "context/hidden_messages": fmean(hidden),
         "context/summaries": _mean(episodes, lambda t: sum(step.is_summary for step in t.steps)),
-        "context/bad_summaries": _mean(
-            episodes, lambda t: sum(step.is_summary and step.info["summary"] != "whole" for step in t.steps)
-        ),
+        "context/bad_summaries": _mean(episodes, lambda t: sum(step.summary in ("cut", "empty") for step in t.steps)),
     }
 
 

@@ -151,7 +151,8 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
     for speaker, text in transcript(trajectory):
         style = "bold yellow" if speaker == "tool" else "bold green"
         table.add_row(Text(speaker, style=style), Text(shorten(text)))
-    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {len(trajectory.steps)} steps"
+    actions = sum(not step.is_summary for step in trajectory.steps)
+    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} steps"
     return Panel(table, title=Text(f"episode {trajectory.row_id}"), subtitle=verdict, title_align="left")
 
 

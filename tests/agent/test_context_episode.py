@@ -4,7 +4,6 @@ a summary is a step like any other that is no action."""
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,32 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
+from agent_r1.agent.context import SUMMARY_TITLE, ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
 from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Episode, SingleStepFlow
 from agent_r1.agent.text_env import Reply, TextEnv
-from agent_r1.learn import PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.batch import merge_steps
-from agent_r1.learn.rewards import overlong_penalties
 from agent_r1.rollout.engines.scripted import ScriptedCall, ScriptedEngine
-from agent_r1.rollout.judge import judge_prompt
-from agent_r1.rollout.shaping import matches
 from agent_r1.run.metrics import rollout_metrics
-from agent_r1.run.records import transcript
-from agent_r1.types import Group, Message, Observation, Step, StopReason, TaskRow, Trajectory
+from agent_r1.types import Action, Group, Message, Observation, Step, StopReason, TaskRow, Trajectory, Transition
 from tests.chatml import collector, renderer, row, tokenizer
-from tests.learn.builders import VOCABULARY, on_policy
-from tests.numerics.test_batch_equivalence import (
-    DEFINITION_BOUNDS,
-    MODELS,
-    assert_near,
-    by_definition,
-    credited_for,
-    gradient,
-    learner_of,
-)
 
 ASK = "Sum up."
 CODE = re.compile(r"code is (\d+)")
@@ -207,7 +189,7 @@ def test_a_policy_that_leaves_nothing_out_gives_the_very_steps_of_append() -> No
         assert [(s.prompt_ids, s.response_ids) for s in trajectory.steps] == [
             (s.prompt_ids, s.response_ids) for s in plain.steps
         ]
-    assert not any("context" in key for step in plain.steps for key in step.info)
+    assert all(step.hidden_messages is None for step in plain.steps)
 
 
 def test_as_many_exchanges_stay_beside_the_summary_as_are_wanted() -> None:
@@ -233,10 +215,19 @@ def test_summaries_are_not_counted_as_steps_but_every_limit_of_tokens_holds() ->
     assert limits == {40}
 
 
-def test_the_prompt_that_max_steps_left_unanswered_is_the_one_that_would_have_been_shown() -> None:
-    cut, _ = play(POLICIES["window"], max_steps=4)
-    whole, _ = play(POLICIES["window"])
-    assert cut.next_prompt_ids == whole.steps[4].prompt_ids
+@pytest.mark.parametrize("policy", [*POLICIES, "often"])
+def test_the_prompt_that_max_steps_left_unanswered_is_the_one_that_would_have_been_shown(policy: str) -> None:
+    make = {**POLICIES, "often": lambda: summary(200)}[policy]
+    whole, _ = play(make)
+    ends = [number for number, step in enumerate(whole.steps, 1) if not step.is_summary]
+    asked = []
+    for actions, end in enumerate(ends[:-1], 1):
+        cut, engine = play(make, max_steps=actions)
+        assert cut.stop is StopReason.MAX_STEPS
+        assert cut.next_prompt_ids == whole.steps[end].prompt_ids
+        assert len(engine.calls) == end  # nothing is sampled to find it out
+        asked.append(whole.steps[end].is_summary)
+    assert any(asked) is (policy in ("summary", "often"))  # then it is the prompt of the summary
 
 
 def test_there_is_at_most_one_summary_before_each_action() -> None:
@@ -248,7 +239,7 @@ def test_there_is_at_most_one_summary_before_each_action() -> None:
 def test_a_cut_summary_is_used_as_far_as_it_goes_and_an_empty_one_leaves_the_rest() -> None:
     trajectory, _ = play(lambda: summary(summary_tokens=7))  # "code is 7319" is cut to "code is"
     cut = next(step for step in trajectory.steps if step.is_summary)
-    assert (cut.info, cut.action_text) == ({"context": "summary", "summary": "cut"}, "code is")
+    assert (cut.summary, cut.hidden_messages, cut.info, cut.action_text) == ("cut", None, {}, "code is")
     assert len(cut.response_ids) == 7
     assert trajectory.stop is StopReason.ANSWERED
     assert trajectory.total_reward == 0
@@ -260,9 +251,65 @@ def test_a_cut_summary_is_used_as_far_as_it_goes_and_an_empty_one_leaves_the_res
     empty, after = next(
         pair for pair in zip(trajectory.steps, trajectory.steps[1:], strict=False) if pair[0].is_summary
     )
-    assert empty.info["summary"] == "empty"
+    assert empty.summary == "empty"
     assert empty.response_ids  # the stop token, which is trained
     assert "7319" not in shown(after)
+
+
+def test_a_summary_of_reasoning_alone_is_an_empty_one_and_what_was_sampled_stays_exact() -> None:
+    def thinking(call: ScriptedCall) -> str:
+        said = player(call)
+        return f"<think>hm</think>{said}" if said.startswith("code") else said
+
+    trajectory, _ = play(summary, thinking)
+    wrote, after = next(
+        pair for pair in zip(trajectory.steps, trajectory.steps[1:], strict=False) if pair[0].is_summary
+    )
+    assert (wrote.summary, wrote.action_text) == ("whole", "<think>hm</think>code is 7319")
+    assert renderer().decode(wrote.response_ids) == wrote.action_text
+    assert "code is 7319" in shown(after)
+    assert "think" not in shown(after)
+    assert trajectory.total_reward == 1
+
+    trajectory, _ = play(lambda: summary(summary_tokens=12), thinking)  # cut within the thought
+    assert next(step for step in trajectory.steps if step.is_summary).summary == "empty"
+
+
+def test_an_env_that_counts_its_steps_in_the_head_does_not_undo_a_summary() -> None:
+    class Counting(Vault):
+        async def step(self, action: Action) -> Transition:
+            transition = await super().step(action)
+            if transition.observation is None:
+                return transition
+            messages = deepcopy(transition.observation.messages)
+            assert messages is not None
+            messages[0]["content"] = f"Open the vault. Step {self.met}"
+            return replace(transition, observation=Observation(messages=messages))
+
+    trajectory, _ = play(summary, env=Counting)
+    assert trajectory.total_reward == 1
+    first = [step.is_summary for step in trajectory.steps].index(True)
+    assert all(SUMMARY_TITLE in shown(step) for step in trajectory.steps[first + 1 :])
+
+
+def test_what_an_env_tells_of_a_step_is_never_taken_for_what_a_policy_did() -> None:
+    class Forging(Vault):
+        def reply(self, said: str) -> Reply:
+            told = {"context": "summary", "summary": "empty", "context_hidden": "x", "hidden_messages": "the vault"}
+            return replace(super().reply(said), info=told)
+
+    for policy in ("append", "window"):
+        trajectory, _ = play(POLICIES[policy], env=Forging)
+        plain, _ = play(POLICIES[policy])
+        assert trajectory.final_text == plain.final_text
+        assert trajectory.steps[0].info["hidden_messages"] == "the vault"
+        assert [(s.summary, s.hidden_messages) for s in trajectory.steps] == [
+            (s.summary, s.hidden_messages) for s in plain.steps
+        ]
+        made, expected = (
+            rollout_metrics([Group(row=row(), trajectories=[one])], success_reward=1.0) for one in (trajectory, plain)
+        )
+        assert made == expected
 
 
 def test_a_summary_for_which_there_is_no_room_ends_the_episode_as_any_prompt_does() -> None:
@@ -277,7 +324,7 @@ def test_a_summary_for_which_there_is_no_room_ends_the_episode_as_any_prompt_doe
 
 def test_what_outcome_rewards_grade_is_the_last_action_even_if_a_summary_came_later() -> None:
     acted = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text="42")
-    wrote = replace(acted, action_text="the answer is 43", info={"context": "summary", "summary": "whole"})
+    wrote = replace(acted, action_text="the answer is 43", summary="whole")
     trajectory = Trajectory(row_id="r", trajectory_id="t", steps=[acted, wrote], stop=StopReason.MAX_TOKENS)
     assert trajectory.final_text == "42"
     assert replace(trajectory, steps=[]).final_text == ""
@@ -347,155 +394,36 @@ def test_a_flow_says_whether_it_uses_the_policy_and_says_so_again_when_it_plays_
     class Again(Other):
         uses_context = True
 
-    uses = [flow.uses_context for flow in (AgentEnvLoop, SingleStepFlow, Other, Same, Again)]
-    assert uses == [True, False, False, True, True]
+    class Mixin:
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            return StopReason.ANSWERED
+
+    class Mixed(Mixin, AgentEnvLoop):
+        pass
+
+    class Both(Same, Other):  # plays as Other does
+        pass
+
+    class Later(Again):
+        pass
+
+    flows = (AgentEnvLoop, SingleStepFlow, Other, Same, Again, Mixed, Both, Later)
+    assert [flow.uses_context for flow in flows] == [True, False, False, True, True, False, False, True]
 
 
-# Credit.
+def test_a_policy_begins_once_in_an_episode_whatever_others_there_are() -> None:
+    begun: list[tuple[str, int]] = []
 
+    class Noting(Window):
+        def begin(self, messages: list[Message]) -> None:
+            begun.append((messages[0]["content"], len(messages)))
 
-def summarised(name: str = "t", reward: float = 0.0) -> Trajectory:
-    trajectory, _ = play(summary)
-    return replace(trajectory, trajectory_id=name, outcome_reward=reward)
+    class Two(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            one, other = Noting(turns=1), Noting(turns=1)
+            for context, name in ((one, "one"), (other, "other"), (one, "one"), (other, "other")):
+                await episode.act(Observation(messages=[{"role": "user", "content": name}]), context=context)
+            return StopReason.ANSWERED
 
-
-def test_a_trajectorys_advantage_is_that_of_its_summaries_too() -> None:
-    group = Group(row=row(), trajectories=[summarised("a", 1.0), summarised("b")])
-    good, bad = assign_credit([group], get_algorithm("dr_grpo"))
-    assert {value for step in good.advantages for value in step} == {0.5}
-    assert {value for step in bad.advantages for value in step} == {-0.5}
-    assert all(len(step) > 0 for step in good.advantages)
-
-
-def test_no_time_passes_over_a_summary() -> None:
-    def step(reward: float, **info: str) -> Step:
-        return Step(prompt_ids=[1], response_ids=[2, 3], response_logprobs=[0.0, 0.0], reward=reward, info=info)
-
-    steps = [step(0.0), step(0.0, context="summary", summary="whole"), step(1.0)]
-    group = Group(
-        row=row(),
-        trajectories=[Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.ANSWERED)],
-    )
-    settings = {"gamma": 0.5, "whiten_batch": False}
-    [credited] = assign_credit([group], get_algorithm("reinforce", **settings))
-    # 1 at the last action, 1 at the summary before it, half of that at the action before
-    assert credited.advantages == [[0.5, 0.5], [1.0, 1.0], [1.0, 1.0]]
-
-
-def test_gigpo_never_compares_a_summary_with_an_action_and_looks_past_it_for_what_the_env_showed() -> None:
-    def step(prompt: int, feedback: str = "", reward: float = 0.0, **info: str) -> Step:
-        ids = {"prompt_ids": [prompt], "response_ids": [9], "response_logprobs": [0.0]}
-        return Step(**ids, feedback=feedback, reward=reward, info=info)  # type: ignore[arg-type]
-
-    def attempt(name: str, *steps: Step) -> Trajectory:
-        return Trajectory(row_id="r", trajectory_id=name, steps=list(steps), stop=StopReason.ANSWERED)
-
-    wrote = step(5, context="summary", summary="whole")
-    group = Group(
-        row=row(),
-        trajectories=[
-            attempt("a", step(1, "a door"), wrote, step(6, reward=1.0)),
-            attempt("b", step(2, "a door"), step(7)),
-        ],
-    )
-    made = get_algorithm("gigpo", anchor="observation", divide_by_std=False, gamma=1.0, step_weight=1.0)
-    a, b = assign_credit([group], made)
-    # the returns 1 and 0 give +-0.5 to all; the actions after "a door" are compared again: 1 against 0 gives +-0.5
-    assert a.advantages == [[0.5], [0.5], [1.0]]
-    assert b.advantages == [[-0.5], [-1.0]]
-
-
-def test_an_overlong_penalty_is_for_actions() -> None:
-    placed = overlong_penalties(summarised(), limit=1, buffer=0.0, penalty=1.0)
-    punished = [any(rewards) for rewards in placed]
-    assert punished == [not step.is_summary for step in summarised().steps]
-
-
-def test_formats_are_of_actions_and_people_and_judges_can_tell_a_summary() -> None:
-    trajectory = summarised()
-    assert matches(r"code is")(row(), trajectory) == 0
-    assert matches(r"\A(on|7319)\Z", "every")(row(), trajectory) == 1
-    speakers = [speaker for speaker, _ in transcript(trajectory) if speaker != "tool"]
-    assert speakers == ["memo" if step.is_summary else "agent" for step in trajectory.steps]
-    [asked] = judge_prompt()(row(), trajectory)
-    assert asked["content"].count("<assistant_notes-") == speakers.count("memo")
-
-
-def test_metrics_count_what_was_hidden_and_written_down() -> None:
-    group = Group(row=row(), trajectories=[summarised("a"), summarised("b")])
-    metrics = rollout_metrics([group], success_reward=1.0)
-    steps = group.trajectories[0].steps
-    assert metrics["episode/steps"] == 7
-    assert metrics["episode/prompt_tokens"] == sum(len(step.prompt_ids) for step in steps)
-    assert metrics["context/summaries"] == sum(step.is_summary for step in steps)
-    assert metrics["context/bad_summaries"] == 0
-    hidden = [step.info["context_hidden"] for step in steps if not step.is_summary]
-    assert metrics["context/hidden_messages"] == sum(hidden) / 7 > 0
-    plain, _ = play(POLICIES["append"])
-    without = rollout_metrics([Group(row=row(), trajectories=[plain])], success_reward=1.0)
-    assert not any(name.startswith("context/") for name in without)
-
-
-# Numerics: merged and packed, the loss is that of one forward pass per step.
-
-
-class Chatter(TextEnv):
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
-
-    def begin(self, row: TaskRow) -> str:
-        return "go"
-
-    def reply(self, said: str) -> Reply:
-        done, paid = self.chance.random() < 0.15, self.chance.choice([0.0, 0.5])
-        return Reply(text=self.chance.choice("abc"), done=done, reward=paid)
-
-
-def random_group(seed: int, policy: str) -> Group:
-    chance = random.Random(seed)
-    tight: dict[str, Callable[[], ContextPolicy | None]] = {
-        **POLICIES,
-        "window": lambda: Window(turns=1),
-        "summary": lambda: summary(120, summary_tokens=6),
-        "notes": lambda: Notes(turns=1, notes=1, note_chars=9),
-    }
-
-    def attempt(name: str) -> Trajectory:
-        trajectory, _ = play(
-            tight[policy], lambda _: chance.choice(["p", "qr", "xyz"]), env=lambda: Chatter(chance), max_steps=4
-        )
-        # A vocabulary of 32 is enough for the question, and what extends what stays as it is.
-        steps = [
-            replace(
-                step,
-                prompt_ids=[token % VOCABULARY for token in step.prompt_ids],
-                response_ids=[token % VOCABULARY for token in step.response_ids],
-            )
-            for step in trajectory.steps
-        ]
-        rest = [token % VOCABULARY for token in trajectory.next_prompt_ids]
-        paid = chance.choice([0.0, 1.0])
-        return replace(trajectory, trajectory_id=name, steps=steps, next_prompt_ids=rest, outcome_reward=paid)
-
-    return Group(row=row(), trajectories=[attempt("a"), attempt("b")])
-
-
-@pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("name", ["grpo", "gigpo", "steppo"])
-def test_merged_and_packed_training_equals_one_forward_per_step(policy: str, name: str) -> None:
-    groups: list[Group] = []
-    seed = 0
-    while not groups or all(t.outcome_reward == 1 for t in groups[0].trajectories):
-        groups, seed = [random_group(seed, policy)], seed + 1
-    policy_model = PolicyModel(deepcopy(MODELS["llama-tied"]))
-    groups = on_policy(groups, policy_model, random.Random(0), noise=0.2)
-    credited = credited_for(name, False, groups)
-    got = gradient(learner_of(name, False, max_tokens_per_pack=200), credited)
-    assert_near(got, by_definition(name, False, credited, "llama-tied"), DEFINITION_BOUNDS)
-
-
-@given(seed=st.integers(0, 10_000), policy=st.sampled_from(list(POLICIES)))
-@settings(max_examples=25, deadline=None)
-def test_every_sampled_token_is_trained_once_whatever_the_policy_hides(seed: int, policy: str) -> None:
-    for trajectory in random_group(seed, policy).trajectories:
-        assert 1 <= segments(trajectory) <= len(trajectory.steps)
+    asyncio.run(collector(["a", "b", "c", "d"], make_flow=lambda _: Two(lambda _: Vault()))([row()], seed=0))
+    assert begun == [("one", 1), ("other", 1)]

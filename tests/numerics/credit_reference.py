@@ -24,7 +24,8 @@ class Episode:
     rewards: list[float]  # per token
     paid: float  # by env and scorer, before any shaping
     prompts: list[tuple[int, ...]]  # per step
-    shown: list[str]  # per step: what the env said after it
+    shown: list[str]  # per step: what the env had said before it
+    wrote: list[bool]  # per step: whether it was a summary, which the env does not answer
     values: list[float] = field(default_factory=list)  # per token
     bootstrap: float = 0.0
     greedy_return: float | None = None
@@ -42,6 +43,10 @@ class Episode:
     def acted(self) -> list[int]:
         """Steps in which the policy said something, in order."""
         return sorted(set(self.step_of))
+
+    def elapsed(self, k: int, later: int) -> int:
+        """How often the env answered from step k on, until step `later` was taken."""
+        return sum(1 for number in self.acted if k <= number < later and not self.wrote[number])
 
     def step_reward(self, k: int) -> float:
         return sum(r for r, step in zip(self.rewards, self.step_of, strict=True) if step == k)
@@ -106,7 +111,9 @@ def overlong_per_token(one: Trajectory, limit: int, buffer: float, penalty: floa
     for step in one.steps:
         size = len(step.response_ids)
         free = limit * (1 - buffer)
-        if size >= limit:
+        if step.summary is not None:
+            loss = 0.0  # the limit is of actions
+        elif size >= limit:
             loss = penalty
         elif size <= free:
             loss = 0.0
@@ -146,16 +153,25 @@ def read(groups: Sequence[Group], shaping: Shaping, *, with_greedy: bool) -> lis
                     rewards=rewards(one),
                     paid=sum(step.reward for step in one.steps) + one.outcome_reward,
                     prompts=[tuple(step.prompt_ids) for step in one.steps],
-                    shown=[
-                        str(one.steps[k].info.get("anchor", one.steps[k - 1].feedback if k else ""))
-                        for k in range(len(one.steps))
-                    ],
+                    shown=[seen_before(one, k) for k in range(len(one.steps))],
+                    wrote=[step.summary is not None for step in one.steps],
                     greedy_return=greedy_return,
                 )
                 for one in attempts
             ]
         )
     return result
+
+
+def seen_before(one: Trajectory, k: int) -> str:
+    """What the env named or said; nothing where a summary was asked for."""
+    if one.steps[k].summary is not None:
+        return ""
+    said = ""
+    for step in one.steps[:k]:
+        if step.summary is None:
+            said = step.feedback
+    return str(one.steps[k].info.get("anchor", said))
 
 
 # Normalisations. DEVIATION: numbers that do not differ (rounding apart) become 0; published: a single one keeps its
@@ -239,18 +255,18 @@ def reinforce(groups: list[list[Episode]], settings: Settings) -> None:
 
 def step_returns(episode: Episode, gamma: float) -> dict[int, float]:
     acted = episode.acted
-    return {
-        k: sum(gamma**later * episode.step_reward(acted[i + later]) for later in range(len(acted) - i))
-        for i, k in enumerate(acted)
-    }
+    return {k: sum(gamma ** episode.elapsed(k, j) * episode.step_reward(j) for j in acted if j >= k) for k in acted}
 
 
 def reinforce_plus_plus(groups: list[list[Episode]], settings: Settings) -> None:
     gamma = settings["gamma"]
     for group in groups:
         for e in group:
-            size = len(e.rewards)
-            e.advantages = [sum(discount(e, t, u, gamma) * e.rewards[u] for u in range(t, size)) for t in range(size)]
+            # DEVIATION: gamma is per answer of the env, so it counts the actions that end in between.
+            e.advantages = [
+                sum(gamma ** e.elapsed(e.step_of[t], e.step_of[u]) * e.rewards[u] for u in range(t, len(e.rewards)))
+                for t in range(len(e.rewards))
+            ]
     whiten_tokens(groups)
 
 
@@ -259,32 +275,25 @@ def reinforce_plus_plus_baseline(groups: list[list[Episode]], settings: Settings
     whiten_tokens(groups)
 
 
-def discount(episode: Episode, t: int, u: int, gamma: float) -> float:
-    """From token t to token u. DEVIATION: gamma is per step, so it counts the steps that end in between."""
-    return float(gamma ** (episode.acted.index(episode.step_of[u]) - episode.acted.index(episode.step_of[t])))
+def gae(
+    e: Episode, steps: list[int], rewards: list[float], values: list[float], after: float, gamma: float, lam: float
+) -> list[float]:
+    """A_t = sum over u >= t of lam^(u-t) d(t, u) (r_u + d(u, u+1) V_{u+1} - V_u), d the discount between decisions.
+    `steps`: the step each decision is of. What would have followed the last is one answer of the env away, always."""
+    size, known = len(steps), [*values, after]
 
+    def d(t: int, u: int) -> float:
+        return float(gamma ** (e.elapsed(steps[t], steps[u]) if u < size else 1))
 
-def token_gae(e: Episode, after: float, gamma: float, lam: float) -> list[float]:
-    """A_t = sum over u >= t of lam^(u-t) d(t, u) (r_u + d(u, u+1) V_{u+1} - V_u), d the discount between tokens."""
-    size = len(e.rewards)
-    known = [*e.values, after]
-    ahead = [discount(e, u, u + 1, gamma) if u + 1 < size else gamma for u in range(size)]
-    errors = [e.rewards[u] + ahead[u] * known[u + 1] - known[u] for u in range(size)]
-    return [sum(lam ** (u - t) * discount(e, t, u, gamma) * errors[u] for u in range(t, size)) for t in range(size)]
-
-
-def gae(rewards: Sequence[float], values: Sequence[float], after: float, gamma: float, lam: float) -> list[float]:
-    """A_t = sum over l of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l})."""
-    known = [*values, after]
-    errors = [rewards[t] + gamma * known[t + 1] - known[t] for t in range(len(rewards))]
-    return [sum((gamma * lam) ** (u - t) * errors[u] for u in range(t, len(errors))) for t in range(len(errors))]
+    errors = [rewards[u] + d(u, u + 1) * known[u + 1] - known[u] for u in range(size)]
+    return [sum(lam ** (u - t) * d(t, u) * errors[u] for u in range(t, size)) for t in range(size)]
 
 
 def ppo(groups: list[list[Episode]], settings: Settings) -> None:
     for group in groups:
         for e in group:
             after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
-            e.advantages = token_gae(e, after, settings["gamma"], settings["lam"])
+            e.advantages = gae(e, e.step_of, e.rewards, e.values, after, settings["gamma"], settings["lam"])
             e.targets = [a + v for a, v in zip(e.advantages, e.values, strict=True)]
     if settings["whiten_batch"]:
         whiten_tokens(groups)
@@ -296,7 +305,8 @@ def steppo(groups: list[list[Episode]], settings: Settings) -> None:
             after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
             firsts = [e.step_of.index(k) for k in e.acted]
             values = [e.values[first] for first in firsts]
-            advantages = gae([e.step_reward(k) for k in e.acted], values, after, settings["gamma"], settings["lam"])
+            rewards = [e.step_reward(k) for k in e.acted]
+            advantages = gae(e, e.acted, rewards, values, after, settings["gamma"], settings["lam"])
             e.spread(dict(zip(e.acted, advantages, strict=True)))
             e.targets = [None for _ in e.rewards]
             for first, advantage, value in zip(firsts, advantages, values, strict=True):
@@ -328,6 +338,8 @@ def gigpo(groups: list[list[Episode]], settings: Settings) -> None:
 
 
 def equal_state(a: tuple[Episode, int], b: tuple[Episode, int], settings: Settings) -> bool:
+    if a[0].wrote[a[1]] != b[0].wrote[b[1]]:
+        return False  # a summary is no action
     first, second = state_of(*a, settings["anchor"]), state_of(*b, settings["anchor"])
     if settings["similarity"] is None or first == second:
         return bool(first == second)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import stdev
 
 import pytest
@@ -58,6 +60,30 @@ def test_credit_is_what_the_plain_loops_say(name: str, data: st.DataObject, batc
     agree(batch.credit(algorithm), expected(batch, algorithm))
 
 
+def with_summaries(batch: Batch, chance: random.Random) -> Batch:
+    """The same episodes, of which some steps were asked for by a context policy."""
+
+    def mark(one: Trajectory) -> Trajectory:
+        return replace(one, steps=[replace(s, summary="whole") if chance.random() < 0.4 else s for s in one.steps])
+
+    groups = [
+        replace(group, trajectories=list(map(mark, group.trajectories)), greedy=group.greedy and mark(group.greedy))
+        for group in batch.groups
+    ]
+    return replace(batch, groups=groups)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(data=st.data(), batch=batches(), seed=st.integers(0, 2**32))
+@budget(max_examples=60, deadline=None)
+def test_credit_of_episodes_with_summaries_is_what_the_plain_loops_say(
+    name: str, data: st.DataObject, batch: Batch, seed: int
+) -> None:
+    algorithm = get_algorithm(name, **data.draw(settings(ALGORITHMS[name])))
+    marked = with_summaries(batch, random.Random(seed))
+    agree(marked.credit(algorithm), expected(marked, algorithm))
+
+
 @pytest.mark.parametrize("name", ["grpo", "remax", "reinforce++", "steppo"])
 @given(data=st.data(), batch=batches(), scaling=st.sampled_from(["raw", "ignored", "largest_return"]))
 @budget(max_examples=60, deadline=None)
@@ -65,6 +91,7 @@ def test_shaped_credit_is_what_the_plain_loops_say(
     name: str, data: st.DataObject, batch: Batch, scaling: ProcessScaling
 ) -> None:
     algorithm = ALGORITHMS[name]
+    batch = with_summaries(batch, random.Random(0)) if data.draw(st.booleans()) else batch
     weight, coef = data.draw(st.sampled_from([0.5, 1.0])), data.draw(st.sampled_from([0.125, 1.0]))
     limit, buffer, penalty = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0.0, 0.5, 1.0])), 0.75
     ratios = batch.kl if data.draw(st.booleans()) else None
