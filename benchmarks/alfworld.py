@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from agent_r1.recipes.alfworld import data
@@ -53,7 +54,7 @@ class Releases:
     """The released files, kept compressed: an archive can be read only from one end to the other."""
 
     def __init__(self, source: Path) -> None:
-        found = data._source_in(source)
+        found = data.source_in(source)
         if found is None:
             raise SystemExit(f"there are no games at {source}")
         self._content = {name: zlib.compress(content, 1) for name, content in data.released(found)}
@@ -216,6 +217,7 @@ def compared(name: str, releases: Releases, official: Official, seed: int) -> di
             verbs["(won)"] += after[2] and not before[2]
     return {
         "game": name,
+        "seed": seed,
         "states": sum(map(len, ours)),
         "verbs": dict(verbs),
         "walkthrough_won": any(won for _, _, won in theirs[1]),
@@ -235,12 +237,12 @@ def differences(plays: list[Play], ours: list[list[Said]], theirs: list[list[Sai
 
 def compare(args: argparse.Namespace) -> None:
     releases = Releases(args.data)
-    done = read_state(args.state)
+    done = resumed(args.state, args.seed)
     wanted = releases.order()[: args.games]
     missing = [name for name in wanted if name not in done]
     print(f"{len(wanted):,} games, {len(wanted) - len(missing):,} of them compared before", flush=True)
     args.state.parent.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
+    began, writing = time.perf_counter(), Lock()
     with args.state.open("a", encoding="utf-8") as log, ThreadPoolExecutor(args.workers) as pool:
         pools = [missing[number :: args.workers] for number in range(args.workers)]
 
@@ -249,12 +251,14 @@ def compare(args: argparse.Namespace) -> None:
             for name in names:
                 if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:
                     break
-                log.write(json.dumps(compared(name, releases, official, args.seed)) + "\n")
-                log.flush()
+                line = json.dumps(compared(name, releases, official, args.seed)) + "\n"
+                with writing:
+                    log.write(line)
+                    log.flush()
             official.close()
 
         list(pool.map(work, pools))
-    done = read_state(args.state)
+    done = resumed(args.state, args.seed)
     summary = summed([done[name] for name in wanted if name in done])
     print(json.dumps({key: value for key, value in summary.items() if key != "mismatches"}, indent=1))
     for mismatch in summary["mismatches"][:5]:
@@ -262,11 +266,19 @@ def compare(args: argparse.Namespace) -> None:
     write("alfworld_engine.json", {"games_wanted": len(wanted), "seed": args.seed, **summary})
 
 
-def read_state(path: Path) -> dict[str, dict[str, Any]]:
-    """By game; the last record of each."""
+def resumed(path: Path, seed: int) -> dict[str, dict[str, Any]]:
+    """The records of a state file by game, the last of each; half a line at its end is cut off."""
     if not path.is_file():
         return {}
-    return {record["game"]: record for record in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)
+    records = [json.loads(line) for line in whole.splitlines()]
+    others = {record.get("seed", 0) for record in records} - {seed}  # the first records had none, and were of seed 0
+    if others:
+        raise SystemExit(f"{path} is of seed {min(others)}, not {seed}: give another --state, or --seed {min(others)}")
+    return {record["game"]: record for record in records}
 
 
 def summed(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -302,28 +314,28 @@ def walkthroughs(args: argparse.Namespace) -> None:
 
 def speed(args: argparse.Namespace) -> None:
     """CPU seconds, of one core. A step is an answer, the won flag and the whole list of admissible commands."""
-    file = str(data.games_file(str(args.data)))
-    names = [entry.name for entry in data.entries("train", str(args.data))[:SPEED_GAMES]]
+    file = data.games_file(str(args.data))
+    entries = data.entries("train", file)[:SPEED_GAMES]
     took: dict[str, float] = defaultdict(float)
-    for name in names:
+    for entry in entries:
         began = time.process_time()
-        game = data.load_game(file, name)
+        game = data.load_game(str(file), entry.name, entry.world)
         took["load"] += time.process_time() - began
         began = time.process_time()
         _ = World(game).intro
         took["reset"] += time.process_time() - began
-        commands = _any_commands(game, name)
+        commands = _any_commands(game, entry.name)
         world, began = World(game), time.process_time()
         for command in commands:
             world.step(command)
             _ = world.won, world.admissible()
         took["step"] += time.process_time() - began
     result = {
-        "games": len(names),
-        "steps": len(names) * SPEED_STEPS,
-        "load_and_parse_ms": round(1e3 * took["load"] / len(names), 3),
-        "reset_ms": round(1e3 * took["reset"] / len(names), 3),
-        "steps_per_second": round(len(names) * SPEED_STEPS / took["step"]),
+        "games": len(entries),
+        "steps": len(entries) * SPEED_STEPS,
+        "load_and_parse_ms": round(1e3 * took["load"] / len(entries), 3),
+        "reset_ms": round(1e3 * took["reset"] / len(entries), 3),
+        "steps_per_second": round(len(entries) * SPEED_STEPS / took["step"]),
     }
     print(json.dumps(result, indent=1))
     write("alfworld_speed.json", result)

@@ -2,7 +2,7 @@
 how many tokens episodes have.
 
     python -m benchmarks.alfworld_demos explorer --data DIR
-    python -m benchmarks.alfworld_demos tokens --data DIR --tokenizer MODEL
+    python -m benchmarks.alfworld_demos tokens --data DIR --tokenizer MODEL [--episodes N]
 
 DIR is what `data.path` takes; MODEL what `model.path` takes.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 from statistics import fmean, median
 
 from agent_r1.agent.rendering import Renderer
@@ -19,18 +21,21 @@ from agent_r1.recipes.alfworld import data, task
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.env import shortened
 from agent_r1.run.model import find_model
+from agent_r1.run.model_source import as_directory
 from agent_r1.run.resolve import recipe_path
 from agent_r1.types import Message, Observation
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 STEPS = (30, 50)
 EPISODES, RANDOM_EPISODES = 400, 200
+READABLE = 8192  # tokens that SmolLM2 can read
 
 
 def explorer(args: argparse.Namespace) -> None:
-    games, priors = str(data.games_file(args.data)), task.train_priors(args.data)
+    file = data.games_file(args.data)
+    priors = task.train_priors(file)
     for split in SPLITS:
-        worlds = [World(data.load_game(games, entry.name)) for entry in data.entries(split, args.data)]
+        worlds = [world_of(file, entry) for entry in data.entries(split, file)]
         tried = [task.explored(world, priors, max_steps=max(STEPS)) for world in worlds]
         lengths = [len(said) for said in tried if said is not None]
         solved = "  ".join(f"in {limit}: {sum(n <= limit for n in lengths) / len(tried):.1%}" for limit in STEPS)
@@ -41,20 +46,24 @@ def tokens(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     template = recipe_path("chatml_tools", recipe="alfworld").read_text(encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(find_model(args.tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(as_directory(find_model(args.tokenizer), print))
     renderer = Renderer(tokenizer, chat_template=template)
-    games = str(data.games_file(args.data))
+    file = data.games_file(args.data)
+    games = {entry.name: entry for entry in data.entries("train", file)}
     for kind, demos in (("walkthroughs", task.demos), ("explorer", task.explorer_demos)):
-        chosen = demos(EPISODES, 0, args.data)
+        chosen = demos(args.episodes, 0, args.data)
         for hints in (False, True):
-            talks = [played(World(data.load_game(games, row.row_id)), said, hints) for row, said in chosen]
+            talks = [played(world_of(file, games[row.row_id]), said, hints) for row, said in chosen]
             print(f"{kind}{', hints' if hints else ''}: {sizes(renderer, talks)}")
         said = [len(renderer.encode_response(text)) for _, texts in chosen for text in texts]
         print(f"{kind}, a command: mean {fmean(said):.0f}, most {max(said)}")
-    entries = data.entries("train", args.data)[:RANDOM_EPISODES]
-    worlds = {entry.name: World(data.load_game(games, entry.name)) for entry in entries}
+    worlds = {name: world_of(file, games[name]) for name in islice(games, RANDOM_EPISODES)}
     talks = [played(world, wandering(world, random.Random(name)), False) for name, world in worlds.items()]
     print(f"{STEPS[0]} random moves: {sizes(renderer, talks)}")
+
+
+def world_of(file: Path, entry: data.Entry) -> World:
+    return World(data.load_game(str(file), entry.name, entry.world))
 
 
 def wandering(world: World, chance: random.Random) -> Iterator[str]:
@@ -80,7 +89,11 @@ def played(world: World, said: Sequence[str] | Iterator[str], hints: bool) -> li
 def sizes(renderer: Renderer, talks: Sequence[list[Message]]) -> str:
     found = sorted(len(renderer.render(Observation(messages=talk), [])) for talk in talks)
     mean, nearly_all = fmean(found), found[int(0.99 * len(found))]
-    return f"{len(found)} episodes, tokens: mean {mean:.0f}, 99 % {nearly_all}, most {found[-1]}"
+    too_long = sum(size > READABLE for size in found)
+    return (
+        f"{len(found)} episodes, tokens: mean {mean:.0f}, 99 % {nearly_all}, most {found[-1]}; "
+        f"{too_long} have more than {READABLE:,}"
+    )
 
 
 def main() -> None:
@@ -92,6 +105,7 @@ def main() -> None:
         command.set_defaults(run=run)
         if run is tokens:
             command.add_argument("--tokenizer", required=True)
+            command.add_argument("--episodes", type=int, default=EPISODES, help="of each kind of demonstration")
     args = parser.parse_args()
     args.run(args)
 

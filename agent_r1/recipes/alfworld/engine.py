@@ -121,7 +121,11 @@ class World:
         It does not tell how one came here, nor what was opened or moved elsewhere.
         """
         seen = [self._examine_receptacle(receptacle, 0) for receptacle in self._near()]
-        held = [] if self._held is None else [self.inventory, self._examine_object(self._held, 0)]
+        held = []
+        if self._held is not None:
+            # Not as `examine` tells it, which of a mug or a bowl says nothing but what is in it.
+            states = " and ".join(sorted(self._states.get(self._held, ())))
+            held = [self.inventory, f"It is {states or 'untouched'}."]
         return " ".join([*(seen or ["In the middle of the room."]), *held, f"Reached: {self._reached()}."])
 
     def _reached(self) -> int:

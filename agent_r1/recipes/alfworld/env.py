@@ -22,15 +22,16 @@ class AlfWorld(TextEnv):
 
     deterministic: ClassVar[bool] = True
 
-    def __init__(self, *, game: str, hints: bool = False) -> None:
+    def __init__(self, *, game: str, world: str, hints: bool = False) -> None:
         self._name = game
+        self._world_hash = world
         self._hints = hints
 
     def game(self, row: TaskRow) -> Game:
         """Where the games are kept is no part of what a row asks, so it is not among the settings of the env."""
         if "games" not in row.extra_info:
             raise DataError(f"row {row.row_id!r} does not say where its game is: make rows with alfworld's task.rows")
-        return load_game(row.extra_info["games"], self._name)
+        return load_game(row.extra_info["games"], self._name, self._world_hash)
 
     def begin(self, row: TaskRow) -> str:
         self._world = World(self.game(row))

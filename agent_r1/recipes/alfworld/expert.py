@@ -28,7 +28,7 @@ _TASKS = (
     r"find (?P<count>two) (?P<object>\w+) and put them in (?P<place>\w+)\.",
     r"(?:look at|examine the) (?P<object>\w+) (?:under|with) the (?P<lamp>\w+)\.",
 )
-TREATMENTS = {"hot": "heat", "heat": "heat", "cool": "cool", "clean": "clean"}
+TREATMENT_FOR = {"hot": "heat", "heat": "heat", "cool": "cool", "clean": "clean"}
 APPLIANCES = {"heat": "microwave", "cool": "fridge", "clean": "sinkbasin"}
 UNSEEN = 1e-4  # how promising a kind of receptacle is in which a thing was never found: it is still looked into, last
 
@@ -78,7 +78,7 @@ def read_wish(intro: str) -> Wish:
                 kind=said["object"],
                 place=said.get("place") or "",
                 lamp=said.get("lamp") or "",
-                treatment=TREATMENTS.get(said.get("state") or "", ""),
+                treatment=TREATMENT_FOR.get(said.get("state") or "", ""),
                 count=2 if said.get("count") == "two" else 1,
             )
     raise DataError(f"the explorer does not understand the task: {(mark + sentence)[:200]!r}")
@@ -105,7 +105,9 @@ class Explorer:
         return next(self._doing, None)
 
     def _light_up(self, wish: Wish) -> Doing[None]:
-        yield from self._fetch(wish.kind, away_from="")
+        thing = yield from self._fetch(wish.kind, away_from="")
+        if thing is None:
+            return
         found = yield from self._find(wish.lamp, away_from="")
         if found is not None:
             lamp, place = found
@@ -120,9 +122,14 @@ class Explorer:
             if thing is None:
                 return
             if wish.treatment:
-                yield from self._go(self._first(APPLIANCES[wish.treatment]), opening=False)
-                yield f"{wish.treatment} {thing} with {self._at}"
+                appliance = self._first(APPLIANCES[wish.treatment])
+                if not appliance:
+                    return
+                yield from self._go(appliance, opening=False)
+                yield f"{wish.treatment} {thing} with {appliance}"
             goal = goal or self._most(wish.kind, wish.place)
+            if not goal:
+                return
             yield from self._go(goal)
             yield f"move {thing} to {goal}"
             self._seen[goal].append(thing)
@@ -168,12 +175,13 @@ class Explorer:
             self._seen[place] = _NAME.findall(self._answer.rpartition("you see ")[2])
 
     def _first(self, kind: str) -> str:
-        return next(place for place in self._receptacles if _kind(place) == kind)
+        """The first receptacle of a kind; "" if there is none."""
+        return next((place for place in self._receptacles if _kind(place) == kind), "")
 
     def _most(self, kind: str, place_kind: str) -> str:
-        """The receptacle of a kind in which most things of a kind were seen; the first of equals."""
+        """The receptacle of a kind in which most of a kind were seen, the first of equals; "" if there is none."""
         places = [place for place in self._receptacles if _kind(place) == place_kind]
-        return max(places, key=lambda place: sum(_kind(thing) == kind for thing in self._seen.get(place, ())))
+        return max(places, key=lambda at: sum(_kind(thing) == kind for thing in self._seen.get(at, ())), default="")
 
 
 def _kind(name: str) -> str:

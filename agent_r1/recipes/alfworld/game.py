@@ -29,7 +29,6 @@ _ATOM = re.compile(r"\(\s*([a-z_]+)((?:\s+[^\s()]+)+)\s*\)")
 class Goal:
     """A thing of `object_type` in a receptacle of `receptacle_type`; or, with `lamp_type`, held beside such a lamp."""
 
-    task_type: str
     object_type: str
     receptacle_type: str = ""
     lamp_type: str = ""
@@ -133,7 +132,6 @@ def _read_goal(problem: str) -> Goal:
         if found := pattern.match(mark + rest):
             parts = found.groupdict(default="")
             return Goal(
-                task_type=task_type,
                 object_type=parts["object"],
                 receptacle_type=parts.get("receptacle", ""),
                 lamp_type=parts.get("lamp", ""),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.recipes.alfworld.data import Entry
+from agent_r1.recipes.alfworld.data import Entry, short_hash
 from agent_r1.recipes.alfworld.engine import TREATMENTS, World
 from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.expert import learn_priors
@@ -102,6 +102,11 @@ def receptacle_id(kind: str) -> str:
 @cache
 def made_game(name: str) -> Game:
     """A function of the name, SPLIT/TASK/NUMBER."""
+    return read_game(*_written(name))
+
+
+def _written(name: str) -> tuple[str, str]:
+    """The PDDL problem of a game, and the sentence of its task."""
     rng, task_type = random.Random(name), name.split("/")[1]
     thing, goal_place = rng.choice(THINGS), rng.choice(("CounterTop", "Cabinet", "Desk"))
     places = {"DeskLamp_bar_1": "Desk"}
@@ -111,7 +116,7 @@ def made_game(name: str) -> Game:
         places |= {f"{kind}_bar_{number}": rng.choice(elsewhere) for number in (1, 2)}
     sentence = SENTENCES[task_type].format(thing=thing.lower(), place=goal_place.lower())
     goal = GOALS[task_type].format(thing=thing, place=goal_place)
-    return read_game(write_problem(kitchen(places), goal), f"Your task is to: {sentence}")
+    return write_problem(kitchen(places), goal), f"Your task is to: {sentence}"
 
 
 def walkthrough(game: Game) -> list[str]:
@@ -171,8 +176,12 @@ def entries(split: str) -> list[Entry]:
     if split not in NUM_ROWS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, NUM_ROWS)}")
     names = [f"{split}/{TASK_TYPES[number % len(TASK_TYPES)]}/{number}" for number in range(NUM_ROWS[split])]
-    games = [(name, made_game(name)) for name in names]
-    return [Entry(name=name, task=game.task, walkthrough=tuple(walkthrough(game))) for name, game in games]
+    return [_entry(name) for name in names]
+
+
+def _entry(name: str) -> Entry:
+    (problem, task), said = _written(name), walkthrough(made_game(name))
+    return Entry(name=name, task=task, walkthrough=tuple(said), world=short_hash(problem.encode()))
 
 
 def rows(split: str, count: int | None = None) -> list[TaskRow]:

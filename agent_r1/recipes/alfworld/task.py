@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from agent_r1.errors import DataError
@@ -21,8 +22,8 @@ Demo = tuple[TaskRow, list[str]]
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
     """The first `count` games of train, valid_train, valid_seen or valid_unseen."""
-    file = str(games_file(path))
-    return [as_row(entry, file) for entry in entries(split, path)[:count]]
+    file = games_file(path)
+    return [as_row(entry, str(file)) for entry in entries(split, file)[:count]]
 
 
 def as_row(entry: Entry, file: str) -> TaskRow:
@@ -30,7 +31,7 @@ def as_row(entry: Entry, file: str) -> TaskRow:
         prompt=[{"role": "user", "content": entry.task}],
         row_id=entry.name,
         reward_model={"style": "rule"},
-        env_kwargs={"game": entry.name},
+        env_kwargs={"game": entry.name, "world": entry.world},
         data_source=f"alfworld/{entry.task_type}",
         extra_info={"games": file, "task_type": entry.task_type},
     )
@@ -47,38 +48,46 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     """At most `count` training games with their walkthroughs, by a planner that knows where everything is."""
-    file = str(games_file(path))
-    return [(as_row(entry, file), list(entry.walkthrough)) for entry in _shuffled(entries("train", path), seed)[:count]]
+    return _walked(games_file(path), count, seed)
 
 
 def explorer_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     """At most `count` training games with what the explorer did, of those that it solves soon enough."""
-    games, file = _shuffled(entries("train", path), seed), str(games_file(path))
-    priors = train_priors(path)
+    return _searched(games_file(path), count, seed)
+
+
+def both_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """Half of each, of different games."""
+    file = games_file(path)
+    mixed = _searched(file, count - count // 2, seed)
+    taken = {row.row_id for row, _ in mixed}
+    mixed += [demo for demo in _walked(file, count + len(mixed), seed) if demo[0].row_id not in taken][: count // 2]
+    return _shuffled(mixed, seed)
+
+
+def _walked(file: Path, count: int, seed: int) -> list[Demo]:
+    chosen = _shuffled(entries("train", file), seed)[:count]
+    return [(as_row(entry, str(file)), list(entry.walkthrough)) for entry in chosen]
+
+
+def _searched(file: Path, count: int, seed: int) -> list[Demo]:
+    games, priors = _shuffled(entries("train", file), seed), train_priors(file)
     shown: list[Demo] = []
     for entry in games:
         if len(shown) == count:
             break
-        said = explored(World(load_game(file, entry.name)), priors)
+        said = explored(World(load_game(str(file), entry.name, entry.world)), priors)
         if said is not None:
-            shown.append((as_row(entry, file), said))
+            shown.append((as_row(entry, str(file)), said))
     if not shown:
         raise DataError(f"the explorer solves none of {len(games)} games within {MAX_STEPS} steps")
     return shown
 
 
-def both_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """Half of each, of different games."""
-    mixed = explorer_demos(count - count // 2, seed, path)
-    taken = {row.row_id for row, _ in mixed}
-    mixed += [demo for demo in demos(count + len(mixed), seed, path) if demo[0].row_id not in taken][: count // 2]
-    return _shuffled(mixed, seed)
-
-
-def train_priors(path: str | None) -> Priors:
+def train_priors(file: Path) -> Priors:
     """Where things are kept, learnt from some training games."""
-    file = str(games_file(path))
-    return learn_priors(load_game(file, entry.name) for entry in entries("train", path)[:GAMES_FOR_PRIORS])
+    some = entries("train", file)[:GAMES_FOR_PRIORS]
+    return learn_priors(load_game(str(file), entry.name, entry.world) for entry in some)
 
 
 def explored(world: World, priors: Priors, max_steps: int = MAX_STEPS) -> list[str] | None:
