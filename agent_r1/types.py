@@ -164,6 +164,7 @@ class Trajectory:
     error: str | None = None  # what raised, for stop == ERROR
     seconds: float = 0.0
     next_prompt_ids: list[int] = field(default_factory=list)  # truncated: the state it would have gone on from
+    opening: list[Message] = field(default_factory=list)  # what the env began with, for people; if it was messages
 
     @property
     def total_reward(self) -> float:

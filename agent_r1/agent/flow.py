@@ -17,6 +17,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, TypeVar
@@ -81,6 +82,7 @@ class Episode:
         self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
         self.num_actions = 0  # the steps that are not summaries
         self.messages: list[Message] = []  # the conversation that was last responded to, all of it
+        self.opening: list[Message] = []  # the first one
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
@@ -124,6 +126,7 @@ class Episode:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
+            self.opening = self.opening or deepcopy(observation.messages)
         if context is not None:
             shown = await self._shown(observation, context, _Author(self, tools))
             observation, hidden = Observation(messages=shown.messages), shown.hidden

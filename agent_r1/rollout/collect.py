@@ -86,6 +86,7 @@ class Collector:
             error=error,
             seconds=time.perf_counter() - started,
             next_prompt_ids=episode.next_prompt_ids,
+            opening=episode.opening,
         )
 
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:

@@ -23,6 +23,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import Collector, ended
 from agent_r1.rollout.engine import Engine
 from agent_r1.run.build import build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.run.records import answerer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
 HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."
@@ -36,6 +37,7 @@ class Turn:
     stop: StopReason
     error: str | None = None  # what went wrong, where something did
     full: bool = False  # stopped because conversation and answer together outgrew the context
+    instead: str = ""  # what the env showed in place of the question: a world begins as it likes
 
 
 class ChatEpisode(Episode):
@@ -121,7 +123,8 @@ class Chat:
         else:
             self._context = context
         full = stop is StopReason.MAX_TOKENS and episode.out_of_room
-        return Turn(steps=list(episode.steps), stop=stop, error=error, full=full)
+        instead = "" if _is_in(text, episode.opening) else str(episode.opening[-1].get("content"))
+        return Turn(steps=list(episode.steps), stop=stop, error=error, full=full, instead=instead)
 
     async def _outcome(self, row: TaskRow, episode: ChatEpisode) -> tuple[StopReason, str | None]:
         """Why the turn ended, and what went wrong if something did."""
@@ -191,11 +194,18 @@ async def answer(chat: Chat, text: str, console: Console) -> None:
         console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
 
 
+def _is_in(text: str, messages: Sequence[Message]) -> bool:
+    return not messages or any(text in str(message.get("content")) for message in messages)
+
+
 def _show(turn: Turn, console: Console) -> None:
+    if turn.instead:
+        console.print("(this env begins with its row, not with what you say; /row N takes another)", style="dim")
+        _say(console, "env", "bold yellow", turn.instead)
     for step in turn.steps:
         _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
         if step.feedback:
-            _say(console, "tool", "bold yellow", step.feedback)
+            _say(console, answerer(step), "bold yellow", step.feedback)
 
 
 def _command(chat: Chat, text: str, console: Console) -> None:

@@ -40,6 +40,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             error=record["error"],
             seconds=record["seconds"],
             next_prompt_ids=record.get("next_prompt_ids", []),  # records of 0.1 have none
+            opening=record.get("opening", []),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error
@@ -80,8 +81,13 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for step in trajectory.steps:
         lines.append(("memo" if step.is_summary else "agent", step.action_text))
-        lines += [("tool", step.feedback)] if step.feedback else []
+        lines += [(answerer(step), step.feedback)] if step.feedback else []
     return lines
+
+
+def answerer(step: Step) -> str:
+    """Who answered a step, for people."""
+    return "tool" if step.calls else "env"
 
 
 def _step_from_json(record: Mapping[str, Any]) -> Step:

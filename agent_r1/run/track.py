@@ -145,11 +145,11 @@ def clock(seconds: float) -> str:
 def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
     """One episode as a conversation, with what it earned; very long texts are cut."""
     table = Table.grid(padding=(0, 1))
-    for message in group.row.prompt:
+    for message in trajectory.opening or group.row.prompt:
         if message["role"] == "user":
-            table.add_row(Text("user", style="bold blue"), Text(str(message["content"])))
+            table.add_row(Text("user", style="bold blue"), Text(shorten(str(message["content"]))))
     for speaker, text in transcript(trajectory):
-        style = "bold yellow" if speaker == "tool" else "bold green"
+        style = "bold yellow" if speaker in ("tool", "env") else "bold green"
         table.add_row(Text(speaker, style=style), Text(shorten(text)))
     actions = sum(not step.is_summary for step in trajectory.steps)
     verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} steps"

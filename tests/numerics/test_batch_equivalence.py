@@ -35,7 +35,8 @@ CASES = [(name, False) for name in ALGORITHMS] + [(n, True) for n, row in ALGORI
 IDS = [f"{name}{'-shared' if shared else ''}" for name, shared in CASES]
 # (of any element, of the whole relative to its length), for gradients of order 1. The largest of 90 draws or more were
 # 3e-7 and 3e-7 between layouts of ours, 6e-7 and 9e-7 to padded rows, whose attention is another kernel.
-LAYOUT_BOUNDS, PADDING_BOUNDS, DEFINITION_BOUNDS = (1e-6, 1e-6), (1e-6, 2e-6), (1e-5, 1e-5)
+# Largest and relative difference. Sums in another order differ by about 1e-6 in float32 (1.05e-6 was seen).
+LAYOUT_BOUNDS, PADDING_BOUNDS, DEFINITION_BOUNDS = (1e-6, 2e-6), (1e-6, 2e-6), (1e-5, 1e-5)
 Gradients = dict[str, Tensor]
 
 seeds = st.integers(0, 100_000)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent import ToolEnv, tool
+from agent_r1.agent import Reply, TextEnv, ToolEnv, tool
 from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Episode
 from agent_r1.config import load_config
 from agent_r1.rollout.engines.scripted import ScriptedCall, ScriptedEngine
@@ -279,3 +279,24 @@ def test_ctrl_c_at_the_prompt_ends_the_program_at_once_with_exit_code_0(run: Pat
     finally:
         os.close(terminal)  # which also ends the program
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+class Stubborn(TextEnv):
+    """Begins with a riddle, whatever is asked."""
+
+    def begin(self, row: TaskRow) -> str:
+        return "What has keys and opens no door?"
+
+    def reply(self, said: str) -> Reply:
+        return Reply(text="no", done=True)
+
+
+def test_a_world_that_does_not_show_the_question_says_what_it_shows_instead() -> None:
+    engine = ScriptedEngine(["a piano"], tokenizer=tokenizer())
+    chat = Chat(collector(engine, make_env=lambda _: Stubborn()), engine=engine, rows=[row(question="")])
+    assert shown(chat, "hello?") == [
+        "(this env begins with its row, not with what you say; /row N takes another)",
+        "env   What has keys and opens no door?",
+        "agent a piano",
+        "env   no",
+    ]

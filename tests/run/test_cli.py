@@ -53,7 +53,7 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
 def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, described: Path) -> None:
     ended = cli("sft", MINI, "--dry-run", "eval.rows=null")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.endswith("plan: warm start of 2 epochs on 8 demonstrations, evaluated on all held-out rows\n")
+    assert ended.out.endswith("plan: warm start of 2 epochs on 8 demonstrations, evaluated on 20 held-out rows\n")
     own = ("sft.demos=null", f"sft.trajectories={described}", "sft.min_reward=0.5")
     plan = f"warm start of 2 epochs on the trajectories of {described} with a reward of at least 0.5, evaluated on"
     assert plan in cli("sft", MINI, "--dry-run", *own).out
