@@ -22,7 +22,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import Collector, ended
 from agent_r1.rollout.engine import Engine
-from agent_r1.run.build import build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.run.build import Task, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.records import answerer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
@@ -77,9 +77,12 @@ class ChatEpisode(Episode):
 class Chat:
     """A conversation about one row. `collector` says how it is played, `engine` is the sampler it plays with."""
 
-    def __init__(self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow]) -> None:
+    def __init__(
+        self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], task: Task | None = None
+    ) -> None:
         self._collector = collector
         self._engine = engine
+        self._task = task  # closed with the chat
         self._rows = rows
         self._asked = 0
         self.enter(0)
@@ -143,12 +146,15 @@ class Chat:
 
     async def close(self) -> None:
         await self._engine.close()
+        if self._task is not None:
+            self._task.close()
 
 
 def open_chat(config: RunConfig, model_path: str) -> Chat:
     model = load_model(config, find_model(model_path))
     task, engine = build_task(config), build_engine(config, model)
-    return Chat(eval_collector(config, task, model.renderer, engine), engine=engine, rows=task.test_rows())
+    play = eval_collector(config, task, model.renderer, engine)
+    return Chat(play, engine=engine, rows=task.test_rows(), task=task)
 
 
 def chat_loop(chat: Chat, console: Console) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -66,7 +67,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
-    with run.locked():
+    with run.locked(), closing(plan.task):
         _log_to(run.log_file)
         return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
@@ -161,7 +162,11 @@ def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
 
 
 async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
-    task, base = build_task(config), base_model(config)
+    with closing(build_task(config)) as task:
+        return await _judged_sft(config, task, base_model(config), run, console)
+
+
+async def _judged_sft(config: RunConfig, task: Task, base: str | Path, run: RunDir, console: Console) -> Path:
     rows = task.test_rows()
 
     async def held_out(step: int, model: str | Path) -> Metrics:
@@ -213,7 +218,14 @@ def run_eval(
 
 
 async def _eval(config: RunConfig, run: RunDir, console: Console, model: str | None, name: str | None) -> Evaluation:
-    path, task = find_model(model or str(run.path)), build_task(config)
+    path = find_model(model or str(run.path))
+    with closing(build_task(config)) as task:
+        return await _kept_eval(config, task, run, console, path=path, model=model, name=name)
+
+
+async def _kept_eval(
+    config: RunConfig, task: Task, run: RunDir, console: Console, *, path: str, model: str | None, name: str | None
+) -> Evaluation:
     rows = task.test_rows()
     where = str(Path(path).resolve()) if Path(path).exists() else path  # a hub id is no place
     subject = Subject.of(config, model=where, panel=panel_hash(rows))
@@ -278,7 +290,7 @@ def run_collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir,
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
         return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
 
-    with run.locked():
+    with run.locked(), closing(task):
         _log_to(run.log_file)
         return interruptible(_collect(config, task, rows, run, console), config, kept)
 

@@ -12,6 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ Report = Callable[[str], None]
 
 async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate, report: Report) -> Learner:
     """Train `model.network` in place on the recipe's demonstrations or on a run's good trajectories."""
-    trajectories = await sft_trajectories(config, build_task(config), model.renderer, report)
+    with closing(build_task(config)) as task:
+        trajectories = await sft_trajectories(config, task, model.renderer, report)
     examples, settings = as_demonstrations(trajectories), config.sft
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0

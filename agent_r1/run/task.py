@@ -33,6 +33,7 @@ class Task:
     make_flow: Callable[[TaskRow], AgentFlowBase]
     scorer: Scorer
     success_reward: float
+    close: Callable[[], None]  # ends the env processes, where there are some; nothing can be played afterwards
 
 
 def build_task(config: RunConfig) -> Task:
@@ -42,16 +43,19 @@ def build_task(config: RunConfig) -> Task:
     _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
+    make_flow, close = _flow_maker(config)
     return Task(
         train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count, beside=folder),
         test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows, beside=folder),
-        make_flow=_flow_maker(config),
+        make_flow=make_flow,
         scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
+        close=close,
     )
 
 
-def _flow_maker(config: RunConfig) -> Callable[[TaskRow], AgentFlowBase]:
+def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], Callable[[], None]]:
+    """What makes the flow of a row, and what ends everything that its envs need."""
     task = config.task
     tools = _tools(config)
     default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
@@ -78,11 +82,11 @@ def _flow_maker(config: RunConfig) -> Callable[[TaskRow], AgentFlowBase]:
             made.context = make_context()
         return made
 
-    return make_flow
+    return make_flow, (lambda: None) if pool is None else pool.close
 
 
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
-    """Its processes start with the first episodes and end when nothing refers to the task any more."""
+    """Its processes start with the first episodes and end with the task."""
     workers = config.task.workers
     if workers is None:
         return None

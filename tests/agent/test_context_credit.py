@@ -128,7 +128,7 @@ def test_formats_are_of_actions_and_people_and_judges_can_tell_a_summary() -> No
     trajectory = summarised()
     assert matches(r"code is")(row(), trajectory) == 0
     assert matches(r"\A(on|7319)\Z", "every")(row(), trajectory) == 1
-    speakers = [speaker for speaker, _ in transcript(trajectory) if speaker != "tool"]
+    speakers = [speaker for speaker, _ in transcript(trajectory) if speaker != "env"]
     assert speakers == ["memo" if step.is_summary else "agent" for step in trajectory.steps]
     [asked] = judge_prompt()(row(), trajectory)
     assert asked["content"].count("<assistant_notes-") == speakers.count("memo")
