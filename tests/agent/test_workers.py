@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvFault, EnvPool, WorkerEnv
 from agent_r1.errors import ConfigError
 from agent_r1.types import Observation, Transition
+from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import (
     Counting,
     Double,
@@ -34,13 +34,7 @@ from tests.agent.worker_worlds import (
     without_info,
 )
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[EnvPool]:
-    """For all tests of this file, each of which has an event loop of its own."""
-    made = EnvPool(processes=2, step_seconds=60)
-    yield made
-    made.close()
+pool = pool_of(processes=2)
 
 
 def counting(pool: EnvPool, cls: type[AgentEnv] = Counting, **kwargs: Any) -> WorkerEnv:

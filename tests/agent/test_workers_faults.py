@@ -20,6 +20,7 @@ import pytest
 from agent_r1.agent.guard import Escaped
 from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvPool, EnvStartError, process
 from agent_r1.types import Transition
+from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import (
     Counting,
     Library,
@@ -38,12 +39,7 @@ from tests.agent.worker_worlds import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[EnvPool]:
-    """One process, so that everybody is everybody's neighbour."""
-    made = EnvPool(processes=1, step_seconds=60)
-    yield made
-    made.close()
+pool = pool_of(processes=1)
 
 
 @pytest.fixture(scope="module")

@@ -7,23 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agent_r1.agent.workers import EnvCrashed, EnvPool
 from agent_r1.types import Transition
+from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import Sure, action, is_alive, outcome, run, started, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[EnvPool]:
-    made = EnvPool(processes=1, step_seconds=60)
-    yield made
-    made.close()
+pool = pool_of(processes=1)
 
 
 def sums(shown: list[Transition | Exception]) -> list[object]:

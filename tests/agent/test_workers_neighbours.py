@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from agent_r1.agent.workers import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvPool
 from agent_r1.agent.workers.pool import MAX_REPLAYS
 from agent_r1.types import Transition
+from tests.agent.worker_pools import pool_of
 from tests.agent.worker_values import Once
 from tests.agent.worker_worlds import (
     Counting,
@@ -30,13 +30,7 @@ from tests.agent.worker_worlds import (
     wait_until,
 )
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[EnvPool]:
-    """One process, so that everybody is everybody's neighbour."""
-    made = EnvPool(processes=1, step_seconds=60)
-    yield made
-    made.close()
+pool = pool_of(processes=1)
 
 
 def text_of(shown: Transition | Exception) -> str:
