@@ -23,25 +23,22 @@ from typing import Any
 
 from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.run.run_dir import RunDir
-from agent_r1.run.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
-from benchmarks.recipes import Job
+from benchmarks.recipes import Job, gain_cell, markdown, own_overrides, success_cell
 
 TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    own: dict[str, list[str]] = {}
-    for item in options.of:
-        name, colon, override = item.partition(":")
-        if not colon or name not in options.policies.split(","):
-            raise SystemExit(f"--for {item!r} is not of the form POLICY:override with one of {options.policies}")
-        own.setdefault(name, []).append(override)
+    own = own_overrides(options.of, options.policies.split(","))
     jobs = [
-        Job(name=name, seed=int(seed), words=("train", options.recipe, f"context.policy={name}", *options.set, *more))
+        Job(
+            name=name,
+            seed=int(seed),
+            words=("train", options.recipe, f"context.policy={name}", *options.set, *own[name]),
+        )
         for name in options.policies.split(",")
         for seed in options.seeds.split(",")
-        for more in [own.get(name, [])]
     ]
     with ThreadPoolExecutor(options.workers) as pool:
         return {"workers": options.workers, "runs": list(pool.map(lambda job: play(job, folder), jobs))}
@@ -70,18 +67,16 @@ def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float:
 
 def table(results: Mapping[str, Any]) -> str:
     """Markdown, one line per run."""
-    lines = [list(TITLES), ["---", *["---:"] * (len(TITLES) - 1)], *map(_line, results["runs"])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown([TITLES, *map(_line, results["runs"])])
 
 
 def _line(run: Mapping[str, Any]) -> list[str]:
-    gain = PairedDifference(**run["gains"]["success"])
-    evaluations = (run["held_out"][0], run["held_out"][-1])
     return [
         f"`{run['name']}`",
         str(run["seed"]),
-        *(f"{each['success']:.1%} ± {each['success_stderr']:.1%}" for each in evaluations),
-        f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+        success_cell(run["held_out"][0]),
+        success_cell(run["held_out"][-1]),
+        gain_cell(run),
         *(f"{run[name]:,.0f}" for name in ("shown_tokens", "sampled_tokens", "computed_tokens")),
         f"{run['summaries']:.2f}",
         f"{run['collect_seconds'] + run['update_seconds']:.1f}",

@@ -93,12 +93,20 @@ def _split(file: Path) -> dict[str, Any]:
     return _evaluation({"step": None, **record.metrics}) | {"panel": record.subject.panel}
 
 
+def own_overrides(items: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """What `--for NAME:override` changes for each."""
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for item in items:
+        name, colon, override = item.partition(":")
+        if not colon or name not in own:
+            raise SystemExit(f"--for {item!r} is not of the form NAME:override with one of {', '.join(names)}")
+        own[name].append(override)
+    return own
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recipe, common = options.recipe, tuple(options.set)
-    own: dict[str, list[str]] = {}
-    for item in options.of:
-        name, _, override = item.partition(":")
-        own.setdefault(name, []).append(override)
+    own = own_overrides(options.of, options.algorithms.split(","))
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
@@ -106,7 +114,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     start = warm.play(folder) if options.start is None else warm.judged(begun, folder, seconds=None)
     trained = ("train", recipe, *common, f"model.path={begun}", "sft.demos=null")
     jobs = [
-        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own.get(name, ())), splits=splits)
+        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own[name]), splits=splits)
         for name in options.algorithms.split(",")
         for seed in seeds
     ]
@@ -123,25 +131,30 @@ def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
     rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], ""]]
     for run in [start, *results["runs"]]:
         name, seed, gained = (
-            ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), _gain(run))
+            ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), gain_cell(run))
         )
-        others = [_success(run["splits"][split]) for split in splits]
+        others = [success_cell(run["splits"][split]) for split in splits]
         took = "" if run["seconds"] is None else f"{run['seconds']:.0f}"
         rows.append([name, seed, *_cells(run["held_out"][-1], measures), gained, *others, took])
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown([titles, *rows])
 
 
-def _gain(run: Mapping[str, Any]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is of names."""
+    titles, *rows = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [titles, ["---", *["---:"] * (len(titles) - 1)], *rows])
+
+
+def gain_cell(run: Mapping[str, Any]) -> str:
     gain = PairedDifference(**run["gains"]["success"])
     return f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
 def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
-    return [_success(evaluation), *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
+    return [success_cell(evaluation), *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
 
 
-def _success(evaluation: Mapping[str, Any]) -> str:
+def success_cell(evaluation: Mapping[str, Any]) -> str:
     return f"{evaluation['success']:.1%} ± {evaluation['success_stderr']:.1%}"
 
 

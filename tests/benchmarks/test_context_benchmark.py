@@ -34,5 +34,5 @@ def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
 
 
 def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is not of the form POLICY:override with one of append"):
+    with pytest.raises(SystemExit, match="is not of the form NAME:override with one of append"):
         main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipes import BEGIN, END, draw, fill, main, setting, table
+from benchmarks.recipes import BEGIN, END, draw, fill, main, own_overrides, setting, table
 
 
 @pytest.mark.slow
@@ -50,3 +50,13 @@ def test_results_replace_those_that_stand_in_a_page(tmp_path: Path) -> None:
     page.write_text("no mark\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="has no line"):
         fill(page, "third")
+
+
+def test_a_setting_for_an_algorithm_that_is_not_run_is_a_mistake() -> None:
+    assert own_overrides(["ppo:critic.lr=1e-4", "ppo:seed=1"], ["grpo", "ppo"]) == {
+        "grpo": [],
+        "ppo": ["critic.lr=1e-4", "seed=1"],
+    }
+    for item in ("steppo:seed=1", "seed=1"):
+        with pytest.raises(SystemExit, match="is not of the form NAME:override with one of grpo, ppo"):
+            own_overrides([item], ["grpo", "ppo"])
