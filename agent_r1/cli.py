@@ -110,7 +110,8 @@ def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
     from agent_r1.run.run_dir import RunDir
 
     directory = RunDir.open(path)
-    config = _with_overrides(directory.config, changes, only=("trainer.steps=", ON_DEVICE), form="trainer.steps=N")
+    allowed, form = ("trainer.steps=", "trainer.max_minutes=", ON_DEVICE), "trainer.steps=N, trainer.max_minutes=N"
+    config = _with_overrides(directory.config, changes, only=allowed, form=form)
     saved = list_checkpoints(directory.checkpoints)
     done = saved[-1][0] if saved else None
     if changes and done is not None and config.trainer.steps < done:

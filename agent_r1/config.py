@@ -243,6 +243,7 @@ class LearnerConfig(Section):
 
 class TrainerConfig(Section):
     steps: int = Field(default=100, ge=0)
+    max_minutes: float | None = Field(default=None, gt=0)  # the step in which they run out is the command's last
     eval_every: int = Field(default=10, ge=1)
     save_every: int = Field(default=10, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -17,8 +17,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,11 @@ def own_overrides(items: Sequence[str], names: Sequence[str]) -> dict[str, list[
     return own
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """What has been measured so far, again after each run."""
     recipe, common = options.recipe, tuple(options.set)
-    own = own_overrides(options.of, options.algorithms.split(","))
+    names = options.algorithms.split(",")
+    own = own_overrides(options.of, names)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
@@ -115,12 +117,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trained = ("train", recipe, *common, f"model.path={begun}", "sft.demos=null")
     jobs = [
         Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own[name]), splits=splits)
-        for name in options.algorithms.split(",")
+        for name in names
         for seed in seeds
     ]
+    runs: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.workers) as pool:
-        runs = list(pool.map(lambda job: job.play(folder), jobs))
-    return {"workers": options.workers, "start": start, "runs": runs}
+        for done in as_completed([pool.submit(job.play, folder) for job in jobs]):
+            runs.append(done.result())
+            runs.sort(key=lambda run: (names.index(run["name"]), seeds.index(run["seed"])))
+            yield {"workers": options.workers, "start": start, "runs": runs}
 
 
 def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
@@ -219,15 +224,11 @@ def main(words: Sequence[str]) -> None:
     if not options.draw:
         folder = options.runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder.mkdir(parents=True)
-        measured = measure(options, folder)
-        command = " ".join(["python -m benchmarks.recipes", *words])
+        facts = {"command": " ".join(["python -m benchmarks.recipes", *words])}
+        facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
         out.parent.mkdir(exist_ok=True, parents=True)
-        out.write_text(
-            json.dumps(
-                {"command": command, "accelerator": accelerator(pick_device("auto")), **machine(), **measured}, indent=1
-            )
-            + "\n"
-        )
+        for measured in measure(options, folder):  # kept as it comes: what is stopped half-way has the runs that ended
+            out.write_text(json.dumps(facts | measured, indent=1) + "\n", encoding="utf-8")
     results = json.loads(out.read_text(encoding="utf-8"))
     print(table(results, measures))
     if options.draw:

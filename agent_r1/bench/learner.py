@@ -39,9 +39,8 @@ class LearnerSizes:
     tokens_per_pack: int
     packed: tuple[tuple[int, int], ...]  # (mean tokens of a sequence, sequences)
     prompt_share: float  # of a sequence of `packed`
-    steps: tuple[tuple[int, int], ...]  # (steps of an episode, episodes)
-    prompt: int  # tokens of an episode of `steps`
-    response: int
+    steps: tuple[tuple[int, int, int], ...]  # (steps of an episode, tokens of its prompt, episodes)
+    response: int  # tokens of a step of `steps`
     observation: int
     groups: int
     group_size: int
@@ -56,8 +55,7 @@ FULL = LearnerSizes(
     tokens_per_pack=131_072,
     packed=((1024, 32), (4096, 16)),
     prompt_share=0.25,
-    steps=((4, 64), (16, 32), (64, 16)),
-    prompt=512,
+    steps=((4, 512, 64), (16, 512, 32), (64, 512, 16), (64, 2048, 8)),
     response=16,
     observation=64,
     groups=16,
@@ -72,8 +70,7 @@ QUICK = LearnerSizes(
     tokens_per_pack=256,
     packed=((24, 4),),
     prompt_share=0.25,
-    steps=((3, 2),),
-    prompt=12,
+    steps=((3, 12, 2),),
     response=4,
     observation=4,
     groups=1,
@@ -181,9 +178,9 @@ class LearnerBench:
     def steps(self) -> Iterator[Row]:
         sizes, learner = self.sizes, self._learner(self.policy())
         plain = self._learner(self._fp32_policy())
-        for steps, episodes in sizes.steps:
+        for steps, prompt, episodes in sizes.steps:
             maker = Maker(sizes.shape.vocabulary, seed=steps)
-            lengths = {"prompt": sizes.prompt, "response": sizes.response, "observation": sizes.observation}
+            lengths = {"prompt": prompt, "response": sizes.response, "observation": sizes.observation}
             merged = [maker.growing(steps=steps, **lengths) for _ in range(episodes)]
             rows = one_row_per_step(merged)
             difference = _difference(_gradient(learner, rows), _gradient(learner, merged))
@@ -191,8 +188,11 @@ class LearnerBench:
             spent = self._both(
                 learner.policy.model, rows=partial(learner.update, rows), merged=partial(learner.update, merged)
             )
+            growth = sizes.response + sizes.observation
+            ends = [prompt + sizes.response + growth * step for step in range(steps)]  # of each row; the last is merged
+            bound = self._flops(ends, steps) / self._flops(ends[-1:], steps)
             yield Row(
-                name=f"steps/{steps} steps",
+                name=f"steps/{steps} steps, prompt of {prompt}",
                 settings={
                     "shape": asdict(sizes.shape),
                     "steps": steps,
@@ -210,8 +210,23 @@ class LearnerBench:
                     }
                     for each in spent
                 ],
-                once={"gradient_difference": difference, "fp32_gradient_difference": exact},
+                once={
+                    "flops_ratio_over_steps": bound / steps,
+                    "gradient_difference": difference,
+                    "fp32_gradient_difference": exact,
+                },
             )
+
+    def _flops(self, lengths: Sequence[int], steps: int) -> float:
+        """Of one episode, as sequences of these lengths."""
+        shape = self.sizes.shape
+        return training_flops(
+            lengths,
+            trained=self.sizes.response * steps,
+            body_parameters=shape.body_parameters,
+            head_parameters=shape.head_parameters,
+            attention_width=shape.attention_width,
+        )
 
     def shared(self) -> Iterator[Row]:
         yield self._tree_row("shared", self.sizes.shared_prompt)

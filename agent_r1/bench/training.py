@@ -18,7 +18,7 @@ from torch import Tensor
 from agent_r1.bench.measure import free_memory
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
 
-LR = 1e-9  # AdamW does all its work, and the weights stay what they were: repeats measure the same thing
+LR = 1e-20  # AdamW does all its work and no weight moves: repeats measure the same, gradients compare the same weights
 BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1e9  # measured, never reached: a gradient is compared as it came
 MICRO_BATCHES = (32, 16, 8, 4, 2, 1)

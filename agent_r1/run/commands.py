@@ -97,17 +97,18 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         with parts_set_aside():
             if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
                 await trainer.evaluate(done)
-            await train(
+            done = await train(
                 trainer,
                 start=done,
                 steps=config.trainer.steps,
                 eval_every=config.trainer.eval_every,
                 save_every=config.trainer.save_every,
+                max_seconds=None if config.trainer.max_minutes is None else 60 * config.trainer.max_minutes,
             )
         if config.trainer.steps == 0:
             trainer.save(0)  # nothing to learn, but something to talk to
         await trainer.engine.close()
-    return _conclude(run, trainer.last_evaluation, console, config, time.monotonic() - began)
+    return _conclude(run, trainer.last_evaluation, console, config, steps=done, seconds=time.monotonic() - began)
 
 
 def _eval_due(config: RunConfig, step: int) -> bool:
@@ -119,17 +120,21 @@ def _resume_point(run: RunDir) -> Path | None:
     return latest_checkpoint(run.checkpoints)[1] if list_checkpoints(run.checkpoints) else None
 
 
-def _conclude(run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, seconds: float) -> Outcome:
+def _conclude(
+    run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, *, steps: int, seconds: float
+) -> Outcome:
     records = run.read_metrics()
     evaluations = [record for record in records if record["kind"] == "eval"]
     before, after = evaluations[0], evaluations[-1]
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
+    left = config.trainer.steps - steps  # trainer.max_minutes ran out
+    unfinished = f"  {left} more steps  {program()} train --resume {run.path}\n" if left else ""
     if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
         console.print(shown)
     console.print(
-        f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {config.trainer.steps} "
-        f"steps; this took {clock(seconds)} min\n"
+        f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {steps} "
+        f"steps; this took {clock(seconds)} min\n{unfinished}"
         f"  picture     {run.path}/curve.png\n"
         f"  talk to it  {program()} chat {run.path}\n"
         f"  evaluate    {program()} eval {run.path}\n"

@@ -29,9 +29,15 @@ class Parts(Protocol):
     ) -> None: ...
 
 
-async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int) -> None:
-    """Run optimizer steps start+1 .. steps. Cancelling it saves the last finished step before it returns."""
+async def train(
+    parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int, max_seconds: float | None = None
+) -> int:
+    """Run optimizer steps start+1 .. steps, or until the time is up; returns the last, which is evaluated and saved.
+
+    Cancelling it saves the last finished step before it returns.
+    """
     finished, updating = start, False
+    begun = time.monotonic()
     try:
         for step in range(start + 1, steps + 1):
             began = time.perf_counter()
@@ -44,12 +50,16 @@ async def train(parts: Parts, *, start: int, steps: int, eval_every: int, save_e
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
             parts.report(step, groups, credited, metrics)
             finished, updating = step, False  # only now: a step whose numbers were not written is made again
-            if step % eval_every == 0 or step == steps:
+            last = step == steps or (max_seconds is not None and time.monotonic() - begun >= max_seconds)
+            if step % eval_every == 0 or last:
                 await parts.evaluate(step)
-            if step % save_every == 0 or step == steps:
+            if step % save_every == 0 or last:
                 parts.save(step)
+            if last:
+                break
     except BaseException:
         # Ctrl-C, SIGTERM or a failed batch: the weights are those of the last finished step, so keep them.
         if finished > start and not updating:
             parts.save(finished)
         raise
+    return finished

@@ -71,8 +71,10 @@ def test_the_learner_is_measured_and_compared_with_what_is_stored(tmp_path: Path
     rows = rows_of(path)
     assert {name.partition("/")[0] for name in rows} == {"packed", "steps", "shared", "sharing"}
     assert "0 of" in console.export_text()
-    merged = rows["steps/3 steps"]["figures"]
+    merged = rows["steps/3 steps, prompt of 12"]["figures"]
     assert merged["fp32_gradient_difference"] < 1e-5
+    # 16 + 24 + 32 tokens as rows, 32 merged; attention and the output head have less to gain.
+    assert 1 < 3 * merged["flops_ratio_over_steps"] < 72 / 32
     assert rows["shared/prompt of 32 tokens"]["figures"]["fp32_gradient_difference"] < 1e-5
     # 4 x (32 + 8) tokens as segments; 32 + 4 x 8 as a tree.
     assert rows["shared/prompt of 32 tokens"]["figures"]["token_ratio"] == 160 / 64
@@ -80,7 +82,7 @@ def test_the_learner_is_measured_and_compared_with_what_is_stored(tmp_path: Path
     again = rows_of(bench_learner(options(tmp_path, only="steps"), console))
     assert "1 of 1 rows compared" in console.export_text()
     assert again.keys() == rows.keys()
-    assert again["steps/3 steps"] != rows["steps/3 steps"]  # measured anew
+    assert again["steps/3 steps, prompt of 12"] != rows["steps/3 steps, prompt of 12"]  # measured anew
     assert again["shared/prompt of 32 tokens"] == rows["shared/prompt of 32 tokens"]  # kept
 
 

@@ -85,10 +85,10 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
         ),
         (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
         (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),
-        (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N"),
+        (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N, trainer"),
         (
             ("train", "--resume", described, MINI),
-            "of an existing run only trainer.steps=N and model.device can be changed here",
+            "of an existing run only trainer.steps=N, trainer.max_minutes=N and model.device can be changed here",
         ),
         (("train", "--resume", described, "trainer.steps=2", "learner.lr=1"), "'learner.lr=1': of an existing"),
         (("train", "--resume", described, "trainer.steps=many"), "trainer.steps='many': input should be a valid int"),

@@ -157,6 +157,16 @@ def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactl
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
 
+def test_a_run_that_is_out_of_minutes_is_judged_and_saved_and_goes_on_exactly(finished: Path, tmp_path: Path) -> None:
+    outcome = trained(tmp_path / "run", "trainer.max_minutes=1e-6")
+    run = outcome.run
+    assert outcome.after["step"] == latest_checkpoint(run.checkpoints)[0] == 1
+    for step in (2, 3, 4):  # each command has its own minutes
+        assert resumed(run).after["step"] == step
+    steps = [[record for record in numbers(path) if record["kind"] == "train"] for path in (run.path, finished)]
+    assert steps[0] == steps[1]
+
+
 def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "early", mini())
     resumed(run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,8 +54,8 @@ class Fake:
         self._note(f"report {step}")
 
 
-def run(parts: Fake, *, start: int = 0, steps: int = 3) -> None:
-    asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2))
+def run(parts: Fake, *, start: int = 0, steps: int = 3, max_seconds: float | None = None) -> int:
+    return asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2, max_seconds=max_seconds))
 
 
 def one_step(step: int) -> list[str]:
@@ -72,6 +74,20 @@ def test_each_step_samples_scores_updates_and_only_then_changes_the_sampler() ->
         "evaluate 3",  # the last step is always evaluated and saved
         "save 3",
     ]
+
+
+def test_the_step_in_which_the_time_runs_out_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 104.0, 109.9, 110.0])  # the beginning, then the end of each step
+    clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
+    monkeypatch.setattr("agent_r1.run.train.time", clock)
+    parts = Fake()
+    assert run(parts, steps=9, max_seconds=10) == 3
+    assert parts.events == [*one_step(1), *one_step(2), "evaluate 2", "save 2", *one_step(3), "evaluate 3", "save 3"]
+
+
+def test_a_run_with_time_to_spare_ends_after_its_steps() -> None:
+    assert run(Fake(), max_seconds=1e9) == 3
+    assert run(Fake(), start=3) == 3
 
 
 def test_a_resumed_loop_starts_after_the_saved_step() -> None:
