@@ -112,20 +112,30 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
+    if options.start is not None and not (options.start / "metrics.jsonl").is_file():
+        raise SystemExit(f"--start {options.start} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
     begun = options.start or folder / f"sft-{seeds[0]}"
     start = warm.play(folder) if options.start is None else warm.judged(begun, folder, seconds=None)
-    trained = ("train", recipe, *common, f"model.path={begun}", "sft.demos=null")
+    begins = [item for item in common if not item.startswith("sft.")]  # what concerns the warm start alone
+    trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
         Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own[name]), splits=splits)
         for name in names
         for seed in seeds
     ]
     runs: list[dict[str, Any]] = []
+    failed: list[str] = []
     with ThreadPoolExecutor(options.workers) as pool:
         for done in as_completed([pool.submit(job.play, folder) for job in jobs]):
-            runs.append(done.result())
+            try:
+                runs.append(done.result())
+            except SystemExit as error:  # the others go on
+                failed.append(str(error))
+                continue
             runs.sort(key=lambda run: (names.index(run["name"]), seeds.index(run["seed"])))
             yield {"workers": options.workers, "start": start, "runs": runs}
+    if failed:
+        raise SystemExit("\n\n".join(failed))
 
 
 def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:

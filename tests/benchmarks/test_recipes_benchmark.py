@@ -31,14 +31,20 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     assert first["start"]["panel"] in setting(first)
 
     [begun] = (tmp_path / "runs").glob("*/sft-0")
-    more = ["--algorithms", "rloo", "--for", "rloo:trainer.steps=1", "--splits", "train"]
-    main([*words, "--start", str(begun), *more])
+    more = ["--algorithms", "ppo,rloo", "--for", "rloo:trainer.steps=1", "--splits", "train", "--set", "sft.epochs=2"]
+    with pytest.raises(SystemExit, match=r"ppo, seed 0 failed:\n.*learner\.lr"):  # and the other is kept
+        main([*words, "--start", str(begun), *more, "--for", "ppo:learner.lr=-1"])
     again = json.loads(out.read_text(encoding="utf-8"))
     assert again["start"]["held_out"] == first["start"]["held_out"]  # not made anew
     [run] = again["runs"]
     assert [each["step"] for each in run["held_out"]] == [0, 1]
     assert [side["splits"]["train"]["rows"] for side in (again["start"], run)] == [4, 4]
     assert run["splits"]["train"]["panel"] == again["start"]["splits"]["train"]["panel"] != run["panel"]
+
+
+def test_a_start_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is not a run of `agent-r1 sft`"):
+        main(["gsm8k_tool/tiny", "--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--start", str(tmp_path)])
 
 
 def test_results_replace_those_that_stand_in_a_page(tmp_path: Path) -> None:
