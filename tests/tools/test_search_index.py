@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import agent_r1
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.tools.search.corpus import Corpus, Passage, read_passages, write_corpus
 from agent_r1.tools.search.hybrid import fuse
@@ -229,3 +233,20 @@ def test_a_build_reports_its_stages_to_the_end(tmp_path: Path) -> None:
     assert ends == [("reading", 5, 5), ("lexical: reading words", 5, 5), ("lexical: computing scores", 5, 5)]
     half = Progress(stage="reading", done=50, total=200, seconds=3.0)
     assert str(half) == "reading: 50 of 200 passages (25%), about 9 s left"  # 3 s for 50, so 9 s for 150
+
+
+def test_lexical_search_does_not_start_jax(tmp_path: Path) -> None:
+    """bm25s does, where it is installed; and JAX takes three quarters of the GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("started = True\n")
+    (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX was started')\n")
+    program = (
+        "from agent_r1.tools.search.lexical import import_bm25s\n"
+        "assert import_bm25s().BM25\n"
+        "import jax; assert jax.started\n"  # whoever wants it still gets it
+    )
+    search = os.pathsep.join([str(tmp_path), str(Path(agent_r1.__file__).parents[1])])
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": search}, capture_output=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.search.lexical import STOP_WORDS, best
+from agent_r1.tools.search.lexical import STOP_WORDS, best, import_bm25s
 
 K1, B = 0.9, 0.4
 MAX_KNOWN_QUERIES = 4096
@@ -35,8 +35,7 @@ class ProductSearch:
     """The index of a shop. Never changes, so every episode and every thread may use it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        import bm25s
-
+        bm25s = import_bm25s()
         self._stems: dict[str, int] = {}  # stem -> id
         split = [split_words(text) for text in texts]
         stem_of = {word: _stem(word) for word in sorted({word for words in split for word in words})}

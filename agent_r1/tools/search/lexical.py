@@ -8,6 +8,7 @@ are never found. A ranking names passages by their place in the corpus.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,7 +85,7 @@ class LexicalRanker:
         settings: LexicalSettings,
         report: Report | None = None,
     ) -> None:
-        bm25s = _bm25s()
+        bm25s = import_bm25s()
         words, vocabulary = Words(stem=settings.stem), dict[str, int]()
         tokens: list[NDArray[np.int32]] = []  # arrays: a fifth of the memory of lists
         progress = Reporter("lexical: reading words", total, report)
@@ -104,7 +105,7 @@ class LexicalRanker:
 
     @classmethod
     def open(cls, directory: Path, settings: LexicalSettings) -> LexicalRanker:
-        bm25s = _bm25s()
+        bm25s = import_bm25s()
         return cls(bm25s.BM25.load(directory, mmap=True, show_progress=False), settings)
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
@@ -129,11 +130,19 @@ def best(scores: NDArray[np.float32], top_k: int) -> Ranking:
     return [(int(place), float(scores[place])) for place in places[order]]
 
 
-def _bm25s() -> Any:
+def import_bm25s() -> Any:
+    """The package, without JAX: where that is installed, bm25s starts it on import, though nothing here uses it, and
+    JAX at once takes three quarters of the GPU's free memory for itself."""
+    hidden = "jax" not in sys.modules
+    if hidden:
+        sys.modules["jax"] = None  # type: ignore[assignment]  # how Python says that a module cannot be imported
     try:
         return import_module("bm25s")
     except ImportError as error:
         raise ConfigError("lexical search needs the package bm25s: pip install 'agent-r1[search]'") from error
+    finally:
+        if hidden:
+            del sys.modules["jax"]
 
 
 def _stemmer() -> Callable[[str], str]:
