@@ -142,15 +142,16 @@ def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
     """Markdown. Each line is an evaluation of the whole panel; the gain of a run is over its own start."""
     start, splits = results["start"], list(results["start"]["splits"])
     titles = ["", "seed", "success", *(measure.replace("_", " ") for measure in measures), "gain (95 % interval)"]
-    titles += [*(split.replace("_", " ") for split in splits), "s"]
-    rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], ""]]
+    titles += [*(split.replace("_", " ") for split in splits), "RL steps", "s"]
+    rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], "", ""]]
     for run in [start, *results["runs"]]:
         name, seed, gained = (
             ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), gain_cell(run))
         )
         others = [success_cell(run["splits"][split]) for split in splits]
         took = "" if run["seconds"] is None else f"{run['seconds']:.0f}"
-        rows.append([name, seed, *_cells(run["held_out"][-1], measures), gained, *others, took])
+        steps = "" if run is start else str(run["held_out"][-1]["step"])
+        rows.append([name, seed, *_cells(run["held_out"][-1], measures), gained, *others, steps, took])
     return markdown([titles, *rows])
 
 
@@ -176,7 +177,8 @@ def success_cell(evaluation: Mapping[str, Any]) -> str:
 def setting(results: Mapping[str, Any]) -> str:
     start = results["start"]["held_out"][0]
     rows = f"{start['rows']:.0f} rows, panel `{results['start']['panel']}`"
-    return f"{results['accelerator']}, commit `{results['commit']}`, {rows}, greedy: `{results['command']}`"
+    shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
+    return f"{results['accelerator']}{shared}, commit `{results['commit']}`, {rows}, greedy: `{results['command']}`"
 
 
 def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
