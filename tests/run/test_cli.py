@@ -48,6 +48,7 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
         "warm start of 2 epochs on 8 demonstrations, then 4 steps of grpo, 3 rows x 4 attempts each, "
         "evaluated every 2 on 4 held-out rows\n"
     )
+    assert "then 4 steps or 2.5 minutes of grpo" in cli("train", MINI, "--dry-run", "trainer.max_minutes=2.5").out
 
 
 def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, described: Path) -> None:
