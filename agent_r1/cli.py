@@ -317,8 +317,9 @@ def _training_plan(config: RunConfig, plan: Plan, done: int | None = None) -> st
         start = f"{_warm_start_plan(config)}, then {trainer.steps}" if imitates else f"{trainer.steps}"
     minutes = "" if trainer.max_minutes is None else f" or {trainer.max_minutes:g} minutes"
     return (
-        f"{start} steps{minutes} of {config.algorithm.name}, {rollout.rows_per_step} rows x {rollout.group_size} attempts "
-        f"each, evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows"
+        f"{start} steps{minutes} of {config.algorithm.name}, "
+        f"{rollout.rows_per_step} rows x {rollout.group_size} attempts each, "
+        f"evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows"
     )
 
 
