@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -83,7 +84,8 @@ class Job:
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("step", "success", "success_stderr", "episode/steps", "episode/tool_calls", "episode/response_tokens")
+    kept = ["step", "success", "success_stderr", "reward/mean"]
+    kept += [f"episode/{each}" for each in ("steps", "tool_calls", "response_tokens")]
     parts = {key: value for key, value in record.items() if key.startswith(("reward_part/", "success/"))}
     return {key: record[key] for key in kept} | parts | {"rows": record["group/count"]}
 
@@ -138,15 +140,22 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         raise SystemExit("\n\n".join(failed))
 
 
-def table(results: Mapping[str, Any], measures: Sequence[str]) -> str:
-    """Markdown. Each line is an evaluation of the whole panel; the gain of a run is over its own start."""
+def table(results: Mapping[str, Any], measures: Sequence[str], gain: str = "success") -> str:
+    """Markdown. Each line is an evaluation of the whole panel; the gain of a run, in `gain`, is over its own start."""
     start, splits = results["start"], list(results["start"]["splits"])
-    titles = ["", "seed", "success", *(measure.replace("_", " ") for measure in measures), "gain (95 % interval)"]
+    gained_in = "gain" if gain == "success" else f"gain in {gain}"
+    titles = [
+        "",
+        "seed",
+        "success",
+        *(measure.replace("_", " ") for measure in measures),
+        f"{gained_in} (95 % interval)",
+    ]
     titles += [*(split.replace("_", " ") for split in splits), "RL steps", "s"]
     rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], "", ""]]
     for run in [start, *results["runs"]]:
         name, seed, gained = (
-            ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), gain_cell(run))
+            ("warm start", "", "") if run is start else (f"`{run['name']}`", str(run["seed"]), gain_cell(run, gain))
         )
         others = [success_cell(run["splits"][split]) for split in splits]
         took = "" if run["seconds"] is None else f"{run['seconds']:.0f}"
@@ -161,13 +170,23 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [titles, ["---", *["---:"] * (len(titles) - 1)], *rows])
 
 
-def gain_cell(run: Mapping[str, Any]) -> str:
-    gain = PairedDifference(**run["gains"]["success"])
+def gain_cell(run: Mapping[str, Any], measure: str = "success") -> str:
+    """In hundredths."""
+    gains = {name.removeprefix("reward_part/"): gain for name, gain in run["gains"].items()}
+    gain = PairedDifference(**_known(gains, measure, "--gain"))
     return f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
+def _known(values: Mapping[str, Any], name: str, option: str) -> Any:
+    if name not in values:
+        raise SystemExit(f"{option} {name}: there is no such measure here, but {', '.join(sorted(values))}")
+    return values[name]
+
+
 def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
-    return [success_cell(evaluation), *(f"{evaluation[f'reward_part/{measure}']:.3f}" for measure in measures)]
+    known = {name.removeprefix("reward_part/"): value for name, value in evaluation.items()}
+    known["reward"] = known.get("reward/mean", math.nan)  # results from before it was kept have none
+    return [success_cell(evaluation), *(f"{_known(known, measure, '--measures'):.3f}" for measure in measures)]
 
 
 def success_cell(evaluation: Mapping[str, Any]) -> str:
@@ -227,7 +246,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--start", type=Path, help="a run of `agent-r1 sft` to begin from, instead of a new one")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--measures", default="", help="parts of the reward that the table shows too")
+    parser.add_argument("--measures", default="", help="what the table shows too: reward (its mean), or parts of it")
+    parser.add_argument("--gain", default="success", help="the measure whose paired difference the table shows")
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
@@ -242,13 +262,14 @@ def main(words: Sequence[str]) -> None:
         for measured in measure(options, folder):  # kept as it comes: what is stopped half-way has the runs that ended
             out.write_text(json.dumps(facts | measured, indent=1) + "\n", encoding="utf-8")
     results = json.loads(out.read_text(encoding="utf-8"))
-    print(table(results, measures))
+    shown_table = table(results, measures, options.gain)
+    print(shown_table)
     if options.draw:
         picture = ROOT / "docs" / f"{name}.png"
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        fill(page, f"\n{table(results, measures)}\n\n{shown}\n\n{setting(results)}\n")
+        fill(page, f"\n{shown_table}\n\n{shown}\n\n{setting(results)}\n")
 
 
 if __name__ == "__main__":

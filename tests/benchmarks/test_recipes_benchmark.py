@@ -26,6 +26,12 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     written = table(first, ["calls"])
     assert written in capsys.readouterr().out
     assert len(written.splitlines()) == 2 + 2 + 1
+    scored = table(first, ["reward"], gain="reward")
+    assert "| reward | gain in reward (95 % interval) |" in scored
+    assert f" {first['runs'][0]['held_out'][-1]['reward/mean']:.3f} " in scored
+    for measures, gain in ((["cals"], "success"), ([], "cals")):
+        with pytest.raises(SystemExit, match=r"cals: there is no such measure here, but .*calls"):
+            table(first, measures, gain)
     draw(first, tmp_path / "picture.png", "a title")
     assert (tmp_path / "picture.png").stat().st_size > 1000
     assert first["start"]["panel"] in setting(first)
