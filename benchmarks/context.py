@@ -15,8 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,12 +23,13 @@ from typing import Any
 from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.run.run_dir import RunDir
 from benchmarks.machine import RESULTS, machine
-from benchmarks.recipes import Job, gain_cell, markdown, own_overrides, success_cell
+from benchmarks.recipes import Job, as_they_end, gain_cell, markdown, own_overrides, success_cell
 
 TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """What has been measured so far, again after each run."""
     own = own_overrides(options.of, options.policies.split(","))
     jobs = [
         Job(
@@ -40,8 +40,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name in options.policies.split(",")
         for seed in options.seeds.split(",")
     ]
-    with ThreadPoolExecutor(options.workers) as pool:
-        return {"workers": options.workers, "runs": list(pool.map(lambda job: play(job, folder), jobs))}
+    for runs in as_they_end(jobs, lambda job: play(job, folder), options.workers):
+        yield {"workers": options.workers, "runs": runs}
 
 
 def play(job: Job, folder: Path) -> dict[str, Any]:
@@ -111,9 +111,10 @@ def main(words: Sequence[str]) -> None:
         folder = options.runs / f"context-{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder.mkdir(parents=True)
         facts = {"command": " ".join(["python -m benchmarks.context", *words])}
-        facts |= {"accelerator": accelerator(pick_device("auto")), **machine(), **measure(options, folder)}
+        facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
         out.parent.mkdir(exist_ok=True, parents=True)
-        out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        for measured in measure(options, folder):
+            out.write_text(json.dumps(facts | measured, indent=1) + "\n", encoding="utf-8")
     results = json.loads(out.read_text(encoding="utf-8"))
     print(f"{table(results)}\n\n{setting(results)}")
 

@@ -18,7 +18,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,17 +125,25 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         for name in names
         for seed in seeds
     ]
-    runs: list[dict[str, Any]] = []
+    for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):
+        yield {"workers": options.workers, "start": start, "runs": runs}
+
+
+def as_they_end(
+    jobs: Sequence[Job], play: Callable[[Job], dict[str, Any]], workers: int
+) -> Iterator[list[dict[str, Any]]]:
+    """The results so far, in the order of the jobs, again after each job. Those that failed are told at the end."""
+    ended: dict[int, dict[str, Any]] = {}
     failed: list[str] = []
-    with ThreadPoolExecutor(options.workers) as pool:
-        for done in as_completed([pool.submit(job.play, folder) for job in jobs]):
+    with ThreadPoolExecutor(workers) as pool:
+        playing = {pool.submit(play, job): index for index, job in enumerate(jobs)}
+        for done in as_completed(playing):
             try:
-                runs.append(done.result())
+                ended[playing[done]] = done.result()
             except SystemExit as error:  # the others go on
                 failed.append(str(error))
-                continue
-            runs.sort(key=lambda run: (names.index(run["name"]), seeds.index(run["seed"])))
-            yield {"workers": options.workers, "start": start, "runs": runs}
+            else:
+                yield [ended[index] for index in sorted(ended)]
     if failed:
         raise SystemExit("\n\n".join(failed))
 

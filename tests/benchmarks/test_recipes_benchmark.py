@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
-from benchmarks.recipes import BEGIN, END, draw, fill, main, own_overrides, setting, table
+from benchmarks.recipes import BEGIN, END, Job, as_they_end, draw, fill, main, own_overrides, setting, table
 
 
 @pytest.mark.slow
@@ -46,6 +48,25 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     assert [each["step"] for each in run["held_out"]] == [0, 1]
     assert [side["splits"]["train"]["rows"] for side in (again["start"], run)] == [4, 4]
     assert run["splits"]["train"]["panel"] == again["start"]["splits"]["train"]["panel"] != run["panel"]
+
+
+def test_results_come_as_runs_end_and_a_failed_one_takes_none_with_it() -> None:
+    jobs = [Job(name=name, seed=0, words=()) for name in ("slow", "broken", "quick")]
+    quick_is_told = Event()
+
+    def play(job: Job) -> dict[str, Any]:
+        if job.name == "broken":
+            raise SystemExit("broken failed")
+        if job.name == "slow":
+            assert quick_is_told.wait(10)
+        return {"name": job.name}
+
+    results = as_they_end(jobs, play, workers=3)
+    assert next(results) == [{"name": "quick"}]
+    quick_is_told.set()
+    assert next(results) == [{"name": "slow"}, {"name": "quick"}]
+    with pytest.raises(SystemExit, match="broken failed"):
+        next(results)
 
 
 def test_a_start_that_is_none_is_a_mistake(tmp_path: Path) -> None:
