@@ -75,7 +75,11 @@ def train_command(
     overrides: Overrides = None,
     run: RunOption = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Continue the run in this directory; trainer.steps=N extends it.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Continue the run in this directory; trainer.steps=N extends it, trainer.max_minutes=N limits it.",
+        ),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -243,7 +243,8 @@ class LearnerConfig(Section):
 
 class TrainerConfig(Section):
     steps: int = Field(default=100, ge=0)
-    max_minutes: float | None = Field(default=None, gt=0)  # the step in which they run out is the command's last
+    # counted from the first step, evaluations included; the step in which they run out is the last of the command
+    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     eval_every: int = Field(default=10, ge=1)
     save_every: int = Field(default=10, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

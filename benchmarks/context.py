@@ -23,7 +23,7 @@ from typing import Any
 from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.run.run_dir import RunDir
 from benchmarks.machine import RESULTS, machine
-from benchmarks.recipes import Job, as_they_end, gain_cell, markdown, own_overrides, success_cell
+from benchmarks.recipes import Job, as_they_end, gain_cell, keep, markdown, own_overrides, success_cell
 
 TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
 
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         for seed in options.seeds.split(",")
     ]
     for runs in as_they_end(jobs, lambda job: play(job, folder), options.workers):
-        yield {"workers": options.workers, "runs": runs}
+        yield {"workers": min(options.workers, len(jobs)), "runs": runs}
 
 
 def play(job: Job, folder: Path) -> dict[str, Any]:
@@ -112,9 +112,8 @@ def main(words: Sequence[str]) -> None:
         folder.mkdir(parents=True)
         facts = {"command": " ".join(["python -m benchmarks.context", *words])}
         facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
-        out.parent.mkdir(exist_ok=True, parents=True)
         for measured in measure(options, folder):
-            out.write_text(json.dumps(facts | measured, indent=1) + "\n", encoding="utf-8")
+            keep(out, facts | measured)
     results = json.loads(out.read_text(encoding="utf-8"))
     print(f"{table(results)}\n\n{setting(results)}")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
@@ -113,7 +112,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     own = own_overrides(options.of, names)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
-    warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
+    words = ("sft", recipe, *common) if options.start is None else ()  # how another was made, nobody says
+    warm = Job(name="sft", seed=seeds[0], words=words, splits=splits)
     if options.start is not None and not (options.start / "metrics.jsonl").is_file():
         raise SystemExit(f"--start {options.start} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
     begun = options.start or folder / f"sft-{seeds[0]}"
@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         for seed in seeds
     ]
     for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):
-        yield {"workers": options.workers, "start": start, "runs": runs}
+        yield {"workers": min(options.workers, len(jobs)), "start": start, "runs": runs}
 
 
 def as_they_end(
@@ -137,13 +137,17 @@ def as_they_end(
     failed: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
         playing = {pool.submit(play, job): index for index, job in enumerate(jobs)}
-        for done in as_completed(playing):
-            try:
+        try:
+            for done in as_completed(playing):
+                job, error = jobs[playing[done]], done.exception()
+                if error is not None:  # the others go on
+                    failed.append(str(error) if isinstance(error, SystemExit) else f"{job.name}, {job.seed}: {error!r}")
+                    continue
                 ended[playing[done]] = done.result()
-            except SystemExit as error:  # the others go on
-                failed.append(str(error))
-            else:
                 yield [ended[index] for index in sorted(ended)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun does not begin
+            raise
     if failed:
         raise SystemExit("\n\n".join(failed))
 
@@ -179,10 +183,12 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def gain_cell(run: Mapping[str, Any], measure: str = "success") -> str:
-    """In hundredths."""
+    """Of success in hundredths."""
     gains = {name.removeprefix("reward_part/"): gain for name, gain in run["gains"].items()}
     gain = PairedDifference(**_known(gains, measure, "--gain"))
-    return f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+    if measure == "success":
+        return f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+    return f"{gain.difference:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
 
 
 def _known(values: Mapping[str, Any], name: str, option: str) -> Any:
@@ -192,8 +198,8 @@ def _known(values: Mapping[str, Any], name: str, option: str) -> Any:
 
 
 def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
-    known = {name.removeprefix("reward_part/"): value for name, value in evaluation.items()}
-    known["reward"] = known.get("reward/mean", math.nan)  # results from before it was kept have none
+    names = {"reward/mean": "reward"}
+    known = {names.get(name, name.removeprefix("reward_part/")): value for name, value in evaluation.items()}
     return [success_cell(evaluation), *(f"{_known(known, measure, '--measures'):.3f}" for measure in measures)]
 
 
@@ -232,6 +238,14 @@ def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
     plt.close(figure)
 
 
+def keep(out: Path, results: Mapping[str, Any]) -> None:
+    """At once or not at all. Called after each run, so that what is stopped half-way has those that ended."""
+    out.parent.mkdir(exist_ok=True, parents=True)
+    part = out.with_name(f"{out.name}.part")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    part.replace(out)
+
+
 def fill(page: Path, text: str) -> None:
     """Between the marks of a README; the second one is written with it."""
     content = page.read_text(encoding="utf-8")
@@ -261,23 +275,22 @@ def main(words: Sequence[str]) -> None:
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"{name}.json"
     measures = [measure for measure in options.measures.split(",") if measure]
-    if not options.draw:
-        folder = options.runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder.mkdir(parents=True)
-        facts = {"command": " ".join(["python -m benchmarks.recipes", *words])}
-        facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
-        out.parent.mkdir(exist_ok=True, parents=True)
-        for measured in measure(options, folder):  # kept as it comes: what is stopped half-way has the runs that ended
-            out.write_text(json.dumps(facts | measured, indent=1) + "\n", encoding="utf-8")
-    results = json.loads(out.read_text(encoding="utf-8"))
-    shown_table = table(results, measures, options.gain)
-    print(shown_table)
     if options.draw:
-        picture = ROOT / "docs" / f"{name}.png"
+        results = json.loads(out.read_text(encoding="utf-8"))
+        written, picture = table(results, measures, options.gain), ROOT / "docs" / f"{name}.png"
+        print(written)
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        fill(page, f"\n{shown_table}\n\n{shown}\n\n{setting(results)}\n")
+        fill(page, f"\n{written}\n\n{shown}\n\n{setting(results)}\n")
+        return
+    folder = options.runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True)
+    facts = {"command": " ".join(["python -m benchmarks.recipes", *words])}
+    facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
+    for results in measure(options, folder):
+        keep(out, facts | results)
+        print(table(results, measures, options.gain), flush=True)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
                 steps=config.trainer.steps,
                 eval_every=config.trainer.eval_every,
                 save_every=config.trainer.save_every,
-                max_seconds=None if config.trainer.max_minutes is None else 60 * config.trainer.max_minutes,
+                max_minutes=config.trainer.max_minutes,
             )
         if config.trainer.steps == 0:
             trainer.save(0)  # nothing to learn, but something to talk to
@@ -128,8 +128,9 @@ def _conclude(
     before, after = evaluations[0], evaluations[-1]
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
-    left = config.trainer.steps - steps  # trainer.max_minutes ran out
-    unfinished = f"  {left} more steps  {program()} train --resume {run.path}\n" if left else ""
+    left = config.trainer.steps - steps
+    why = f"trainer.max_minutes ran out, steps left: {left}"
+    unfinished = f"  go on       {program()} train --resume {run.path} ({why})\n" if left else ""
     if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
         console.print(shown)
     console.print(

@@ -7,6 +7,7 @@ This is the one place where the flow of the whole system is read:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -30,14 +31,14 @@ class Parts(Protocol):
 
 
 async def train(
-    parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int, max_seconds: float | None = None
+    parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int, max_minutes: float | None = None
 ) -> int:
     """Run optimizer steps start+1 .. steps, or until the time is up; returns the last, which is evaluated and saved.
 
     Cancelling it saves the last finished step before it returns.
     """
     finished, updating = start, False
-    begun = time.monotonic()
+    end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     try:
         for step in range(start + 1, steps + 1):
             began = time.perf_counter()
@@ -50,9 +51,10 @@ async def train(
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
             parts.report(step, groups, credited, metrics)
             finished, updating = step, False  # only now: a step whose numbers were not written is made again
-            last = step == steps or (max_seconds is not None and time.monotonic() - begun >= max_seconds)
+            last = step == steps or time.monotonic() >= end
             if step % eval_every == 0 or last:
                 await parts.evaluate(step)
+                last = last or time.monotonic() >= end  # this step has been judged: no need for another one
             if step % save_every == 0 or last:
                 parts.save(step)
             if last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import random
@@ -158,8 +159,12 @@ def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactl
 
 
 def test_a_run_that_is_out_of_minutes_is_judged_and_saved_and_goes_on_exactly(finished: Path, tmp_path: Path) -> None:
-    outcome = trained(tmp_path / "run", "trainer.max_minutes=1e-6")
+    config = mini("trainer.max_minutes=1e-6")
+    screen = Console(record=True, width=200, file=io.StringIO())
+    outcome = run_training(config, build_plan(config), RunDir.create(tmp_path / "run", config), screen, resume=False)
     run = outcome.run
+    assert "in 1 steps; this took" in (said := screen.export_text())
+    assert f"train --resume {run.path} (trainer.max_minutes ran out, steps left: 3)" in said
     assert outcome.after["step"] == latest_checkpoint(run.checkpoints)[0] == 1
     for step in (2, 3, 4):  # each command has its own minutes
         assert resumed(run).after["step"] == step

@@ -54,8 +54,8 @@ class Fake:
         self._note(f"report {step}")
 
 
-def run(parts: Fake, *, start: int = 0, steps: int = 3, max_seconds: float | None = None) -> int:
-    return asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2, max_seconds=max_seconds))
+def run(parts: Fake, *, start: int = 0, steps: int = 3, max_minutes: float | None = None) -> int:
+    return asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2, max_minutes=max_minutes))
 
 
 def one_step(step: int) -> list[str]:
@@ -76,17 +76,30 @@ def test_each_step_samples_scores_updates_and_only_then_changes_the_sampler() ->
     ]
 
 
-def test_the_step_in_which_the_time_runs_out_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 104.0, 109.9, 110.0])  # the beginning, then the end of each step
+@pytest.mark.parametrize(
+    ("times", "last"),
+    [
+        ([0, 400, 599, 599.5, 600], 3),  # the end of step 1, of step 2, of its evaluation, of step 3
+        ([0, 400, 500, 600], 2),  # in the evaluation: step 2 has been judged, so there is no other
+        ([0, 600], 1),
+    ],
+)
+def test_the_step_in_which_the_time_runs_out_is_the_last(
+    times: list[float], last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(times)
     clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
     monkeypatch.setattr("agent_r1.run.train.time", clock)
     parts = Fake()
-    assert run(parts, steps=9, max_seconds=10) == 3
-    assert parts.events == [*one_step(1), *one_step(2), "evaluate 2", "save 2", *one_step(3), "evaluate 3", "save 3"]
+    assert run(parts, steps=9, max_minutes=10) == last
+    judged = [f"evaluate {last}", f"save {last}"]
+    before = [*one_step(1), *one_step(2), "evaluate 2", "save 2", *one_step(3)]
+    assert parts.events == [*before[: before.index(f"report {last}") + 1], *judged]
+    assert next(now, None) is None
 
 
 def test_a_run_with_time_to_spare_ends_after_its_steps() -> None:
-    assert run(Fake(), max_seconds=1e9) == 3
+    assert run(Fake(), max_minutes=1e9) == 3
     assert run(Fake(), start=3) == 3
 
 

@@ -28,6 +28,7 @@ _STOP_WORDS = (  # Lucene's English list
     "to was will with"
 )
 STOP_WORDS = frozenset(_STOP_WORDS.split())
+_IMPORTING = Lock()
 MAX_KNOWN_WORDS = 2_000_000
 BLOCK = 256  # scores looked at together when the best are picked
 _WORD = re.compile(r"\w+")
@@ -133,16 +134,20 @@ def best(scores: NDArray[np.float32], top_k: int) -> Ranking:
 def import_bm25s() -> Any:
     """The package, without JAX: where that is installed, bm25s starts it on import, though nothing here uses it, and
     JAX at once takes three quarters of the GPU's free memory for itself."""
-    hidden = "jax" not in sys.modules
-    if hidden:
+    with _IMPORTING:
+        if "bm25s" in sys.modules:
+            return sys.modules["bm25s"]
+        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "jax"}
+        for name in hidden:
+            del sys.modules[name]
         sys.modules["jax"] = None  # type: ignore[assignment]  # how Python says that a module cannot be imported
-    try:
-        return import_module("bm25s")
-    except ImportError as error:
-        raise ConfigError("lexical search needs the package bm25s: pip install 'agent-r1[search]'") from error
-    finally:
-        if hidden:
+        try:
+            return import_module("bm25s")
+        except ImportError as error:
+            raise ConfigError("lexical search needs the package bm25s: pip install 'agent-r1[search]'") from error
+        finally:
             del sys.modules["jax"]
+            sys.modules.update(hidden)
 
 
 def _stemmer() -> Callable[[str], str]:
