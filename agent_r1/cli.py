@@ -48,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # all commands below inherit it
 )
 console = Console()
 ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
@@ -91,7 +92,10 @@ def train_command(
         _resume(resume, [word for word in (recipe, *(overrides or ())) if word is not None], dry_run=dry_run)
         return
     if recipe is None:
-        raise ConfigError(f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file")
+        raise ConfigError(
+            f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file or a folder with "
+            "base.yaml in it"
+        )
     from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_training
     from agent_r1.run.run_dir import RunDir, new_run_path

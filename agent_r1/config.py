@@ -315,12 +315,21 @@ def recipe_file(recipe: str) -> Path:
     if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():
         return bundled
     path = Path(recipe).expanduser()
-    if path.is_dir():
+    is_folder = path.is_dir()
+    if is_folder:
         path = path / "base.yaml"
     if path.is_file():
         return path
-    known = [*bundled_recipes(), *bundled_presets(recipe)]
-    raise ConfigError(f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file")
+    ours = bundled_recipes()
+    if is_folder or recipe.endswith((".yaml", ".yml")) or ("/" in recipe and name not in ours):
+        raise ConfigError(
+            f"there is no file {path if is_folder else recipe}. Give a YAML file, a folder with base.yaml in it, or "
+            f"one of our recipes: {', '.join(ours)}"
+        )
+    known = [*ours, *bundled_presets(recipe)]
+    raise ConfigError(
+        f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml in it"
+    )
 
 
 def recipe_name(recipe: str) -> str:

@@ -18,6 +18,8 @@ from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
 
+RAISED_BY = "raised by "  # begins the note on an exception that says whose it is; the collector reads it
+
 
 @AgentEnv.register("tool")
 class ToolEnv(AgentEnv):
@@ -111,7 +113,11 @@ class ToolEnv(AgentEnv):
         if tool is None:
             return _refusal(f"there is no tool {event.name!r}.{did_you_mean(event.name, self._tools)}")
         arguments = self._format.typed(event.arguments, tool.parameters)
-        outcome = await run_tool(tool, arguments, self._context[tool.name])
+        try:
+            outcome = await run_tool(tool, arguments, self._context[tool.name])
+        except Exception as error:
+            error.add_note(f"{RAISED_BY}tool {tool.name!r}")  # a note: the exception stays what it was
+            raise
         return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
 
     def _record(self, event: Event, outcome: ToolOutcome) -> ToolCallRecord:

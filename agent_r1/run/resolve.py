@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -22,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from agent_r1.config import RECIPES, recipe_file
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -82,9 +83,15 @@ def recipe_folder(recipe: str) -> Path:
 
 
 def _recipe_module(module_name: str, folder: Path) -> ModuleType | None:
-    if not folder.joinpath(*module_name.split(".")).with_suffix(".py").is_file():
+    file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
+    if not file.is_file():
         return None
-    return importlib.import_module(f"{_package(folder)}.{module_name}")
+    try:
+        return importlib.import_module(f"{_package(folder)}.{module_name}")
+    except AgentR1Error:
+        raise
+    except Exception as error:  # a recipe is other people's code: it may raise anything
+        raise _import_failed(str(file), error, folder) from error
 
 
 def _package(folder: Path) -> str:
@@ -102,11 +109,41 @@ def _importable(module_name: str, name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # the module is there, but not what it imports
-            raise
+            raise _import_failed(module_name, error) from error
         raise ConfigError(
             f"cannot find {name!r}: there is no {module_name.replace('.', '/')}.py beside the recipe and no "
             f"importable module {module_name!r}"
         ) from error
+    except AgentR1Error:
+        raise
+    except Exception as error:
+        raise _import_failed(module_name, error) from error
+
+
+def _import_failed(what: str, error: Exception, folder: Path | None = None) -> ConfigError:
+    """In place of a traceback, most of which would be ours and the import system's."""
+    if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
+        line = "" if not error.lineno else f"line {error.lineno}: "
+        source = "" if not error.text else f"\n    {error.text.strip()}"
+        return ConfigError(f"cannot import {error.filename}: {line}{error.msg}{source}")
+    place = _raised_at(error, folder)
+    if isinstance(error, ModuleNotFoundError):
+        return ConfigError(f"importing {what} failed: {error} (imported in {place})")
+    return ConfigError(f"importing {what} failed: {type(error).__name__}: {error} ({place})")
+
+
+def _raised_at(error: Exception, folder: Path | None) -> str:
+    """`file:line`; where that is not in the recipe, also the line of the recipe that led there."""
+    machinery = (__file__, importlib.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in machinery]
+    places = [(Path(frame.filename), frame.lineno) for frame in frames if not frame.filename.startswith("<frozen ")]
+    if not places:
+        return "before its first line"
+    own = [(file, line) for file, line in places if folder is not None and file.is_relative_to(folder)]
+    led = f"{own[-1][0].relative_to(folder)}:{own[-1][1]}" if folder is not None and own else ""
+    if led and own[-1] == places[-1]:
+        return led
+    return f"{places[-1][0]}:{places[-1][1]}" + (led and f", from {led}")
 
 
 class _RecipeFinder(MetaPathFinder):

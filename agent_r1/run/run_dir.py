@@ -113,10 +113,13 @@ class RunDir:
             if number.isdigit() and int(number) > step:
                 path.unlink()
 
+    def trajectories_file(self, kind: str, step: int) -> Path:
+        return self.path / "trajectories" / f"{kind}_{step:06d}.jsonl.gz"
+
     def write_trajectories(
         self, kind: str, step: int, groups: Iterable[Group], advantages: Advantages | None = None
     ) -> Path:
-        path = self.path / "trajectories" / f"{kind}_{step:06d}.jsonl.gz"
+        path = self.trajectories_file(kind, step)
         write_groups(path, groups, advantages)
         return path
 

@@ -17,6 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from textwrap import shorten
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown
 from agent_r1.agent.flow import AgentFlowBase
@@ -31,7 +32,7 @@ from agent_r1.run.context import message_function
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.task import recipe_function
-from agent_r1.types import Message, StopReason, TaskRow, Trajectory
+from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 Demo = tuple[TaskRow, Sequence[str]]
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
@@ -56,12 +57,21 @@ async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate, repor
             metrics = learner.update(order[start : start + settings.batch_size])
             update += 1
             recent.append(metrics["loss"])
-            enough = len(recent) == LOSS_WINDOW and fmean(recent) <= (settings.target_loss or 0.0)
+            enough = _reached(settings.target_loss, recent)
             on_update(update, update if enough else total, metrics)
             if enough:
+                if update < total:
+                    report(
+                        f"stopped after {update} of at most {total} updates: loss below "
+                        f"sft.target_loss={settings.target_loss:g}"
+                    )
                 return learner
             await asyncio.sleep(0)  # lets Ctrl-C through
     return learner
+
+
+def _reached(target: float | None, recent: deque[float]) -> bool:
+    return target is not None and len(recent) == LOSS_WINDOW and fmean(recent) <= target
 
 
 async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, report: Report) -> list[Trajectory]:
@@ -84,7 +94,24 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
                 f"{what} (the first is of {first}): raise max_steps, max_response_tokens or max_context_tokens"
             )
         report(f"{what} and are left out; the first is of {first}")
+    _tell_failed_calls(fitting, report)
     return fitting
+
+
+def _tell_failed_calls(played: Sequence[Trajectory], report: Report) -> None:
+    """No error: some recipes show on purpose how to go on after a call that failed."""
+    failed = [(trajectory.row_id, calls[0]) for trajectory in played if (calls := _failed_calls(trajectory))]
+    if failed:
+        row_id, call = failed[0]
+        why = shorten(call.error or "", 200, placeholder=" ...")
+        report(
+            f"{len(failed)} of {len(played)} demonstrations contain calls that failed, the first (row {row_id}): "
+            f"{call.name or 'unreadable call'}: {why}"
+        )
+
+
+def _failed_calls(trajectory: Trajectory) -> list[ToolCallRecord]:
+    return [call for step in trajectory.steps for call in step.calls if call.error is not None]
 
 
 async def _play_demo(
@@ -98,6 +125,9 @@ async def _play_demo(
     async with gate:
         [group] = await collector([row], seed=index)
     trajectory = group.trajectories[0]
+    for call in _failed_calls(trajectory):  # first: whatever else went wrong may have come of it
+        if (call.error or "").startswith(f"there is no tool {call.name!r}."):  # as ToolEnv says it, and what there is
+            raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
     if trajectory.stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
     actions = sum(not step.is_summary for step in trajectory.steps)

@@ -34,7 +34,8 @@ async def starting_model(config: RunConfig, console: Console) -> str | Path:
         return cached
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
-        learner = await warm_start(config, model, sft_progress(display), display.note)
+        progress = sft_progress(display, at_most=config.sft.target_loss is not None)
+        learner = await warm_start(config, model, progress, display.note)
     put(cached, lambda folder: save_model(model, folder, learner.policy))
     return cached
 
@@ -62,11 +63,14 @@ def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | 
     return load_model(config, folder) if config.lora is None else None
 
 
-def sft_progress(display: Display) -> Callable[[int, int, Metrics], None]:
+def sft_progress(display: Display, *, at_most: bool = False) -> Callable[[int, int, Metrics], None]:
+    """`at_most`: a target loss may end it before its last update, so the time left is a bound."""
+
     def show(update: int, total: int, metrics: Metrics) -> None:
         display.total(total)
         if update % 10 == 0 or update == total:
-            display.step(update, f"loss {metrics['loss']:.3f}", value=metrics["loss"])
+            may_end_early = at_most and update < total
+            display.step(update, f"loss {metrics['loss']:.3f}", value=metrics["loss"], may_end_early=may_end_early)
 
     return show
 

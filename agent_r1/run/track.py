@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from rich.text import Text
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import transcript
 from agent_r1.types import Group as EpisodeGroup
-from agent_r1.types import Trajectory
+from agent_r1.types import StopReason, Trajectory
 
 BARS = "▁▂▃▄▅▆▇█"
+FAILURES = frozenset(f"stop/{reason.value}" for reason in StopReason if reason.is_failure)
 
 
 class Display:
@@ -71,18 +72,18 @@ class Display:
         self._progress.update(self._task, completed=done)
         self._refresh()
 
-    def step(self, step: int, summary: str, *, value: float) -> None:
+    def step(self, step: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
         """One step is done; `value` joins the small curve."""
         self._done = step
         self._history.append(value)
-        left = clock(self.seconds_left())
-        self._line = Text(f"{summary}  {left} left")
+        left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
+        self._line = Text(f"{summary}  {left}")
         self._episodes = Text("")
         self._progress.update(self._task, completed=step)
         if self._console.is_terminal:
             self._refresh()
         else:
-            line = f"{self._title} {step}/{self._total}  {summary}  {left} left"
+            line = f"{self._title} {step}/{self._total}  {summary}  {left}"
             self._console.print(Text(line), soft_wrap=True)
 
     def note(self, text: str) -> None:
@@ -105,7 +106,7 @@ class Display:
 
 def step_summary(metrics: Metrics) -> str:
     return (
-        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}  "
+        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{errors_summary(metrics)}  "
         f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
         f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
     )
@@ -115,7 +116,18 @@ def eval_summary(metrics: Metrics) -> str:
     """`62.5 % +- 3.4 % of 200 rows`."""
     text = f"{metrics['success']:.1%} +- {metrics['success_stderr']:.1%} of {metrics['rows']:.0f} rows"
     passes = [f"  {name} {value:.1%}" for name, value in metrics.items() if name.startswith("pass@")]
-    return text + "".join(passes)
+    return text + "".join(passes) + errors_summary(metrics)
+
+
+def errors_summary(metrics: Metrics) -> str:
+    """`  errors 50%`, or nothing when no episode failed."""
+    share = failed_share(metrics)
+    return f"  errors {100 * share:.3g}%" if share > 0 else ""
+
+
+def failed_share(metrics: Mapping[str, float]) -> float:
+    """Of all episodes, those that were no fault of the policy."""
+    return sum(value for name, value in metrics.items() if name in FAILURES)
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:

@@ -91,7 +91,7 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     places = [path] if beside is None or path.is_absolute() else [beside / path, path.absolute()]
     found = next((place for place in places if place.exists()), None)
     if found is None:
-        raise DataError(f"no data file at {' or '.join(map(str, places))}")
+        raise DataError(f"no data file at {' or '.join(dict.fromkeys(map(str, places)))}")  # often the same place
     path = _split_file(found, split) if found.is_dir() else found
     if path.suffix == ".parquet":
         return _read_parquet(path)

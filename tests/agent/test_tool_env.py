@@ -168,8 +168,9 @@ def test_a_bug_of_a_tool_is_raised_for_the_flow_to_handle(parallel: bool) -> Non
         """Break."""
         raise ZeroDivisionError(f"bug {x}")
 
-    with pytest.raises(ZeroDivisionError, match="bug 1"):  # the first in call order
+    with pytest.raises(ZeroDivisionError, match="bug 1") as raised:  # the first in call order
         play(ToolEnv(tools=[broken, add], parallel=parallel), say("broken", x=1) + say("broken", x=2))
+    assert raised.value.__notes__ == ["raised by tool 'broken'"]
 
 
 def test_a_huge_result_is_cut_and_the_model_is_told_how_much() -> None:

@@ -199,12 +199,18 @@ def test_the_prompt_takes_questions_and_commands_until_the_input_ends(monkeypatc
     help_line, introduction, *rest = looped(chat, "\n/row 1\nhi\n/row 7\n/row ²\n/new\n", monkeypatch)
     assert introduction == "row a: [/q] :100:"
     assert rest == [
-        "you   agent first",
-        "you   row b: other",
-        "you   agent second",
-        "you   there is no test row 7; choose 0 to 1",
-        f"you   {help_line}",
-        "you   you",  # /new says nothing; then Ctrl-D
+        "you",  # Enter alone
+        "agent first",
+        "you   /row 1",
+        "row b: other",
+        "you   hi",
+        "agent second",
+        "you   /row 7",
+        "there is no test row 7; choose 0 to 1",
+        "you   /row ²",
+        help_line,
+        "you   /new",  # says nothing
+        "you",  # Ctrl-D
     ]
     assert chat.history == []
 
@@ -254,6 +260,12 @@ def test_answers_are_drawn_as_in_evaluation(run: Path) -> None:
     greedy, hot = sampled("eval.temperature=0"), sampled("eval.temperature=5")
     assert sampled("eval.temperature=5", "eval.top_k=1") == greedy != hot  # the best 1 of all is the greedy choice
     assert sampled("eval.temperature=5", "eval.top_p=1e-9") == greedy  # so is the smallest nucleus
+
+
+def test_what_comes_through_a_pipe_is_shown_as_if_it_had_been_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, _ = scripted("hi")
+    shown_after_introduction = looped(chat, "hello [/b] :100:\n/quit\n", monkeypatch)[2:]
+    assert shown_after_introduction == ["you   hello [/b] :100:", "agent hi", "you   /quit"]
 
 
 def test_ctrl_c_at_the_prompt_ends_the_program_at_once_with_exit_code_0(run: Path) -> None:

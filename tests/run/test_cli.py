@@ -39,6 +39,22 @@ def test_an_error_quotes_what_was_typed_as_it_was_typed(cli: Cli, words: tuple[s
     assert "[/x]" in ended.err
 
 
+@pytest.mark.parametrize("words", [(), ("train",), ("bench",), ("bench", "engine"), ("data", "recipe"), ("search",)])
+def test_help_is_asked_for_in_two_ways(cli: Cli, words: tuple[str, ...]) -> None:
+    short, long = cli(*words, "-h"), cli(*words, "--help")
+    assert (short.code, short.err) == (0, "")
+    assert "Usage: " in short.out
+    assert short == long
+
+
+def test_a_recipe_that_cannot_be_imported_ends_with_an_error_not_with_a_traceback(cli: Cli, tmp_path: Path) -> None:
+    folder = recipe(tmp_path / "broken", "\ndef broken()\n    return 1\n")
+    line = (folder / "task.py").read_text(encoding="utf-8").splitlines().index("def broken()") + 1
+    ended = cli("train", folder, "--dry-run")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == f"error: cannot import {folder}/task.py: line {line}: expected ':'\n    def broken()\n"
+
+
 def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
     note = "ä [/b] :100: " + "long " * 50
     ended = cli("train", MINI, "--dry-run", f"model.template_kwargs={{note: '{note}'}}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
         load_config(str(path))
     with pytest.raises(ConfigError, match=r"unknown recipe 'quickstrt'\. Did you mean 'quickstart'\?"):
         load_config("quickstrt")
+    for wrong in (str(tmp_path / "nope.yaml"), "./nope.yml", "nope.yaml", "quickstart/nope.yaml", "no/such/folder"):
+        with pytest.raises(ConfigError, match=rf"^there is no file {re.escape(wrong)}\. Give .*base\.yaml in it, or "):
+            load_config(wrong)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^there is no file .*/empty/base\.yaml\. Give a YAML file"):
+        load_config(str(tmp_path / "empty"))
     for text, message in (("- a\n- b\n", "must hold a mapping of sections"), ("seed: ${nowhere}", "nowhere")):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from agent_r1.agent.env import env_class
 from agent_r1.config import RECIPES
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.resolve import TEMPLATES, import_recipe, recipe_files, recipe_path, resolve
 
 ENV = """
@@ -135,13 +136,67 @@ def test_what_cannot_be_found_is_said_clearly(tmp_path: Path, name: str, message
         resolve(name, recipe=where)
 
 
-def test_an_error_inside_a_recipe_file_is_shown_as_it_is_and_can_be_mended(tmp_path: Path) -> None:
-    name = recipe(tmp_path / "broken", task="import a_package_that_nobody_has")
+def failure(folder: Path, **files: str) -> str:
+    """What is said about a recipe whose `task.py` cannot be imported, the recipe's folder written as R."""
+    with pytest.raises(ConfigError) as raised:
+        resolve("task.x", recipe=recipe(folder, **files))
+    return str(raised.value).replace(str(folder.resolve()), "R")
+
+
+def test_a_syntax_error_in_a_recipe_is_told_with_its_line(tmp_path: Path) -> None:
+    broken = "x = 1\n\ndef reward()\n    return 1\n"
+    said = "line 3: expected ':'\n    def reward()"
+    assert failure(tmp_path / "own", task=broken) == f"cannot import R/task.py: {said}"
+    assert failure(tmp_path / "neighbour", task="import env", env=broken) == f"cannot import R/env.py: {said}"
+    evaluated = failure(tmp_path / "evaluated", task="x = eval('1 +')")  # the wrong text is in no file
+    assert evaluated == "importing R/task.py failed: SyntaxError: invalid syntax (<string>, line 1) (task.py:1)"
+
+
+def test_what_a_recipe_raises_when_imported_is_told_with_its_line(tmp_path: Path) -> None:
+    assert failure(tmp_path / "own", task="\nx = y\n") == (
+        "importing R/task.py failed: NameError: name 'y' is not defined (task.py:2)"
+    )
+    assert failure(tmp_path / "neighbour", task="import env", env="x = 1 / 0") == (
+        "importing R/task.py failed: ZeroDivisionError: division by zero (env.py:1)"
+    )
+    elsewhere = failure(tmp_path / "elsewhere", task="import json\nx = json.loads('{')")
+    assert elsewhere.startswith("importing R/task.py failed: JSONDecodeError: Expecting property name")
+    assert re.search(r" \(/.*json/decoder\.py:\d+, from task\.py:2\)$", elsewhere)
+
+
+def test_an_error_of_ours_that_a_recipe_causes_when_imported_stays_what_it_is(tmp_path: Path) -> None:
+    ours = "from agent_r1.errors import DataError\nraise DataError('no data')"
+    with pytest.raises(DataError, match=r"^no data$"):
+        resolve("task.x", recipe=recipe(tmp_path / "r", task=ours))
+
+
+@pytest.mark.parametrize(
+    "imports", ["import a_package_nobody_has", "import importlib\nimportlib.import_module('a_package_nobody_has')"]
+)
+def test_a_package_that_a_recipe_misses_is_named_and_can_be_added(tmp_path: Path, imports: str) -> None:
+    line = 1 + imports.count("\n")
     for _ in range(2):  # nothing half-made is left behind
-        with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
-            resolve("task.x", recipe=name)
-    recipe(tmp_path / "broken", task="x = 1  # mended, and of another size for the sake of the bytecode cache")
+        assert failure(tmp_path / "broken", task=imports) == (
+            f"importing R/task.py failed: No module named 'a_package_nobody_has' (imported in task.py:{line})"
+        )
+    name = recipe(tmp_path / "broken", task="x = 1  # mended, and of another size for the sake of the bytecode cache")
     assert resolve("task.x", recipe=name) == 1
+
+
+def test_a_module_elsewhere_that_cannot_be_imported_is_told_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = recipe(tmp_path / "r", task="")
+    (tmp_path / "lib").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    for module, text, message in (
+        ("misses", "import a_package_nobody_has", r"importing misses failed: No module named .*lib/misses\.py:1\)"),
+        ("raises", "x = y", r"importing raises failed: NameError: name 'y' is not defined \(.*lib/raises\.py:1\)"),
+        ("unread", "def (", r"cannot import .*lib/unread\.py: line 1: invalid syntax"),
+    ):
+        (tmp_path / "lib" / f"{module}.py").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            resolve(f"{module}.x", recipe=name)
 
 
 def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

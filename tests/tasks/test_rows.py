@@ -154,6 +154,9 @@ def test_a_relative_path_is_looked_up_beside_the_recipe_first(tmp_path: Path, mo
     assert prompts("{split}.jsonl", beside=None) == prompts(str(tmp_path / "{split}.jsonl")) == ["here"]
     with pytest.raises(DataError, match=r"no data file at .*recipe/no\.jsonl or .*no\.jsonl"):
         prompts("no.jsonl")
+    with pytest.raises(DataError) as once:  # started in the recipe's folder, both are the same
+        prompts("no.jsonl", beside=tmp_path)
+    assert str(once.value) == f"no data file at {tmp_path / 'no.jsonl'}"
 
 
 @pytest.mark.parametrize(

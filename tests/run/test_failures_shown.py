@@ -1,0 +1,128 @@
+"""Episodes that fail are no secret: what the screen says of them, step by step, at the end and when a run breaks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Cli
+
+MINI = Path(__file__).parent / "mini"
+CODE = '''
+
+class Moody(Endless):
+    """Does not know every third row."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        known = {f"{split}-{i}" for split in ("train", "test") for i in range(20) if i % 3 != 1}
+        if row.row_id not in known:
+            raise KeyError(f"[/b] {row.row_id}")  # what rich would take for markup
+        return await super().reset(row)
+
+
+class Slow(Endless):
+    """Never begins."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        import asyncio
+
+        await asyncio.sleep(60)
+        raise AssertionError
+'''
+# Every step plays all 12 rows, of which 1, 4, 7 and 10 fail.
+WHOLE = ("task.tools=[]", "task.train_count=12", "sft.demos=null", "rollout.rows_per_step=12", "rollout.group_size=2")
+MOODY = ("task.env=task.Moody", *WHOLE, "rollout.max_response_tokens=8", "trainer.steps=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
+    made = tmp_path_factory.mktemp("recipes") / "moody"
+    shutil.copytree(MINI, made, ignore=shutil.ignore_patterns("__pycache__"))
+    with (made / "task.py").open("a", encoding="utf-8") as file:
+        file.write(CODE)
+    return made
+
+
+def raising_line(folder: Path) -> int:
+    lines = (folder / "task.py").read_text(encoding="utf-8").splitlines()
+    [number] = [number for number, line in enumerate(lines, 1) if "raise KeyError" in line]
+    return number
+
+
+def test_failed_episodes_are_shown_at_every_step_and_at_the_end(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = cli("train", folder, *MOODY, "--run", run)
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    steps = [line for line in lines if line.startswith("training ")]
+    assert len(steps) == 2
+    assert all("  errors 33.3%  steps/episode" in line for line in steps)  # 4 of 12 rows
+    held_out = [line for line in lines if line.startswith("step ")]
+    assert len(held_out) == 2  # before and after
+    assert all(line.endswith("of 4 rows  errors 25%") for line in held_out)  # row 1 of 0 to 3
+    [failed] = [line for line in lines if line.startswith("  failed")]
+    # 2 steps x 4 rows x 2 attempts, of 2 x 12 x 2
+    begins, place = "  failed      16 of 48 training episodes, in step 1 mostly: KeyError: ", raising_line(folder)
+    assert failed.startswith(f"{begins}'[/b] train-")
+    assert failed.endswith(f"' (task.py:{place}); tracebacks in {run}/run.log")
+    assert lines[-1] == f"  look inside {run}/metrics.jsonl, {run}/trajectories/, {run}/run.log"
+
+
+def test_without_failures_nothing_is_said_of_them(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = cli("train", folder, "task.env=task.Endless", *MOODY[1:], "trainer.steps=1", "--run", run)
+    assert ended.code == 0, ended.err
+    assert "errors" not in ended.out
+    assert "  failed" not in ended.out
+    assert ended.out.splitlines()[-1] == f"  look inside {run}/metrics.jsonl, {run}/trajectories/"
+    assert (run / "run.log").read_text(encoding="utf-8") == ""
+
+
+def test_failures_whose_episodes_were_not_kept_are_counted_all_the_same(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = cli("train", folder, *MOODY, "trainer.steps=1", "trainer.dump_every=2", "--run", run)
+    assert f"\n  failed      8 of 24 training episodes; tracebacks in {run}/run.log\n" in ended.out
+
+
+def test_a_run_that_breaks_by_failures_says_the_common_cause_and_where_tracebacks_are(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = cli("train", folder, *MOODY, "rollout.max_error_fraction=0.3", "eval.rows=1", "--run", run)
+    assert ended.code != 0
+    said = "error: 8 of 24 episodes failed (rollout.max_error_fraction is 0.3); most common cause, 8 times: KeyError: "
+    assert ended.err.startswith(f"{said}'[/b] train-")  # of four rows: one bug all the same
+    assert ended.err.endswith(f"' (task.py:{raising_line(folder)}); tracebacks in {run}/run.log\n")
+    log = (run / "run.log").read_text(encoding="utf-8")
+    assert log.count("in reset\n    raise KeyError") == 8
+
+
+def test_what_ran_out_of_time_left_no_traceback_and_none_is_promised(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    slow = ("task.env=task.Slow", *MOODY[1:], "rollout.episode_seconds=0.1", "eval.rows=1")
+    ended = cli("train", folder, *slow, "--run", tmp_path / "run")
+    assert ended.err == (
+        "error: 1 of 1 episodes failed (rollout.max_error_fraction is 0.5); most common cause, 1 times: "
+        "the episode was not finished after 0.1 s (rollout.episode_seconds)\n"
+    )
+
+
+def test_collecting_shows_failures_too(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    ended = cli("collect", folder, *MOODY, "--run", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    [step] = [line for line in ended.out.splitlines() if line.startswith("collecting ")]
+    assert "%  errors 33.3%  " in step
+
+
+def test_resuming_a_run_that_has_done_all_its_steps_says_so(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = cli("train", folder, *MOODY, "trainer.steps=1", "--run", run)
+    assert "already at" not in first.out
+    again = cli("train", "--resume", run)
+    assert again.code == 0, again.err
+    assert "\n  go on       already at step 1 of 1; trainer.steps=N goes on\n" in again.out
+    assert "continuing" not in again.out
+    longer = cli("train", "--resume", run, "trainer.steps=2")
+    assert f"continuing {run} after step 1\n" in longer.out
+    assert "already at" not in longer.out
