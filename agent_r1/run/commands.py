@@ -148,9 +148,11 @@ def _conclude(
         soft_wrap=True,
     )
     logged = f", {run.log_file}" if run.log_file.stat().st_size else ""
+    trained = [record for record in records if record["kind"] == "train"]
     lines = [
         *_going_on(run, config.trainer.steps, start=start, steps=steps),
-        *_failures(run, [record for record in records if record["kind"] == "train"], config),
+        *_failures(run, trained, config),
+        *_nothing_learned(trained),
         f"picture     {run.path}/curve.png",
         f"talk to it  {program()} chat {run.path}",
         f"evaluate    {program()} eval {run.path}",
@@ -178,6 +180,17 @@ def _failures(run: RunDir, trained: Sequence[Mapping[str, Any]], config: RunConf
     where = f"; tracebacks in {run.log_file}" if run.log_file.stat().st_size else ""
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
     return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+
+
+def _nothing_learned(trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line on why, if no step changed a weight."""
+    if not trained or not all(record["empty_update"] for record in trained):
+        return []
+    reward = max(record["reward/mean"] for record in trained)
+    return [
+        "learned     nothing: in no step did attempts at the same row earn different rewards "
+        f"(mean reward at most {reward:.3g}). Begin with demonstrations (sft.demos), easier rows or a larger group"
+    ]
 
 
 def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:

@@ -126,3 +126,10 @@ def test_resuming_a_run_that_has_done_all_its_steps_says_so(cli: Cli, folder: Pa
     longer = cli("train", "--resume", run, "trainer.steps=2")
     assert f"continuing {run} after step 1\n" in longer.out
     assert "already at" not in longer.out
+
+
+def test_a_run_that_learned_nothing_says_why(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    short = ("sft.demos=null", "rollout.max_response_tokens=4", "trainer.steps=1", "eval.rows=2")
+    alike = cli("train", folder, *short, "rollout.temperature=0.001", "--run", tmp_path / "alike").out
+    assert "  learned     nothing: in no step did attempts at the same row earn different rewards" in alike
+    assert "  learned " not in cli("train", folder, *short, "--run", tmp_path / "run").out
