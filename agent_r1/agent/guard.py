@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
 MAX_ERROR_CHARS = 2000
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class TimedOut(Exception):
@@ -104,6 +108,21 @@ def describe(error: BaseException) -> str:
 def trace(error: BaseException) -> str:
     """Where an exception came from and what it said, for the log; bounded like `describe`."""
     return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
+
+
+def place(error: BaseException) -> str:
+    """` (task.py:11)`: where the exception left code that users write, if it came through any. What a library or we did
+    further in is for the log."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            theirs = path.is_relative_to(_PACKAGE / "recipes")
+        else:
+            library = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
+            theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
+        if theirs:
+            return f" ({path.name}:{line})"
+    return ""
 
 
 def mended(text: str) -> str:

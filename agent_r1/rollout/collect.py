@@ -12,16 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from traceback import walk_tb
 
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
-from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, describe, guarded, trace
+from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, describe, guarded, place, trace
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.agent.tool_env import RAISED_BY
@@ -32,9 +29,7 @@ logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
 
-_PACKAGE = Path(__file__).parents[1]
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `_place` writes it
+_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.place` writes it
 _QUOTED = re.compile(r"(['\"]).*?\1")
 
 
@@ -128,21 +123,7 @@ def _cause(error: Exception) -> str:
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
     raisers = [note.removeprefix(RAISED_BY) for note in notes if note.startswith(RAISED_BY)]
     who = f"{raisers[-1]} raised " if raisers else ""
-    return f"{who}{describe(error)}{_place(error)}"
-
-
-def _place(error: Exception) -> str:
-    """Where the exception left code that users write: what a library or we did further in is for the log."""
-    for frame, line in reversed(list(walk_tb(error.__traceback__))):
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
-            theirs = path.is_relative_to(_PACKAGE / "recipes")
-        else:
-            library = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
-            theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
-        if theirs:
-            return f" ({path.name}:{line})"
-    return ""
+    return f"{who}{describe(error)}{place(error)}"
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

@@ -97,6 +97,12 @@ def test_a_bad_reward_fails_its_own_episode_loudly(bad: Callable[..., Any], mess
     assert re.search(message, failed.error or "")
 
 
+def test_the_line_that_raised_is_told() -> None:
+    [failed] = score(raises, trajectory("a"))
+    line = raises.__code__.co_firstlineno + 1
+    assert (failed.error or "").endswith(f" (test_reward.py:{line})")
+
+
 def test_a_reward_that_hangs_is_left_behind() -> None:
     good, failed = score(sleeps, trajectory("good"), trajectory("bad"), timeout=0.5)
     assert good.outcome_reward == 1.0
