@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
 MAX_ERROR_CHARS = 2000
+RAISED_BY, RAISED_AT = "raised by ", "raised at "  # begin the notes on an exception that `cause` reads
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -110,9 +111,29 @@ def trace(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
 
 
+def cause(error: BaseException) -> str:
+    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as who and where are known."""
+    who = _noted(error, RAISED_BY)
+    return f"{who and f'{who} raised '}{describe(error)}{place(error)}"
+
+
+def note(error: BaseException, text: str) -> None:
+    """The exception stays what it was. One that takes no notes has none."""
+    with suppress(Exception):
+        error.add_note(text)
+
+
+def _noted(error: BaseException, beginning: str) -> str:
+    try:
+        notes = [text for text in error.__notes__ if isinstance(text, str) and text.startswith(beginning)]
+    except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
+        return ""
+    return mended(notes[-1].removeprefix(beginning)) if notes else ""
+
+
 def place(error: BaseException) -> str:
     """` (task.py:11)`: where the exception left code that users write, if it came through any. What a library or we did
-    further in is for the log."""
+    further in is for the log. One that comes from another process has a note instead of a traceback."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_PACKAGE):
@@ -122,7 +143,8 @@ def place(error: BaseException) -> str:
             theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
         if theirs:
             return f" ({path.name}:{line})"
-    return ""
+    there = _noted(error, RAISED_AT)
+    return there and f" ({there})"
 
 
 def mended(text: str) -> str:

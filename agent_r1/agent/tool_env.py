@@ -12,13 +12,12 @@ from copy import deepcopy
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.guard import RAISED_BY, note
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
-
-RAISED_BY = "raised by "  # begins the note on an exception that says whose it is; the collector reads it
 
 
 @AgentEnv.register("tool")
@@ -116,7 +115,7 @@ class ToolEnv(AgentEnv):
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
-            error.add_note(f"{RAISED_BY}tool {tool.name!r}")  # a note: the exception stays what it was
+            note(error, f"{RAISED_BY}tool {tool.name!r}")
             raise
         return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
-from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, describe, guarded, place, trace
+from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
-from agent_r1.agent.tool_env import RAISED_BY
 from agent_r1.errors import RolloutError
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
@@ -103,9 +102,8 @@ class Collector:
         except TimedOut as late:
             return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
-            cause = _cause(error)
-            logger.error("episode %s failed: %s\n%s", episode.episode_id, cause, trace(error))
-            return StopReason.ERROR, cause
+            logger.error("episode %s failed: %s\n%s", episode.episode_id, cause(error), trace(error))
+            return StopReason.ERROR, cause(error)
         return ended(stop, episode)
 
 
@@ -116,14 +114,6 @@ def ended(stop: object, episode: Episode) -> tuple[StopReason, str | None]:
     if not episode.steps:
         return StopReason.ERROR, "the flow ended without a single model call"
     return stop, None
-
-
-def _cause(error: Exception) -> str:
-    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as the tool and the place are known."""
-    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    raisers = [note.removeprefix(RAISED_BY) for note in notes if note.startswith(RAISED_BY)]
-    who = f"{raisers[-1]} raised " if raisers else ""
-    return f"{who}{describe(error)}{place(error)}"
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

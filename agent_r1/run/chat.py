@@ -18,7 +18,7 @@ from rich.text import Text
 
 from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.flow import Episode, EpisodeLimit
-from agent_r1.agent.guard import TimedOut, describe, guarded
+from agent_r1.agent.guard import TimedOut, cause, guarded
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import Collector, ended
@@ -142,7 +142,7 @@ class Chat:
         except TimedOut as late:
             return StopReason.TIMEOUT, f"the answer was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (tools and envs are other people's code: the chat goes on)
-            return StopReason.ERROR, describe(error)
+            return StopReason.ERROR, cause(error)
         return ended(stop, episode)
 
     async def close(self) -> None:

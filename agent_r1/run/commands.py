@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -20,7 +20,7 @@ from rich.text import Text
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.errors import ConfigError, RolloutError
-from agent_r1.rollout.collect import OnEpisode, commonest_failures
+from agent_r1.rollout.collect import OnEpisode
 from agent_r1.run.build import (
     Model,
     Plan,
@@ -38,7 +38,7 @@ from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.interrupt import interruptible
 from agent_r1.run.metrics import Metrics, rollout_metrics
 from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
-from agent_r1.run.records import read_trajectories
+from agent_r1.run.remarks import has_text, remarks
 from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
@@ -50,7 +50,6 @@ from agent_r1.run.track import (
     curve_picture,
     errors_summary,
     eval_summary,
-    failed_share,
     program,
     transcript_panel,
 )
@@ -147,12 +146,10 @@ def _conclude(
         highlight=False,
         soft_wrap=True,
     )
-    logged = f", {run.log_file}" if run.log_file.stat().st_size else ""
+    logged = f", {run.log_file}" if has_text(run.log_file) else ""
     trained = [record for record in records if record["kind"] == "train"]
     lines = [
-        *_going_on(run, config.trainer.steps, start=start, steps=steps),
-        *_failures(run, trained, config),
-        *_nothing_learned(trained),
+        *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
         f"picture     {run.path}/curve.png",
         f"talk to it  {program()} chat {run.path}",
         f"evaluate    {program()} eval {run.path}",
@@ -161,49 +158,6 @@ def _conclude(
     ]
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)  # Text: messages are no markup
     return Outcome(run=run, before=before, after=after)
-
-
-def _going_on(run: RunDir, total: int, *, start: int, steps: int) -> list[str]:
-    """The line on how to continue, where there is something to say: the time ran out, or nothing was left to do."""
-    if steps < total:
-        why = f"trainer.max_minutes ran out, steps left: {total - steps}"
-        return [f"go on       {program()} train --resume {run.path} ({why})"]
-    return [f"go on       already at step {start} of {total}; trainer.steps=N goes on"] if 0 < start == steps else []
-
-
-def _failures(run: RunDir, trained: Sequence[Mapping[str, Any]], config: RunConfig) -> list[str]:
-    """The line on failed training episodes, if there are any."""
-    played = {record["step"]: round(record["group/count"]) * config.rollout.group_size for record in trained}
-    failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
-    if not any(failed.values()):
-        return []
-    where = f"; tracebacks in {run.log_file}" if run.log_file.stat().st_size else ""
-    what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
-    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
-
-
-def _nothing_learned(trained: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The line on why, if no step changed a weight."""
-    if not trained or not all(record["empty_update"] for record in trained):
-        return []
-    reward = max(record["reward/mean"] for record in trained)
-    return [
-        "learned     nothing: in no step did attempts at the same row earn different rewards "
-        f"(mean reward at most {reward:.3g}). Begin with demonstrations (sft.demos), easier rows or a larger group"
-    ]
-
-
-def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
-    """Of one step, whose episodes are soon read: those of a whole run are not. Not every step's need be kept."""
-    files = {step: run.trajectories_file("train", step) for step in failed if failed[step]}
-    kept = [step for step, file in files.items() if file.exists()]
-    if not kept:
-        return ""
-    worst = max(kept, key=failed.__getitem__)
-    errors = commonest_failures(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
-    cause = " ".join(errors[0].split())
-    short = cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
-    return f", in step {worst} mostly: {short}"
 
 
 def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
@@ -428,9 +382,9 @@ def _logging_to(path: Path) -> Iterator[None]:
     try:
         yield
     except RolloutError as error:
-        if path.stat().st_size == 0:  # what only ran out of time has no traceback
+        if not has_text(path):  # what only ran out of time has no traceback
             raise
-        raise RolloutError(f"{error}; tracebacks in {path}") from error
+        raise RolloutError(f"{error}; details in {path}") from error
 
 
 def _log_to(path: Path) -> None:

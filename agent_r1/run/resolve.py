@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agent_r1.agent.guard import describe, mended
 from agent_r1.config import RECIPES, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 
@@ -90,7 +91,7 @@ def _recipe_module(module_name: str, folder: Path) -> ModuleType | None:
         return importlib.import_module(f"{_package(folder)}.{module_name}")
     except AgentR1Error:
         raise
-    except Exception as error:  # a recipe is other people's code: it may raise anything
+    except (Exception, SystemExit) as error:  # a recipe is other people's code: it may raise anything
         raise _import_failed(str(file), error, folder) from error
 
 
@@ -116,23 +117,23 @@ def _importable(module_name: str, name: str) -> ModuleType:
         ) from error
     except AgentR1Error:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(module_name, error) from error
 
 
-def _import_failed(what: str, error: Exception, folder: Path | None = None) -> ConfigError:
+def _import_failed(what: str, error: BaseException, folder: Path | None = None) -> ConfigError:
     """In place of a traceback, most of which would be ours and the import system's."""
-    if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and Path(error.filename).is_file():
         line = "" if not error.lineno else f"line {error.lineno}: "
         source = "" if not error.text else f"\n    {error.text.strip()}"
         return ConfigError(f"cannot import {error.filename}: {line}{error.msg}{source}")
     place = _raised_at(error, folder)
     if isinstance(error, ModuleNotFoundError):
-        return ConfigError(f"importing {what} failed: {error} (imported in {place})")
-    return ConfigError(f"importing {what} failed: {type(error).__name__}: {error} ({place})")
+        return ConfigError(f"importing {what} failed: {mended(error.msg)} (imported in {place})")
+    return ConfigError(f"importing {what} failed: {describe(error)} ({place})")
 
 
-def _raised_at(error: Exception, folder: Path | None) -> str:
+def _raised_at(error: BaseException, folder: Path | None) -> str:
     """`file:line`; where that is not in the recipe, also the line of the recipe that led there."""
     machinery = (__file__, importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in machinery]

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_r1.agent.guard import MAX_ERROR_CHARS, Escaped, TimedOut, call, describe, guarded
+import agent_r1
+from agent_r1.agent.guard import (
+    MAX_ERROR_CHARS,
+    RAISED_BY,
+    Escaped,
+    TimedOut,
+    call,
+    cause,
+    describe,
+    guarded,
+    note,
+    place,
+)
+from agent_r1.agent.workers.inside import _dumped_error
 
 
 async def give(value: Any) -> Any:
@@ -91,3 +107,68 @@ def test_an_error_is_described_whatever_it_does_when_printed() -> None:
     assert describe(Rude()) == "Rude: (its message cannot be printed)"
     assert describe(ValueError("half \ud800")) == "ValueError: half ?"
     assert len(describe(ValueError("x" * 10**6))) < MAX_ERROR_CHARS + 100
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:  # noqa: BLE001 (the point of it)
+        return caught
+
+
+HERE = f" (test_guard.py:{raised.__code__.co_firstlineno + 2})"
+
+
+def test_a_cause_says_who_raised_what_and_where() -> None:
+    error = raised(KeyError("ab"))
+    assert cause(error) == f"KeyError: 'ab'{HERE}"
+    note(error, f"{RAISED_BY}tool 'reverse'")
+    assert cause(error) == f"tool 'reverse' raised KeyError: 'ab'{HERE}"
+    assert cause(KeyError("ab")) == "KeyError: 'ab'"  # of one that nobody raised nothing more is known
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+class Noteless(Exception):
+    __notes__ = None  # type: ignore[assignment]
+
+
+class Secretive(Exception):
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        raise RuntimeError("none of your business")
+
+
+@pytest.mark.parametrize("error", [Frozen("a"), Noteless("a"), Secretive("a")])
+def test_an_exception_that_takes_no_notes_is_still_told(error: Exception) -> None:
+    note(error, f"{RAISED_BY}tool 'reverse'")
+    assert cause(error).startswith(f"{type(error).__name__}: ")
+
+
+def test_the_place_is_in_code_that_users_write() -> None:
+    for file, expected in (
+        (Path(agent_r1.__file__).parent / "recipes" / "mine" / "task.py", " (task.py:1)"),
+        (Path(agent_r1.__file__).parent / "run" / "train.py", HERE_CALLING),
+        (Path(pytest.__file__), HERE_CALLING),
+        (Path(asyncio.__file__), HERE_CALLING),
+        ("<string>", HERE_CALLING),
+    ):
+        with pytest.raises(KeyError) as caught:
+            run_code("raise KeyError(1)", str(file))
+        assert place(caught.value) == expected
+
+
+def run_code(text: str, file: str) -> None:
+    exec(compile(text, file, "exec"), {})
+
+
+HERE_CALLING = f" (test_guard.py:{run_code.__code__.co_firstlineno + 1})"
+
+
+def test_an_exception_from_another_process_still_says_where() -> None:
+    arrived = pickle.loads(_dumped_error(raised(KeyError("ab"))))
+    assert arrived.__traceback__ is None
+    assert cause(arrived) == f"KeyError: 'ab'{HERE}"

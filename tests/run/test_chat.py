@@ -25,7 +25,7 @@ from agent_r1.run.chat import Chat, answer, chat_loop, open_chat
 from agent_r1.run.resolve import resolve
 from agent_r1.run.run_dir import RunDir
 from agent_r1.types import Message, Observation, StopReason, TaskRow
-from tests.chatml import collector, renderer, row, tokenizer
+from tests.chatml import _no_env, collector, renderer, row, tokenizer
 
 ROOT = Path(__file__).parents[2]
 MINI = str(ROOT / "tests" / "run" / "mini")
@@ -58,8 +58,21 @@ def shown(chat: Chat, *questions: str) -> list[str]:
     return lines(console)
 
 
-def looped(chat: Chat, typed: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+BROKEN_LINE = 1 + Path(__file__).read_text(encoding="utf-8").splitlines().index(
+    '        raise RuntimeError("broken [/pipe]")'
+)
+NO_ENV_LINE = _no_env.__code__.co_firstlineno + 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def looped(
+    chat: Chat, typed: str, monkeypatch: pytest.MonkeyPatch, stdin: type[io.StringIO] = io.StringIO
+) -> list[str]:
+    monkeypatch.setattr(sys, "stdin", stdin(typed))
     console = Console(file=io.StringIO(), width=200)
     chat_loop(chat, console)
     return lines(console)
@@ -149,7 +162,7 @@ def test_a_failing_tool_is_shown_and_the_chat_goes_on_without_that_turn() -> Non
     assert shown(chat, "hi", "fail!", "and now?") == [
         "agent hello",
         f"agent {CALL % 'fail'}",
-        "(failed: RuntimeError: broken [/pipe])",
+        f"(failed: tool 'echo' raised RuntimeError: broken [/pipe] (test_chat.py:{BROKEN_LINE}))",
         "agent still here",
     ]
     assert chat.history == [
@@ -183,7 +196,7 @@ class ReturnsNone(AgentFlowBase):
         (Hangs, "(failed: the answer was not finished after 0.01 s (rollout.episode_seconds))"),
         (SaysNothing, "(failed: the flow ended without a single model call)"),
         (ReturnsNone, "(failed: the flow returned NoneType instead of a StopReason)"),
-        (AgentEnvLoop, "(failed: AssertionError: this test's flow needs no env)"),
+        (AgentEnvLoop, f"(failed: AssertionError: this test's flow needs no env (chatml.py:{NO_ENV_LINE}))"),
     ],
 )
 def test_whatever_a_flow_does_the_chat_survives_it(flow: type[AgentFlowBase], message: str) -> None:
@@ -312,3 +325,8 @@ def test_a_world_that_does_not_show_the_question_says_what_it_shows_instead() ->
         "agent a piano",
         "env   no",
     ]
+
+
+def test_a_terminal_shows_what_is_typed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, _ = scripted("hi")
+    assert not any("hello" in line for line in looped(chat, "hello\n/quit\n", monkeypatch, Terminal))

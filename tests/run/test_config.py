@@ -46,6 +46,7 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("learner.group_size=4", r"learner has no field 'group_size'\. Did you mean 'rollout.group_size'\?"),
         ("trainr.steps=4", r"the recipe has no field 'trainr'\. Did you mean 'trainer'\?"),
         ("trainer.steps=many", r"trainer.steps='many': input should be a valid integer"),
+        ("trainer.max_minutes=.inf", r"trainer.max_minutes=inf: input should be a finite number"),
         ("rollout.temperature=0", r"rollout.temperature=0: input should be greater than 0"),
         ("trainer.steps", r"^override 'trainer\.steps' is not of the form section\.key=value"),
         ("trainer.steps=[1", r"^override 'trainer\.steps=\[1' cannot be read"),

@@ -193,6 +193,8 @@ def test_a_module_elsewhere_that_cannot_be_imported_is_told_the_same_way(
         ("misses", "import a_package_nobody_has", r"importing misses failed: No module named .*lib/misses\.py:1\)"),
         ("raises", "x = y", r"importing raises failed: NameError: name 'y' is not defined \(.*lib/raises\.py:1\)"),
         ("unread", "def (", r"cannot import .*lib/unread\.py: line 1: invalid syntax"),
+        ("ends", "raise SystemExit(3)", r"importing ends failed: SystemExit: 3 \(.*lib/ends\.py:1\)"),
+        ("ours", "from agent_r1.errors import ConfigError; raise ConfigError('as it is')", "^as it is$"),
     ):
         (tmp_path / "lib" / f"{module}.py").write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):

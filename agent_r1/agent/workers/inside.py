@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.guard import Escaped, describe, trace
+from agent_r1.agent.guard import RAISED_AT, Escaped, describe, note, place, trace
 from agent_r1.agent.workers.wire import (
     MAX_BYTES,
     Answer,
@@ -184,6 +184,8 @@ def _dumped_error(error: BaseException) -> bytes:
     """The exception itself where it survives being sent, so that episodes fail with what their env raised; else what it
     said. One that would end a program is what it would be anywhere (`guard.py`)."""
     if isinstance(error, Exception):
+        if where := place(error):  # tracebacks are not sent
+            note(error, f"{RAISED_AT}{where.strip(' ()')}")
         try:
             body = pickle.dumps(error)
             again = pickle.loads(body) if len(body) < MAX_BYTES // 2 else None

@@ -1,0 +1,76 @@
+"""What a training run has to say for itself at its end, beside what became of it: one line each, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_r1.errors import DataError
+from agent_r1.rollout.collect import commonest_failures
+from agent_r1.run.records import read_trajectories
+from agent_r1.run.run_dir import RunDir
+from agent_r1.run.track import failed_share, program
+
+Record = Mapping[str, Any]  # the metrics of a step
+
+
+def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, total: int) -> list[str]:
+    """`trained`: of all steps there are. `start`, `steps`: the step this command began after, and the last one it made;
+    `total`: the last one of the run."""
+    return [
+        *_going_on(run, total, start=start, steps=steps),
+        *_failures(run, trained),
+        *_nothing_learned(trained),
+    ]
+
+
+def _going_on(run: RunDir, total: int, *, start: int, steps: int) -> list[str]:
+    """The line on how to continue, where there is something to say: the time ran out, or nothing was left to do."""
+    if steps < total:
+        why = f"trainer.max_minutes ran out, steps left: {total - steps}"
+        return [f"go on       {program()} train --resume {run.path} ({why})"]
+    return [f"go on       already at step {start} of {total}; trainer.steps=N goes on"] if 0 < start == steps else []
+
+
+def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
+    """The line on failed training episodes, if there are any."""
+    attempts = run.config.rollout.group_size
+    played = {record["step"]: round(record["group/count"]) * attempts for record in trained}
+    failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
+    if not any(failed.values()):
+        return []
+    where = f"; details in {run.log_file}" if has_text(run.log_file) else ""
+    what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
+    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+
+
+def _nothing_learned(trained: Sequence[Record]) -> list[str]:
+    """The line on why, if no step changed a weight."""
+    if not trained or not all(record["empty_update"] for record in trained):
+        return []
+    if all(failed_share(record) == 1 for record in trained):
+        return []  # what has been said of failures says it all
+    always = all(record["success"] == 1 for record in trained)
+    advice = "harder rows" if always else "demonstrations (sft.demos), easier rows, or a larger group"
+    return [f"learned     nothing: attempts at the same row never earned different rewards. What helps: {advice}"]
+
+
+def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
+    """Of one step, whose episodes are soon read: those of a whole run are not. Not every step's need be kept."""
+    files = {step: run.trajectories_file("train", step) for step in failed if failed[step]}
+    kept = [step for step, file in files.items() if file.exists()]
+    if not kept:
+        return ""
+    worst = max(kept, key=failed.__getitem__)
+    try:
+        errors = commonest_failures(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
+    except DataError as error:  # no reason to end a run that is done
+        return f" ({error})"
+    cause = " ".join(errors[0].split())
+    short = cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
+    return f", in step {worst} mostly: {short}"
+
+
+def has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0

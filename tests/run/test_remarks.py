@@ -1,0 +1,74 @@
+"""What a run says for itself at its end, each remark by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_r1.config import load_config
+from agent_r1.run.remarks import remarks
+from agent_r1.run.run_dir import RunDir
+from agent_r1.types import Group, StopReason, TaskRow, Trajectory
+
+MINI = str(Path(__file__).parent / "mini")
+ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", load_config(MINI, []))
+
+
+def record(step: int, *, empty: float = 0.0, success: float = 0.5, error: float = 0.0) -> dict[str, float]:
+    return {"step": step, "empty_update": empty, "success": success, "stop/error": error, "group/count": 3.0}
+
+
+def said(run: RunDir, *trained: dict[str, float], start: int = 0, steps: int = 4, total: int = 4) -> list[str]:
+    return remarks(run, trained, start=start, steps=steps, total=total)
+
+
+def failed_episodes(run: RunDir, step: int, *errors: str) -> None:
+    episodes = [
+        Trajectory(row_id="r", trajectory_id=f"{step}-{n}", steps=[], stop=StopReason.ERROR, error=error)
+        for n, error in enumerate(errors)
+    ]
+    run.write_trajectories("train", step, [Group(row=ROW, trajectories=episodes)])
+
+
+def test_a_run_that_went_well_has_nothing_to_say(run: RunDir) -> None:
+    assert said(run, record(1), record(2, empty=1.0)) == []
+    assert said(run, steps=0, total=0) == []  # nor one without any step
+
+
+def test_what_helps_depends_on_what_was_earned(run: RunDir) -> None:
+    [hard] = said(run, record(1, empty=1.0, success=0.0), record(2, empty=1.0, success=1.0))
+    assert hard.endswith("What helps: demonstrations (sft.demos), easier rows, or a larger group")
+    [easy] = said(run, record(1, empty=1.0, success=1.0))
+    assert easy.endswith("What helps: harder rows")
+    [failed] = said(run, record(1, empty=1.0, success=0.0, error=1.0))
+    assert failed == "failed      12 of 12 training episodes"
+
+
+def test_the_cause_is_that_of_the_step_with_most_failures(run: RunDir) -> None:
+    failed_episodes(run, 1, "one thing")
+    failed_episodes(run, 2, f"KeyError: {'x' * 300} (task.py:7)", "KeyError: 'y' (task.py:7)", "another thing")
+    [line] = said(run, record(1, error=1 / 12), record(2, error=3 / 12))
+    assert line.startswith("failed      4 of 24 training episodes, in step 2 mostly: KeyError: xxx")
+    assert line.endswith("x (task.py:7)")
+    assert len(line) < 280
+
+
+def test_episodes_that_cannot_be_read_cost_the_cause_alone(run: RunDir) -> None:
+    failed_episodes(run, 1, "one thing")
+    file = run.trajectories_file("train", 1)
+    file.write_bytes(file.read_bytes()[:20])
+    run.log_file.unlink(missing_ok=True)
+    [line] = said(run, record(1, error=1 / 12))
+    assert line.startswith(f"failed      1 of 12 training episodes ({file} line ")
+
+
+def test_how_to_go_on(run: RunDir) -> None:
+    [left] = said(run, record(1), steps=1)
+    assert left.endswith(f"train --resume {run.path} (trainer.max_minutes ran out, steps left: 3)")
+    assert said(run, record(1), start=4) == ["go on       already at step 4 of 4; trainer.steps=N goes on"]
