@@ -14,16 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.run.run_dir import RunDir
-from benchmarks.machine import RESULTS, machine
-from benchmarks.recipes import Job, as_they_end, gain_cell, keep, markdown, own_overrides, success_cell
+from benchmarks.machine import RESULTS
+from benchmarks.recipes import (
+    Job,
+    as_they_end,
+    facts_of,
+    gain_cell,
+    keep,
+    markdown,
+    new_folder,
+    own_overrides,
+    parser_of,
+    success_cell,
+)
 
 TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
 
@@ -94,25 +103,15 @@ def setting(results: Mapping[str, Any]) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context")
-    parser.add_argument("recipe")
+    parser = parser_of("context", compared="policy")
     parser.add_argument("--policies", default="append,window,drop_results,notes,summary")
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
-    parser.add_argument("--for", dest="of", action="append", default=[], help="POLICY:override, for its runs")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--show", action="store_true", help="measure nothing; print the table of what was measured")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"context_{name}.json"
     if not options.show:
-        folder = options.runs / f"context-{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder.mkdir(parents=True)
-        facts = {"command": " ".join(["python -m benchmarks.context", *words])}
-        facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
-        for measured in measure(options, folder):
+        facts = facts_of("context", words)
+        for measured in measure(options, new_folder(options.runs, f"context-{Path(name).name}")):
             keep(out, facts | measured)
     results = json.loads(out.read_text(encoding="utf-8"))
     print(f"{table(results)}\n\n{setting(results)}")

@@ -238,6 +238,32 @@ def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
     plt.close(figure)
 
 
+def parser_of(module: str, *, compared: str) -> argparse.ArgumentParser:
+    """With what all comparisons of runs take."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
+    parser.add_argument("recipe")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
+    own = f"{compared.upper()}:override, for its runs"
+    parser.add_argument("--for", dest="of", action="append", default=[], help=own)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def facts_of(module: str, words: Sequence[str]) -> dict[str, Any]:
+    """What results are results of."""
+    command = " ".join([f"python -m benchmarks.{module}", *words])
+    return {"command": command, "accelerator": accelerator(pick_device("auto")), **machine()}
+
+
+def new_folder(runs: Path, name: str) -> Path:
+    folder = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True)
+    return folder
+
+
 def keep(out: Path, results: Mapping[str, Any]) -> None:
     """At once or not at all. Called after each run, so that what is stopped half-way has those that ended."""
     out.parent.mkdir(exist_ok=True, parents=True)
@@ -257,17 +283,10 @@ def fill(page: Path, text: str) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes")
-    parser.add_argument("recipe")
+    parser = parser_of("recipes", compared="algorithm")
     parser.add_argument("--algorithms", default="grpo")
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], help="override of the recipe, for all runs")
-    parser.add_argument("--for", dest="of", action="append", default=[], help="ALGORITHM:override, for its runs")
     parser.add_argument("--splits", default="", help="other splits to be judged on at the end")
     parser.add_argument("--start", type=Path, help="a run of `agent-r1 sft` to begin from, instead of a new one")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the runs are kept")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--measures", default="", help="what the table shows too: reward (its mean), or parts of it")
     parser.add_argument("--gain", default="success", help="the measure whose paired difference the table shows")
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
@@ -284,11 +303,8 @@ def main(words: Sequence[str]) -> None:
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
         fill(page, f"\n{written}\n\n{shown}\n\n{setting(results)}\n")
         return
-    folder = options.runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True)
-    facts = {"command": " ".join(["python -m benchmarks.recipes", *words])}
-    facts |= {"accelerator": accelerator(pick_device("auto")), **machine()}
-    for results in measure(options, folder):
+    facts = facts_of("recipes", words)
+    for results in measure(options, new_folder(options.runs, name)):
         keep(out, facts | results)
         print(table(results, measures, options.gain), flush=True)
 

@@ -113,8 +113,8 @@ def trace(error: BaseException) -> str:
 
 def cause(error: BaseException) -> str:
     """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as who and where are known."""
-    who = _noted(error, RAISED_BY)
-    return f"{who and f'{who} raised '}{describe(error)}{place(error)}"
+    who, where = _noted(error, RAISED_BY), place(error)
+    return f"{who and f'{who} raised '}{describe(error)}{where and f' ({where})'}"
 
 
 def note(error: BaseException, text: str) -> None:
@@ -132,7 +132,7 @@ def _noted(error: BaseException, beginning: str) -> str:
 
 
 def place(error: BaseException) -> str:
-    """` (task.py:11)`: where the exception left code that users write, if it came through any. What a library or we did
+    """`task.py:11`: where the exception left code that users write, if it came through any. What a library or we did
     further in is for the log. One that comes from another process has a note instead of a traceback."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
@@ -142,9 +142,8 @@ def place(error: BaseException) -> str:
             library = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
             theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
         if theirs:
-            return f" ({path.name}:{line})"
-    there = _noted(error, RAISED_AT)
-    return there and f" ({there})"
+            return f"{path.name}:{line}"
+    return _noted(error, RAISED_AT)
 
 
 def mended(text: str) -> str:

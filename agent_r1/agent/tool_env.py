@@ -20,6 +20,11 @@ from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
 
 
+def no_tool(name: str) -> str:
+    """How the error of a call begins whose tool does not exist. Demonstrations with such calls are told by it."""
+    return f"there is no tool {name!r}."
+
+
 @AgentEnv.register("tool")
 class ToolEnv(AgentEnv):
     """An episode with tools.
@@ -110,7 +115,7 @@ class ToolEnv(AgentEnv):
             return _refusal(f"{event.message}\nTools: {', '.join(self._tools)}")
         tool = self._tools.get(event.name)
         if tool is None:
-            return _refusal(f"there is no tool {event.name!r}.{did_you_mean(event.name, self._tools)}")
+            return _refusal(f"{no_tool(event.name)}{did_you_mean(event.name, self._tools)}")
         arguments = self._format.typed(event.arguments, tool.parameters)
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])

@@ -129,13 +129,7 @@ class LearnerBench:
             batch = [maker.single(maker.ids(p), n - p) for p, n in zip(prompts, lengths, strict=True)]
             micro_batch = padded.largest_micro_batch(batch)
             learner.update(batch)
-            flops = training_flops(
-                lengths,
-                trained=sum(lengths) - sum(prompts),
-                body_parameters=sizes.shape.body_parameters,
-                head_parameters=sizes.shape.head_parameters,
-                attention_width=sizes.shape.attention_width,
-            )
+            flops = self._flops(lengths, trained=sum(lengths) - sum(prompts))
             spent = alternate(
                 {
                     "packed": partial(self._spend, learner.policy.model, partial(learner.update, batch)),
@@ -190,7 +184,8 @@ class LearnerBench:
             )
             growth = sizes.response + sizes.observation
             ends = [prompt + sizes.response + growth * step for step in range(steps)]  # of each row; the last is merged
-            bound = self._flops(ends, steps) / self._flops(ends[-1:], steps)
+            trained = sizes.response * steps  # either way
+            bound = self._flops(ends, trained=trained) / self._flops(ends[-1:], trained=trained)
             yield Row(
                 name=f"steps/{steps} steps, prompt of {prompt}",
                 settings={
@@ -217,12 +212,12 @@ class LearnerBench:
                 },
             )
 
-    def _flops(self, lengths: Sequence[int], steps: int) -> float:
-        """Of one episode, as sequences of these lengths."""
+    def _flops(self, lengths: Sequence[int], *, trained: int) -> float:
+        """Of sequences of these lengths, with so many trained tokens in all."""
         shape = self.sizes.shape
         return training_flops(
             lengths,
-            trained=self.sizes.response * steps,
+            trained=trained,
             body_parameters=shape.body_parameters,
             head_parameters=shape.head_parameters,
             attention_width=shape.attention_width,

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
 
-_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.place` writes it
+_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.cause` ends
 _QUOTED = re.compile(r"(['\"]).*?\1")
 
 

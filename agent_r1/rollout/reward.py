@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from agent_r1.agent.guard import TimedOut, call, describe, guarded, place, trace
+from agent_r1.agent.guard import TimedOut, call, cause, guarded, trace
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import check_failures, with_failure
 from agent_r1.types import Group, TaskRow, Trajectory
@@ -63,7 +63,7 @@ class Scorer:
             return with_failure(trajectory, f"reward {name!r} did not return within {self.timeout:g} s")
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
             logger.error("reward %s failed on %s\n%s", name, trajectory.trajectory_id, trace(error))
-            return with_failure(trajectory, f"reward {name!r} failed: {describe(error)}{place(error)}")
+            return with_failure(trajectory, f"reward {name!r} failed: {cause(error)}")
         return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
 
 

@@ -5,7 +5,7 @@ Pure functions of groups. Names follow `family/name`; docs/metrics.md explains h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from agent_r1.learn.algorithms import is_uniform
@@ -82,3 +82,8 @@ def count_tokens(groups: Iterable[Group]) -> int:
 
 def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
     return fmean(value(trajectory) for trajectory in episodes) if episodes else 0.0
+
+
+def failed_share(metrics: Mapping[str, float]) -> float:
+    """Of all episodes, those that were no fault of the policy."""
+    return sum(metrics.get(f"stop/{reason.value}", 0.0) for reason in StopReason if reason.is_failure)

@@ -8,9 +8,10 @@ from typing import Any
 
 from agent_r1.errors import DataError
 from agent_r1.rollout.collect import commonest_failures
+from agent_r1.run.metrics import failed_share
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
-from agent_r1.run.track import failed_share, program
+from agent_r1.run.track import program
 
 Record = Mapping[str, Any]  # the metrics of a step
 

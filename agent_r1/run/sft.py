@@ -23,6 +23,7 @@ from agent_r1.agent.context import Author, ContextPolicy, Shown
 from agent_r1.agent.flow import AgentFlowBase
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.agent.tool_env import no_tool
 from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.learn.algorithms import as_demonstrations
@@ -126,7 +127,7 @@ async def _play_demo(
         [group] = await collector([row], seed=index)
     trajectory = group.trajectories[0]
     for call in _failed_calls(trajectory):  # first: whatever else went wrong may have come of it
-        if (call.error or "").startswith(f"there is no tool {call.name!r}."):  # as ToolEnv says it, and what there is
+        if (call.error or "").startswith(no_tool(call.name)):
             raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
     if trajectory.stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")

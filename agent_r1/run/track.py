@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agent_r1.run.metrics import Metrics
+from agent_r1.run.metrics import Metrics, failed_share
 from agent_r1.run.records import transcript
 from agent_r1.types import Group as EpisodeGroup
-from agent_r1.types import StopReason, Trajectory
+from agent_r1.types import Trajectory
 
 BARS = "▁▂▃▄▅▆▇█"
-FAILURES = frozenset(f"stop/{reason.value}" for reason in StopReason if reason.is_failure)
 
 
 class Display:
@@ -123,11 +122,6 @@ def errors_summary(metrics: Metrics) -> str:
     """`  errors 50%`, or nothing when no episode failed."""
     share = failed_share(metrics)
     return f"  errors {100 * share:.3g}%" if share > 0 else ""
-
-
-def failed_share(metrics: Mapping[str, float]) -> float:
-    """Of all episodes, those that were no fault of the policy."""
-    return sum(value for name, value in metrics.items() if name in FAILURES)
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:

@@ -116,14 +116,14 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-HERE = f" (test_guard.py:{raised.__code__.co_firstlineno + 2})"
+HERE = f"test_guard.py:{raised.__code__.co_firstlineno + 2}"
 
 
 def test_a_cause_says_who_raised_what_and_where() -> None:
     error = raised(KeyError("ab"))
-    assert cause(error) == f"KeyError: 'ab'{HERE}"
+    assert cause(error) == f"KeyError: 'ab' ({HERE})"
     note(error, f"{RAISED_BY}tool 'reverse'")
-    assert cause(error) == f"tool 'reverse' raised KeyError: 'ab'{HERE}"
+    assert cause(error) == f"tool 'reverse' raised KeyError: 'ab' ({HERE})"
     assert cause(KeyError("ab")) == "KeyError: 'ab'"  # of one that nobody raised nothing more is known
 
 
@@ -150,7 +150,7 @@ def test_an_exception_that_takes_no_notes_is_still_told(error: Exception) -> Non
 
 def test_the_place_is_in_code_that_users_write() -> None:
     for file, expected in (
-        (Path(agent_r1.__file__).parent / "recipes" / "mine" / "task.py", " (task.py:1)"),
+        (Path(agent_r1.__file__).parent / "recipes" / "mine" / "task.py", "task.py:1"),
         (Path(agent_r1.__file__).parent / "run" / "train.py", HERE_CALLING),
         (Path(pytest.__file__), HERE_CALLING),
         (Path(asyncio.__file__), HERE_CALLING),
@@ -165,10 +165,10 @@ def run_code(text: str, file: str) -> None:
     exec(compile(text, file, "exec"), {})
 
 
-HERE_CALLING = f" (test_guard.py:{run_code.__code__.co_firstlineno + 1})"
+HERE_CALLING = f"test_guard.py:{run_code.__code__.co_firstlineno + 1}"
 
 
 def test_an_exception_from_another_process_still_says_where() -> None:
     arrived = pickle.loads(_dumped_error(raised(KeyError("ab"))))
     assert arrived.__traceback__ is None
-    assert cause(arrived) == f"KeyError: 'ab'{HERE}"
+    assert cause(arrived) == f"KeyError: 'ab' ({HERE})"

@@ -185,7 +185,7 @@ def _dumped_error(error: BaseException) -> bytes:
     said. One that would end a program is what it would be anywhere (`guard.py`)."""
     if isinstance(error, Exception):
         if where := place(error):  # tracebacks are not sent
-            note(error, f"{RAISED_AT}{where.strip(' ()')}")
+            note(error, f"{RAISED_AT}{where}")
         try:
             body = pickle.dumps(error)
             again = pickle.loads(body) if len(body) < MAX_BYTES // 2 else None
