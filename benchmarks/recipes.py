@@ -1,7 +1,7 @@
 """A recipe for real: zero-shot, after its warm start, and after RL with several algorithms from that same start.
 
     python -m benchmarks.recipes gsm8k_tool --algorithms grpo,rloo,ppo,steppo    # writes results/gsm8k_tool.json
-    python -m benchmarks.recipes gsm8k_tool --draw                               # picture and table into its README
+    python -m benchmarks.recipes gsm8k_tool --draw                               # picture and tables into its README
 
 Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
 `--for ppo:critic.lr=1e-4` for one. Held-out success is of the recipe's own panel, and at the end of those of `--splits`
@@ -31,7 +31,6 @@ from agent_r1.run.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +175,15 @@ def table(results: Mapping[str, Any], measures: Sequence[str], gain: str = "succ
     return markdown([titles, *rows])
 
 
+def kinds_table(results: Mapping[str, Any]) -> str:
+    """Markdown: success by the rows' source, of the warm start and after each run; empty if all rows have the same."""
+    sides = {"warm start": results["start"], **{f"`{run['name']}` {run['seed']}": run for run in results["runs"]}}
+    last = [side["held_out"][-1] for side in sides.values()]
+    kinds = sorted(name for name in last[0] if name.startswith("success/"))
+    lines = [[kind.rpartition("/")[2].replace("_", " "), *(f"{each[kind]:.1%}" for each in last)] for kind in kinds]
+    return markdown([["", *sides], *lines]) if lines else ""
+
+
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table whose first column is of names."""
     titles, *rows = lines
@@ -272,14 +280,19 @@ def keep(out: Path, results: Mapping[str, Any]) -> None:
     part.replace(out)
 
 
-def fill(page: Path, text: str) -> None:
+def marks(results: str) -> tuple[str, str]:
+    """The lines of a page between which the results of this file stand."""
+    return f"<!-- results: {results} -->", f"<!-- end of {results} -->"
+
+
+def fill(page: Path, results: str, text: str) -> None:
     """Between the marks of a README; the second one is written with it."""
-    content = page.read_text(encoding="utf-8")
-    head, begin, rest = content.partition(BEGIN)
+    content, (begins, ends) = page.read_text(encoding="utf-8"), marks(results)
+    head, begin, rest = content.partition(begins)
     if not begin:
-        raise SystemExit(f"{page} has no line {BEGIN}")
-    tail = rest.partition(END)[2] if END in rest else rest
-    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+        raise SystemExit(f"{page} has no line {begins}")
+    tail = rest.partition(ends)[2] if ends in rest else rest
+    page.write_text(f"{head}{begins}\n{text}\n{ends}{tail}", encoding="utf-8")
 
 
 def main(words: Sequence[str]) -> None:
@@ -296,12 +309,13 @@ def main(words: Sequence[str]) -> None:
     measures = [measure for measure in options.measures.split(",") if measure]
     if options.draw:
         results = json.loads(out.read_text(encoding="utf-8"))
-        written, picture = table(results, measures, options.gain), ROOT / "docs" / f"{name}.png"
+        written, picture = table(results, measures, options.gain), ROOT / "docs" / f"{out.stem}.png"
         print(written)
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        fill(page, f"\n{written}\n\n{shown}\n\n{setting(results)}\n")
+        parts = [written, shown, kinds_table(results), setting(results)]
+        fill(page, out.name, "\n" + "\n\n".join(part for part in parts if part) + "\n")
         return
     facts = facts_of("recipes", words)
     for results in measure(options, new_folder(options.runs, name)):

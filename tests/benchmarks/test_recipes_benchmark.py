@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from benchmarks.recipes import BEGIN, END, Job, as_they_end, draw, fill, main, own_overrides, setting, table
+from agent_r1.config import RECIPES
+from benchmarks.machine import RESULTS
+from benchmarks.recipes import (
+    Job,
+    as_they_end,
+    draw,
+    fill,
+    gain_cell,
+    kinds_table,
+    main,
+    marks,
+    own_overrides,
+    setting,
+    success_cell,
+    table,
+)
 
 
 @pytest.mark.slow
@@ -76,13 +92,47 @@ def test_a_start_that_is_none_is_a_mistake(tmp_path: Path) -> None:
 
 def test_results_replace_those_that_stand_in_a_page(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    page.write_text(f"above\n\n{BEGIN}\n\nbelow\n", encoding="utf-8")
-    fill(page, "first")
-    fill(page, "second")
-    assert page.read_text(encoding="utf-8") == f"above\n\n{BEGIN}\nsecond\n{END}\n\nbelow\n"
-    page.write_text("no mark\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="has no line"):
-        fill(page, "third")
+    (begin, end), (other, _) = marks("a.json"), marks("b.json")
+    page.write_text(f"above\n\n{begin}\n\nbelow\n{other}\n", encoding="utf-8")
+    fill(page, "a.json", "first")
+    fill(page, "a.json", "second")
+    assert page.read_text(encoding="utf-8") == f"above\n\n{begin}\nsecond\n{end}\n\nbelow\n{other}\n"
+    with pytest.raises(SystemExit, match=r"has no line <!-- results: c\.json -->"):
+        fill(page, "c.json", "third")
+
+
+def test_success_by_kind_has_a_column_for_every_run() -> None:
+    def side(name: str, *shares: float) -> dict[str, Any]:
+        kinds = {f"success/world/kind_{i}": share for i, share in enumerate(shares)}
+        return {"name": name, "seed": 0, "held_out": [{"success": 0.0}, {"success": 0.5, **kinds}]}
+
+    results = {"start": side("sft", 0.25, 0.5), "runs": [side("grpo", 0.5, 1.0)]}
+    assert kinds_table(results).splitlines() == [
+        "|  | warm start | `grpo` 0 |",
+        "| --- | ---: | ---: |",
+        "| kind 0 | 25.0% | 50.0% |",
+        "| kind 1 | 50.0% | 100.0% |",
+    ]
+    assert kinds_table({"start": side("sft"), "runs": [side("grpo")]}) == ""
+
+
+@pytest.mark.parametrize("page", sorted(RECIPES.glob("*/README.md")), ids=lambda page: page.parent.name)
+def test_pages_show_the_recorded_results(page: Path) -> None:
+    """What a page says between the marks of a file is what the file says."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"<!-- results: (.*?) -->", text):
+        begin, end = marks(name)
+        shown = text.partition(begin)[2].partition(end)[0]
+        if shown.strip() == "Not measured yet.":
+            assert not (RESULTS / name).exists()
+            continue
+        results = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        assert setting(results) in shown
+        for run in results["runs"]:
+            [line] = [line for line in shown.splitlines() if line.startswith(f"| `{run['name']}` | {run['seed']} |")]
+            assert success_cell(run["held_out"][-1]) in line
+            gains = {measure.removeprefix("reward_part/") for measure in run["gains"]}
+            assert any(gain_cell(run, measure) in line for measure in gains)
 
 
 def test_a_setting_for_an_algorithm_that_is_not_run_is_a_mistake() -> None:
