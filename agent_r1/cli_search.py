@@ -20,8 +20,13 @@ app = typer.Typer(help="Build, ask and serve indexes of passages.", no_args_is_h
 console = Console()
 
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
-KindOption = Annotated[str | None, typer.Option(help="lexical, dense or hybrid; by default the best there is.")]
-TopK = Annotated[int, typer.Option(help="Passages per query.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option(
+        help="lexical, dense or hybrid; by default hybrid where the index has both parts, else the one it has."
+    ),
+]
+TopK = Annotated[int, typer.Option(min=1, help="Passages per query.")]
 
 
 @app.command("build")
@@ -57,10 +62,9 @@ def build_command(
         to,
         lexical=lexical if "lexical" in kinds else None,
         dense=_dense(encoder, encoder_path, method) if "dense" in kinds else None,
-        report=lambda progress: console.print(Text(str(progress))),
+        report=lambda progress: _say(str(progress)),
     )
-    made = f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}"
-    console.print(Text(made), soft_wrap=True)
+    _say(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}")
 
 
 @app.command("ask")
@@ -77,14 +81,14 @@ def ask_command(
     opened = Index.open(find_index(index))
     chosen = check_kind(kind or opened.default_kind, opened.manifest, opened.directory)
     for number, hit in enumerate(opened.search([query], top_k, chosen)[0], start=1):
-        console.print(Text(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}"))
+        _say(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}")
 
 
 @app.command("serve")
 def serve_command(
     index: IndexArg,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8100,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for a free one.")] = 8100,
     max_waiting: Annotated[int, typer.Option(help="Queries that may wait; more are sent away with 503.")] = 4096,
     seconds: Annotated[float, typer.Option(help="A request is given up after so many seconds.")] = 20.0,
 ) -> None:
@@ -93,31 +97,39 @@ def serve_command(
     from agent_r1.tools.search.server import ServerLimits, serve
     from agent_r1.tools.search.tool import find_index
 
+    limits = ServerLimits(max_waiting=max_waiting, seconds=seconds)
     opened = Index.open(find_index(index))
-    console.print(Text(f"{opened.manifest.num_passages:,} passages at http://{host}:{port}/search"))
-    serve(opened, host=host, port=port, limits=ServerLimits(max_waiting=max_waiting, seconds=seconds))
+    passages = f"{opened.manifest.num_passages:,} passages"
+    serve(opened, host=host, port=port, limits=limits, announce=lambda url: _say(f"{passages} at {url}/search"))
 
 
 @app.command("load")
 def load_command(
     url: Annotated[str, typer.Argument(help="Of a search server, as in http://localhost:8100.")],
-    clients: Annotated[int, typer.Option(help="Clients that ask at once.")] = 200,
-    requests: Annotated[int, typer.Option(help="Requests of all clients together.")] = 5000,
+    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at once.")] = 200,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of all clients together.")] = 5000,
     queries: Annotated[
         Path | None, typer.Option(help="A text file with one query per line.", exists=True, dir_okay=False)
     ] = None,
-    per_request: Annotated[int, typer.Option(help="Queries in one request.")] = 1,
+    per_request: Annotated[int, typer.Option(min=1, help="Queries in one request.")] = 1,
     top_k: TopK = 5,
     kind: KindOption = None,
 ) -> None:
-    """Put a server under load, and report errors, throughput and times."""
+    """Put a server under load, and report errors, throughput and times. Exit code 1 if any request failed."""
     from agent_r1.tools.search.load import QUERIES, load
 
     asked = QUERIES if queries is None else [line for line in queries.read_text(encoding="utf-8").splitlines() if line]
-    result = load(
+    loading = load(
         url, clients=clients, requests=requests, queries=asked, queries_per_request=per_request, top_k=top_k, kind=kind
     )
-    console.print(Text(str(asyncio.run(result))))
+    result = asyncio.run(loading)
+    _say(str(result))
+    if result.errors:
+        raise typer.Exit(1)
+
+
+def _say(line: str) -> None:
+    console.print(Text(line), soft_wrap=True)
 
 
 def _refuse_unless(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:

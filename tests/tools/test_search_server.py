@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.search.client import SearchClient, SearchRefused, SearchUnavailable
+from agent_r1.tools.search.client import SearchClient, SearchRefused, SearchUnavailable, check_server
 from agent_r1.tools.search.index import Hit, Index
-from agent_r1.tools.search.load import load
-from agent_r1.tools.search.server import Batcher, Overloaded, ServerLimits
+from agent_r1.tools.search.load import LoadResult, load
+from agent_r1.tools.search.server import Batcher, Overloaded, ServerLimits, serve
 from tests.tools.search_world import HeldIndex, build, free_port, serving, titles
 
-NAMES = ("otter", "mill", "frogs")
 QUICK = {"backoff_seconds": 0.01, "seconds_per_attempt": 10.0}
 
 
@@ -51,6 +56,8 @@ def test_a_server_finds_what_its_index_finds(index: Index) -> None:
         "num_passages": 5,
         "corpus_sha256": index.manifest.corpus_sha256,
         "kinds": ["lexical"],
+        "max_queries": 512,
+        "max_top_k": 100,
         "waiting": 0,
     }
     [answered] = found["query_results"]
@@ -108,10 +115,8 @@ def test_queries_of_many_clients_are_ranked_together(index: Index) -> None:
 
     async def ask_all() -> list[list[list[Hit]]]:
         batcher = Batcher(Counted.open(index.directory), ServerLimits(max_batch=4))
-        asked = [
-            batcher.submit([name, "moon"], top_k, "lexical") for top_k, name in enumerate(["otter", "mill", "frogs"], 1)
-        ]
-        waiting = [asyncio.create_task(request) for request in asked]
+        # "river" finds three passages: a request for one that is ranked with one for two must not get both
+        waiting = [asyncio.create_task(batcher.submit(["river", "moon"], top_k, "lexical")) for top_k in (1, 2, 3)]
         await asyncio.sleep(0)  # all three wait before the first is taken
         running = asyncio.create_task(batcher.run())
         found = await asyncio.gather(*waiting)
@@ -121,7 +126,8 @@ def test_queries_of_many_clients_are_ranked_together(index: Index) -> None:
 
     found = asyncio.run(ask_all())
     assert sizes == [4, 2]  # two requests of two queries fill a batch of four
-    assert found == [index.search([name, "moon"], top_k) for top_k, name in enumerate(NAMES, 1)]
+    assert [[len(hits) for hits in request] for request in found] == [[1, 1], [2, 1], [3, 1]]
+    assert found == [index.search(["river", "moon"], top_k) for top_k in (1, 2, 3)]
 
 
 def test_more_than_may_wait_are_sent_away_and_may_come_again(held: HeldIndex) -> None:
@@ -154,6 +160,18 @@ def test_a_search_that_takes_too_long_is_given_up_and_the_server_recovers(held: 
         assert titles(asyncio.run(search(url, ["otter"]))[0]) == ["Otter"]  # tried again until the thread is free
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(index: Index) -> None:
+    body = b'{"queries": ["otter"]}'
+    head = f"POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving(index, ServerLimits(seconds=0.2)) as url:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20) as connection:
+            connection.sendall(head + body[:10])
+            answer = connection.recv(10_000).decode()
+        assert answer.startswith("HTTP/1.1 408 ")
+        assert "the body did not come within 0.2 s" in answer
+        assert titles(asyncio.run(search(url, ["otter"]))[0]) == ["Otter"]
+
+
 def test_a_search_that_fails_is_told_to_its_clients_and_the_server_goes_on(index: Index) -> None:
     class Broken(Index):
         def search(self, queries, top_k, kind=None):  # type: ignore[no-untyped-def]
@@ -180,6 +198,30 @@ def test_a_server_asked_to_stop_answers_what_it_has(held: HeldIndex) -> None:
         threading.Timer(0.2, held.go.set).start()  # the end of `with` asks the server to stop meanwhile
     asking.join(timeout=20)
     assert answers == [200]
+
+
+def test_an_address_that_is_taken_is_told_before_anything_is_announced(index: Index) -> None:
+    announced: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 99_999):
+            with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}"):
+                serve(index, host="127.0.0.1", port=port, limits=ServerLimits(), announce=announced.append)
+    assert announced == []
+
+
+def test_what_is_announced_can_be_asked_at_once(index: Index) -> None:
+    words = ["-m", "agent_r1.cli", "search", "serve", str(index.directory), "--port", "0"]
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said = server.stdout.readline()
+            assert said.startswith("5 passages at http://127.0.0.1:")
+            url = said.split()[-1].removesuffix("/search")
+            assert check_server(url, top_k=5, kind="lexical").num_passages == 5
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
 
 
 def test_a_client_waits_for_a_server_that_comes_back(index: Index) -> None:
@@ -291,11 +333,44 @@ def test_a_load_test_counts_every_request(index: Index) -> None:
     assert "no errors" in str(result)
 
 
-def test_a_load_test_counts_what_is_refused(index: Index) -> None:
+def test_a_load_test_counts_what_is_refused_and_says_why(index: Index) -> None:
     with serving(index, ServerLimits(max_queries=1)) as url:
         result = asyncio.run(load(url, clients=3, requests=9, queries_per_request=2))
-    assert result.errors == {"SearchRefused": 9}
+    assert (result.requests, result.errors) == (9, {"SearchRefused": 9})
     assert result.per_second == 0
+    counts, reason = str(result).splitlines()
+    assert counts.endswith("9 SearchRefused; none was answered")
+    assert reason.startswith(f"the first SearchRefused: {url}/search answered 413")
+    assert "2 queries in one request; at most 1 are taken" in reason
+
+
+def test_a_load_test_that_makes_no_sense_is_refused_before_it_begins(index: Index) -> None:
+    with serving(index, ServerLimits(max_top_k=8)) as url:
+        with pytest.raises(ConfigError, match="can be searched by lexical, not by 'foo'"):
+            asyncio.run(load(url, clients=1, requests=1, kind="foo"))
+        with pytest.raises(ConfigError, match="finds 1 to 8 passages per query, got top_k=9"):
+            asyncio.run(load(url, clients=1, requests=1, top_k=9))
+
+
+def times_of(times: list[float]) -> LoadResult:
+    return LoadResult.of(times, clients=1, seconds=10.0, errors={}, reasons={})
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    result = times_of([float(time) for time in range(200, 0, -1)])
+    # of 1 ... 200 s: 100 of them are at most 100, 190 at most 190, 198 at most 198
+    assert (result.p50, result.p95, result.p99, result.slowest) == (100, 190, 198, 200)
+    assert (result.requests, result.per_second) == (200, 20)
+    few = times_of([3.0, 1.0, 2.0])  # half of three is at least two of them; 95 % and 99 % are all three
+    assert (few.p50, few.p95, few.p99, few.slowest) == (2, 3, 3, 3)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
+def test_so_many_percent_of_the_times_do_not_exceed_a_percentile(times: list[float]) -> None:
+    result = times_of(times)
+    for value, percent in ((result.p50, 50), (result.p95, 95), (result.p99, 99)):
+        assert sum(time <= value for time in times) * 100 >= percent * len(times)
+        assert sum(time < value for time in times) * 100 < percent * len(times)
 
 
 def test_an_overloaded_batcher_says_so_before_anything_waits(index: Index) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from agent_r1.agent.check import check_tool
 from agent_r1.agent.tool import Returned, ToolCall
+from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError
 from agent_r1.tools.search.client import SearchClient, SearchUnavailable
@@ -18,7 +20,8 @@ from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
 from agent_r1.tools.search.server import ServerLimits
 from agent_r1.tools.search.tool import NOTHING_FOUND, SearchTool, find_index
-from tests.tools.search_world import HeldIndex, build, free_port, serving
+from agent_r1.types import Action, TaskRow, Transition
+from tests.tools.search_world import HeldIndex, build, serving
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +121,38 @@ def test_a_server_gives_the_same_text_as_its_index(index: Index) -> None:
     assert [(outcome.text, outcome.info) for outcome in over_http] == [(o.text, o.info) for o in here]
 
 
-def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [512, 100])
+def test_more_calls_at_once_than_a_server_takes_in_one_request_are_all_answered(index: Index, most: int) -> None:
+    async def play(tool: SearchTool) -> list[Transition]:
+        envs = [ToolEnv(tools=[tool]) for _ in range(600)]
+        await asyncio.gather(*(env.reset(TaskRow(prompt=[{"role": "user", "content": "?"}])) for env in envs))
+        text = '<tool_call>{"name": "search", "arguments": {"query": "moon"}}</tool_call>'
+        return await asyncio.gather(*(env.step(Action(text=text, token_ids=[])) for env in envs))
+
+    with serving(index, ServerLimits(max_queries=most)) as url:
+        played = asyncio.run(play(SearchTool(url=url)))
+    assert [step.calls[0].info for step in played] == [{"titles": ["Moon"]}] * 600
+
+
+def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(index: Index) -> None:
+    with serving(index, ServerLimits(max_top_k=8, max_waiting=50)) as url:
+        assert SearchTool(url=url, kind="lexical").max_batch == 50  # more could not even wait
+        with pytest.raises(ConfigError, match=f"{url} can be searched by lexical, not by 'dense'"):
+            SearchTool(url=url, kind="dense")
+        with pytest.raises(ConfigError, match="1 to 8 passages per query, got top_k=9"):
+            SearchTool(url=url, top_k=9)
+        tool = SearchTool(url=url)
+    assert pickle.loads(pickle.dumps(tool)).max_batch == 50
+    with pytest.raises(SearchUnavailable, match=f"no search server at {url}: .*agent-r1 search serve"):
+        SearchTool(url=url)
+
+
+def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agent_r1.tools.search.client._JITTER.uniform", lambda low, high: 0.0)
-    tool = SearchTool(url=f"http://127.0.0.1:{free_port()}")
+    with serving(index) as url:
+        tool = SearchTool(url=url)
     results = asyncio.run(tool.batch_execute([ToolCall(args={"query": name}) for name in ("a", "b")]))
     assert all(isinstance(result, SearchUnavailable) for result in results)
     with pytest.raises(SearchUnavailable, match="no answer after 5 attempts"):
@@ -137,3 +169,6 @@ def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_
 def test_the_limits_of_a_server_are_positive() -> None:
     with pytest.raises(ConfigError, match="max_batch must be positive"):
         ServerLimits(max_batch=0)
+    for seconds in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="seconds must be positive and finite"):
+            ServerLimits(seconds=seconds)

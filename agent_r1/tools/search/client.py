@@ -3,8 +3,9 @@
     async with SearchClient("http://localhost:8100") as client:
         results = await client.search(["Who founded the band?"], top_k=5)
 
-What may pass (no connection, no answer in time, 429, 502, 503, 504) is tried again after growing waits, at least as
-long as the server asks for; what will not (any other refusal) is raised at once.
+What may pass (no connection, no answer in time, and the codes in `BUSY`) is tried again after growing waits, at least
+as long as the server asks for; what will not (any other refusal) is raised at once. `check_server` asks one short
+question before anything depends on the server.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import httpx
 
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit
-from agent_r1.tools.search.wire import read_results
+from agent_r1.tools.search.wire import Health, read_results
 
-BUSY = (429, 502, 503, 504)
+BUSY = (408, 429, 502, 503, 504)
+HEALTH_SECONDS = 5.0  # a server says how it is at once, whatever it is searching
 MAX_SHOWN_CHARS = 300  # of a server's text in an error
 
 _JITTER = random.Random()  # its own stream: waiting must not change what a seeded run samples
@@ -91,45 +93,61 @@ class SearchClient:
         if not queries:
             return []
         body = {"queries": list(queries), "top_k": top_k} | ({} if kind is None else {"kind": kind})
-        answer = await self._asked("POST", "/search", json=body)
+        answer = await self._asked(body)
         try:
             return read_results(answer.json(), len(queries))
         except ValueError as error:
             raise SearchRefused(f"{self.url}/search: {error}: {_shown(answer)}") from error
 
-    async def health(self) -> dict[str, Any]:
-        """What the server says about itself."""
-        answer: dict[str, Any] = (await self._asked("GET", "/health")).json()
-        return answer
-
-    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def _asked(self, body: dict[str, Any]) -> httpx.Response:
         for number in range(self._attempts):
             try:
-                return await self._attempt(method, path, **request)
+                return await self._attempt(body)
             except _Failed as failure:
                 if number + 1 == self._attempts:
                     tried = f"{self._attempts} attempt{'s' if self._attempts > 1 else ''}"
-                    raise SearchUnavailable(f"{self.url}{path}: no answer after {tried}; the last: {failure}") from None
+                    raise SearchUnavailable(
+                        f"{self.url}/search: no answer after {tried}; the last: {failure}"
+                    ) from None
                 # Never all at once again: those that failed together would only fail together once more.
                 await asyncio.sleep(max(failure.wait, self._backoff * 2**number) * _JITTER.uniform(1.0, 1.5))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _attempt(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def _attempt(self, body: dict[str, Any]) -> httpx.Response:
         try:
             # httpx limits each read on its own: a server that drips bytes would hold on for ever.
             async with asyncio.timeout(self._seconds):
-                answer = await self._http.request(method, path, **request)
+                answer = await self._http.post("/search", json=body)
         except TimeoutError:
             raise _Failed(f"nothing within {self._seconds:g} s") from None
         except httpx.RequestError as error:
             raise _Failed(f"{type(error).__name__}: {error}") from error
         if answer.status_code == 200:
             return answer
-        said = f"{self.url}{path} answered {answer.status_code}: {_shown(answer)}"
+        said = f"{self.url}/search answered {answer.status_code}: {_shown(answer)}"
         wait = _retry_after(answer)
         if answer.status_code in BUSY and wait <= self._max_wait:
             raise _Failed(said, wait)
         raise SearchRefused(said)
+
+
+def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
+    """Ask a server once whether it is there and can be searched so: what it says, or a SearchError or ConfigError."""
+    url = check_url(url)
+    try:
+        answer = httpx.get(f"{url}/health", timeout=HEALTH_SECONDS, verify=_certificates(), trust_env=False)
+        if answer.status_code != 200:
+            raise ValueError(f"it answered {answer.status_code}: {_shown(answer)}")
+        health = Health.read(answer.json())
+    except (httpx.RequestError, ValueError) as error:
+        raise SearchUnavailable(
+            f"there is no search server at {url}: {error}. Start one there: agent-r1 search serve INDEX"
+        ) from error
+    if kind is not None and kind not in health.kinds:
+        raise ConfigError(f"the server {url} can be searched by {', '.join(health.kinds)}, not by {kind!r}")
+    if not 1 <= top_k <= health.max_top_k:
+        raise ConfigError(f"the server {url} finds 1 to {health.max_top_k} passages per query, got top_k={top_k}")
+    return health
 
 
 def check_url(url: str) -> str:

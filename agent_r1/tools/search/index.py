@@ -150,7 +150,7 @@ class Index:
 
     @property
     def default_kind(self) -> Kind:
-        """The best there is."""
+        """Hybrid where both parts are there, else the one that is. Which finds more depends on the passages."""
         return self.manifest.kinds[-1]
 
     def search(self, queries: Sequence[str], top_k: int, kind: Kind | None = None) -> list[list[Hit]]:

@@ -2,8 +2,9 @@
 
 The queries of all clients that wait at one moment are ranked together, in a thread of their own, while the event loop
 goes on reading requests. Everything is bounded: the size of a body, queries per request, queries that wait (beyond
-that, 503 with Retry-After), and how long a request may take (504). Asked to stop, the server takes no new connections
-and answers what it has. Not covered: encryption and access control, which belong to a proxy in front.
+that, 503 with Retry-After), how long a body may take to come (408) and its answer to be found (504). Asked to stop, the
+server takes no new connections and answers what it has. Not covered: encryption and access control, which belong to a
+proxy in front.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import socket
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
-from agent_r1.tools.search.wire import BadRequest, SearchRequest, write_results
+from agent_r1.tools.search.wire import BadRequest, Health, SearchRequest, write_results
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -46,8 +49,13 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+
+    @property
+    def queries_taken(self) -> int:
+        """In one request. One of more than may wait would be told to come again, for ever."""
+        return min(self.max_queries, self.max_waiting)
 
 
 class Overloaded(Exception):
@@ -150,15 +158,15 @@ class _App:
     async def health(self, request: Request) -> Response:
         assert self._batcher is not None
         manifest = self._index.manifest
-        return _json(
-            {
-                "status": "ok",
-                "num_passages": manifest.num_passages,
-                "corpus_sha256": manifest.corpus_sha256,
-                "kinds": manifest.kinds,
-                "waiting": self._batcher.num_waiting,
-            }
+        health = Health(
+            num_passages=manifest.num_passages,
+            corpus_sha256=manifest.corpus_sha256,
+            kinds=[*manifest.kinds],
+            max_queries=self._limits.queries_taken,
+            max_top_k=self._limits.max_top_k,
+            waiting=self._batcher.num_waiting,
         )
+        return _json(health.write())
 
     async def search(self, request: Request) -> Response:
         assert self._batcher is not None
@@ -168,6 +176,8 @@ class _App:
             results = await self._batcher.submit(asked.queries, top_k, kind)
         except _TooLarge as error:
             return _problem(413, str(error))
+        except _TooSlow as error:
+            return _problem(408, str(error))
         except (BadRequest, ConfigError) as error:
             return _problem(400, str(error))
         except Overloaded:
@@ -179,22 +189,28 @@ class _App:
         return _json(write_results(asked.queries, results))
 
     async def _from_body(self, request: Request) -> SearchRequest:
-        largest, body = self._limits.max_body_bytes, b""
-        async with asyncio.timeout(self._limits.seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > largest:
-                    raise _TooLarge(f"the body has more than {largest:,} bytes; send fewer queries at once")
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                body = await self._body(request)
+        except TimeoutError:
+            raise _TooSlow(f"the body did not come within {self._limits.seconds:g} s") from None
         try:
             return SearchRequest.read(json.loads(body))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
 
+    async def _body(self, request: Request) -> bytes:
+        largest, body = self._limits.max_body_bytes, b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > largest:
+                raise _TooLarge(f"the body has more than {largest:,} bytes; send fewer queries at once")
+        return body
+
     def _checked(self, asked: SearchRequest) -> tuple[int, Kind]:
         limits = self._limits
-        most = min(limits.max_queries, limits.max_waiting)  # beyond the second it would be told to come again, for ever
-        if len(asked.queries) > most:
-            raise _TooLarge(f"{len(asked.queries)} queries in one request; at most {most} are taken")
+        if len(asked.queries) > limits.queries_taken:
+            raise _TooLarge(f"{len(asked.queries)} queries in one request; at most {limits.queries_taken} are taken")
         if max(map(len, asked.queries)) > limits.max_query_chars:
             raise BadRequest(f"a query has more than {limits.max_query_chars} characters")
         top_k = limits.top_k if asked.top_k is None else asked.top_k
@@ -205,6 +221,10 @@ class _App:
 
 
 class _TooLarge(Exception):
+    pass
+
+
+class _TooSlow(Exception):
     pass
 
 
@@ -222,21 +242,46 @@ def make_app(index: Index, limits: ServerLimits) -> Starlette:
     return Starlette(routes=routes, lifespan=app.lifespan)
 
 
-def serve(index: Index, *, host: str, port: int, limits: ServerLimits) -> None:
-    """Serve until SIGINT or SIGTERM, then answer what is under way and return."""
+def serve(
+    index: Index, *, host: str, port: int, limits: ServerLimits, announce: Callable[[str], None] | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM, then answer what is under way and return.
+
+    `announce` is told the address when clients can connect to it; port 0 is a free one.
+    """
     _require_server()
     import uvicorn
 
-    index.search(["warm up"], 1)  # loads what ranks, so that a damaged index is found before a client finds it
-    uvicorn.run(
+    config = uvicorn.Config(
         make_app(index, limits),
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         limit_concurrency=limits.max_connections,
-        timeout_graceful_shutdown=round(limits.seconds),
+        timeout_graceful_shutdown=math.ceil(limits.seconds),
     )
+    with _bound(host, port) as listener:
+        index.search(["warm up"], 1)  # loads what ranks, so that a damaged index is found before a client finds it
+        listener.listen(config.backlog)  # only now: a client that connected earlier would hang while it loads
+        if announce is not None:
+            shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
+            announce(f"http://{shown}:{listener.getsockname()[1]}")
+        server = uvicorn.Server(config)
+        with contextlib.suppress(KeyboardInterrupt):  # raised again when everything is answered
+            server.run(sockets=[listener])
+            if not server.started:
+                raise RuntimeError("the search server did not start; its log says why")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has its address: a busy one is found out before an index is loaded."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended server leaves does not matter
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {host}, port {port}: {error}. Choose another address or port") from error
+    return listener
 
 
 def _from_address(request: Request) -> SearchRequest:

@@ -1,8 +1,9 @@
 """The tool `search(query)`: an index on this machine, or a search server.
 
-All concurrent calls of a rollout come as one batch. Ranking runs in a thread, so that no episode waits for another's
-search; the processes of a machine share one memory-mapped index, and the tools of a process one open index. What the
-model is shown is one numbered line per passage, cut to a length that keeps contexts small.
+All concurrent calls of a rollout come as one batch; a server is asked in requests as large as it takes. Ranking runs in
+a thread, so that no episode waits for another's search; the processes of a machine share one memory-mapped index, and
+the tools of a process one open index. What the model is shown is one numbered line per passage, cut to a length that
+keeps contexts small.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from agent_r1.agent.guard import call
 from agent_r1.agent.tool import BatchTool, Returned, ToolCall, ToolResult
 from agent_r1.errors import ConfigError
 from agent_r1.tasks.download import data_dir
-from agent_r1.tools.search.client import SearchClient, SearchError, check_url
+from agent_r1.tools.search.client import SearchClient, SearchError, check_server, check_url
 from agent_r1.tools.search.index import Hit, Index, Kind, Manifest, check_kind
 
 MAX_QUERY_CHARS = 500  # of what the policy writes; the rest says nothing that a ranker could use
@@ -42,8 +43,8 @@ class SearchTool(BatchTool):
         self,
         *,
         index: str | Path | None = None,  # a folder; a relative one is looked up here, then under the data directory
-        url: str | None = None,  # of a search server, instead
-        kind: Kind | None = None,  # None: the best the index can do
+        url: str | None = None,  # of a search server, instead; it must be running when the tool is made
+        kind: Kind | None = None,  # None: hybrid where the index has both parts, else the one it has
         top_k: int = 3,
         max_chars: int = 450,  # of a passage, its title not counted: about 75 words
     ) -> None:
@@ -54,6 +55,8 @@ class SearchTool(BatchTool):
         self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
         self._url = None if url is None else check_url(url)
         self._directory = None if index is None else _checked(index, kind)
+        if self._url is not None:
+            self.max_batch = check_server(self._url, top_k=top_k, kind=kind).max_queries
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
         queries = [" ".join(call.args["query"].split())[:MAX_QUERY_CHARS] for call in calls]

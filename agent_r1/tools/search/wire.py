@@ -2,6 +2,7 @@
 
     POST /search {"queries": ["..."], "top_k": 5, "kind": "lexical"}
     -> {"query_results": [{"query": "...", "results": [{"score": 1.5, "document": {"id", "title", "text"}}]}]}
+    GET /health -> {"status": "ok", and what `Health` has}
 
 The names are those of the published search API; a document is an object here, where it was a string there.
 """
@@ -9,7 +10,7 @@ The names are those of the published search API; a document is an object here, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from agent_r1.tools.search.corpus import Passage
@@ -41,6 +42,29 @@ class SearchRequest:
         if kind is not None and not isinstance(kind, str):
             raise BadRequest(f"'kind' must be a text, got {kind!r}")
         return cls(queries=queries, top_k=top_k, kind=kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What a server says about itself."""
+
+    num_passages: int
+    corpus_sha256: str
+    kinds: list[str]  # ways its index can be searched
+    max_queries: int  # it takes in one request
+    max_top_k: int
+    waiting: int  # queries, at this moment
+
+    @classmethod
+    def read(cls, body: Any) -> Health:
+        """ValueError for what no search server says."""
+        try:
+            return cls(**{name: body[name] for name in cls.__slots__})
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"not the health of a search server: {error!r}") from error
+
+    def write(self) -> dict[str, Any]:
+        return {"status": "ok", **asdict(self)}
 
 
 def write_results(queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> dict[str, Any]:
