@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,10 @@ def test_what_is_wrong_with_the_data_is_said(folder: Path, tmp_path: Path) -> No
         data.problems("train", str(tmp_path / "nowhere"))
     for line, message in (
         ('{"question": "?", "answer": "no mark"}', "record 1: the solution has no '#### ANSWER'"),
-        ('{"question": "?"}', "record 1 is not a problem of GSM8K: KeyError"),
-        ("[1]", "record 1 is not a problem of GSM8K: TypeError"),
+        ('{"question": "?", "answer": "#### twelve"}', "record 1: .* must be a number, got 'twelve'"),
+        ('{"question": "?", "answer": "#### 1e3"}', "record 1: .* must be a number, got '1e3'"),
+        ('{"question": "?"}', "record 1: this is not a problem of GSM8K: KeyError"),
+        ("[1]", "record 1: this is not a problem of GSM8K: TypeError"),
         ("not json", "line 1 cannot be read: Expecting value"),
     ):
         (folder / "train.jsonl").write_text(line, encoding="utf-8")
@@ -193,9 +196,9 @@ def test_made_rows_say_that_they_are_made() -> None:
 # The reward
 
 
-def ended(text: str, *calls: ToolCallRecord) -> Trajectory:
+def ended(text: str, *calls: ToolCallRecord, stop: StopReason = StopReason.ANSWERED) -> Trajectory:
     step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text=text, calls=calls)
-    return Trajectory(row_id="r", trajectory_id="t", steps=[step], stop=StopReason.ANSWERED)
+    return Trajectory(row_id="r", trajectory_id="t", steps=[step], stop=stop)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,39 @@ def ended(text: str, *calls: ToolCallRecord) -> Trajectory:
         ("#### seventy-two", "72", 0, 0, 0),
         ("", "72", 0, 0, 0),
         ("#### " + "9" * 5000, "72", 0, 1, 0),  # more digits than Python turns into an int
+        # markup and currency around the number
+        ("#### **72**", "72", 1, 1, 1),
+        ("#### `72`", "72", 1, 1, 1),
+        ("**#### 72**", "72", 1, 1, 1),
+        ("#### -$72", "-72", 1, 1, 1),
+        ("#### $-72", "-72", 1, 1, 1),
+        ("#### \\$1,250", "1250", 1, 1, 1),
+        ("#### $72$", "72", 1, 1, 1),
+        ("#### €72", "72", 1, 1, 1),
+        ("####: 72", "72", 1, 1, 1),
+        # the first number of something else is no answer
+        ("#### 1/2", "1", 0, 0, 0),
+        ("#### 1 / 2", "1", 0, 0, 0),
+        ("#### 3 1/2", "3", 0, 0, 0),
+        ("#### 3-5", "3", 0, 0, 0),
+        ("#### $3-$5", "3", 0, 0, 0),
+        ("#### 24 + 48 = 72", "24", 0, 0, 0),
+        ("#### 2**3", "2", 0, 0, 0),
+        ("#### 2x3", "2", 0, 0, 0),
+        ("#### 2*(3+4)", "2", 0, 0, 0),
+        ("#### 3:30", "3", 0, 0, 0),
+        ("#### 1e3", "1", 0, 0, 0),
+        ("#### 1.2.3", "1.2", 0, 0, 0),
+        # but words, lists and punctuation after it are
+        ("#### 72-hour", "72", 1, 1, 1),
+        ("#### 72\n- 3 of them", "72", 1, 1, 0),
+        ("#### 72, 3 of them", "72", 1, 1, 0),
+        # a comma parts thousands, and nothing else
+        ("#### 7,2", "72", 0, 0, 0),
+        ("#### 7,2", "7", 0, 0, 0),
+        ("#### 1,0000", "10000", 0, 0, 0),
+        ("#### 1,000,00", "100000", 0, 0, 0),
+        ("#### 12,345,678", "12345678", 1, 1, 1),
     ],
 )
 def test_the_number_after_the_last_mark_is_the_answer(
@@ -228,6 +264,21 @@ def test_the_number_after_the_last_mark_is_the_answer(
     parts = {"reward": reward, "format": form, "last_number": last_number}
     assert asyncio.run(plain.reward(row, ended(text))) == parts
     assert asyncio.run(task.reward(row, ended(text))) == parts | {"calls": 0, "bad_calls": 0}
+
+
+@given(st.decimals(-(10**12), 10**12, places=2))
+def test_a_number_is_the_same_with_and_without_separators(number: Decimal) -> None:
+    every_part = {"reward": 1, "format": 1, "last_number": 1}
+    for text in (f"{number}", f"{number:,}", f"**{number:,}** clips", f"{number:,}".replace("-", "-$")):
+        assert plain.judged(f"#### {text}", str(number)) == every_part
+
+
+@pytest.mark.parametrize("stop", [stop for stop in StopReason if stop is not StopReason.ANSWERED])
+def test_an_episode_that_was_cut_off_has_no_answer(stop: StopReason) -> None:
+    row, cut = TaskRow(prompt=[], reward_model={"ground_truth": "12"}), ended("#### 12", stop=stop)  # of #### 125
+    nothing = {"reward": 0, "format": 0, "last_number": 0}
+    assert asyncio.run(plain.reward(row, cut)) == nothing
+    assert asyncio.run(task.reward(row, cut)) == nothing | {"calls": 0, "bad_calls": 0}
 
 
 @given(st.text())

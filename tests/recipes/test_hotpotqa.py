@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from agent_r1.agent.check import check_env
 from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.config import load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.hotpotqa import data, made, task
 from agent_r1.recipes.hotpotqa.data import Question
@@ -280,6 +281,14 @@ def test_preparing_from_a_folder_leaves_it_alone_and_makes_all_that_a_run_needs(
     assert SearchTool(index="hotpotqa/index").look("town 7")[0].passage.title == "Town 7"
 
 
+@pytest.mark.parametrize("preset", ["2wiki", "musique"])
+def test_presets_of_other_questions_begin_with_the_warm_start_of_hotpotqa_and_say_so(preset: str) -> None:
+    config = load_config(f"hotpotqa/{preset}", [])
+    assert (config.task.train_split, config.sft.demos) == (f"{preset}_train", "task.demos")
+    text = (Path(data.__file__).parent / f"{preset}.yaml").read_text(encoding="utf-8")
+    assert "The warm start shows HotpotQA's training questions." in text
+
+
 def test_rows_hide_their_answers_and_carry_their_source(source: Path) -> None:
     [row] = task.rows("2wiki", count=1, path=str(source))
     assert row.data_source == "2wiki"
@@ -302,6 +311,33 @@ def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
         task.rows("tests", path=str(tmp_path))
     with pytest.raises(DataError, match="the source needs multihop_qa/"):
         data.prepare(tmp_path / "to", lambda line: None, source=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {key: value for key, value in record(1).items() if key != "supporting_facts"},
+        record(1, supporting_facts=[["Town 1"]]),
+        record(1, supporting_facts=1),
+        record(1, question=None),
+        record(1, answer=None),
+        record(1, context=[["Town 1"]]),
+        ["Who?", "Ada"],
+    ],
+)
+def test_a_record_of_another_form_is_named_with_its_file(source: Path, wrong: object) -> None:
+    path = source / data.QUESTIONS / data.SOURCES["hotpotqa"].file
+    path.write_bytes(gzip.compress(f"{json.dumps(record(0))}\n{json.dumps(wrong)}".encode()))
+    with pytest.raises(DataError, match=r"hotpot_ctx\.jsonl\.gz record 2: .*Error"):
+        data.questions("train", source)
+
+
+@pytest.mark.parametrize("context", [[["Town 1", None]], [["Town 1"]], 1])
+def test_a_context_that_holds_no_paragraphs_is_named_with_its_file(source: Path, context: object) -> None:
+    path = source / data.QUESTIONS / data.SOURCES["hotpotqa"].file
+    path.write_bytes(gzip.compress(f"{json.dumps(record(0))}\n{json.dumps(record(1, context=context))}".encode()))
+    with pytest.raises(DataError, match=r"hotpot_ctx\.jsonl\.gz record 2: .*Error"):
+        list(data.passages(source))
 
 
 def test_published_records_of_both_forms_are_read() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.check import check_env, check_tool
@@ -54,7 +54,10 @@ def write_folder(folder: Path) -> Path:
         "math_test_5000.jsonl.gz": [{"problem": "Find $x$.", "solution": "It is $\\boxed{\\frac{1}{2}}$."}],
         "aime24.jsonl": [{"input": "A24", "output": "45"}],
         "aime25.jsonl.gz": [{"input": "A25", "output": "70"}],
-        "gsm8k/train.jsonl": [{"question": "How many clips?", "answer": NATALIA}],
+        "gsm8k/train.jsonl": [
+            {"question": "How many clips?", "answer": NATALIA},
+            {"question": "How much?", "answer": "It is 500*2 = <<500*2=1000>>1,000.\n#### 1,000"},  # judged
+        ],
         "gsm8k/test.jsonl": [{"question": "How much?", "answer": "It is 1,000.\n#### 1,000"}],
     }
     whole = {
@@ -116,6 +119,12 @@ def test_preparing_fetches_nothing_that_is_there_and_says_what_each_split_has(
     assert {"dapo: 1 problems", "math_train: 1 problems", "train: 2 problems"} <= set(said)
 
 
+def test_a_record_of_gsm8k_is_read_as_its_own_recipe_reads_it(folder: Path) -> None:
+    (folder / "gsm8k" / "test.jsonl").write_text('{"question": "How much?", "answer": "no mark"}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"gsm8k/test.jsonl record 1: the solution has no '#### ANSWER'"):
+        problems(folder, "gsm8k_test")
+
+
 def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:
     (folder / "gsm8k").rename(folder.parent / "gsm8k")
     assert find(folder, SOURCES["gsm8k_train"]) == folder.parent / "gsm8k" / "train.jsonl"
@@ -137,6 +146,22 @@ def test_a_broken_file_and_an_unknown_split_are_named(folder: Path) -> None:
         problems(folder, "math500")
     with pytest.raises(ConfigError, match=r"unknown split 'aime42'.*Did you mean 'aime2"):
         rows("aime42", path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("aime24", '{"input": "A24", "output": "45"}\n{"problem": "A24", "answer": "45"}'),
+        ("aime24", '{"input": "A24", "output": "45"}\n{"input": "A24", "output": 45}'),
+        ("aime24", '{"input": "A24", "output": "45"}\n["A24", "45"]'),
+        ("amc23", '[{"problem": "AMC", "answer": "1"}, {"problem": "AMC"}]'),
+        ("gsm8k_test", '{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "#### twelve"}'),
+    ],
+)
+def test_a_record_of_another_form_is_named_with_its_file(folder: Path, name: str, text: str) -> None:
+    (folder / SOURCES[name].file).write_text(text, encoding="utf-8")  # taken before the gzipped one
+    with pytest.raises(DataError, match=rf"{SOURCES[name].file} record 2: "):
+        problems(folder, name)
 
 
 def test_rows_ask_for_a_boxed_answer_and_hide_the_true_one(folder: Path) -> None:
@@ -203,6 +228,54 @@ def test_plain_numbers_are_compared_as_numbers() -> None:
         return [await same_answer(truth, answer) for truth, answer in pairs]
 
     assert asyncio.run(play()) == [True, True, True, False, False]
+
+
+@given(st.integers(-(10**14), 10**14))
+def test_a_number_is_the_same_with_and_without_thousands_separators(number: int) -> None:
+    assert asyncio.run(same_answer(str(number), f"{number:,}"))
+    assert asyncio.run(same_answer(f"{number:,}", f"${number}$"))
+    assert not asyncio.run(same_answer(str(number), f"{number + 1:,}"))
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "same"),
+    [
+        ("[0,500]", "[0, 500]", True),
+        ("(100,101)", "(100, 101)", True),
+        ("(20,100)", "\\left(20, 100\\right)", True),
+        ("(4,112)", "(4, 112)", True),
+        ("[-36,104]", "[-36, 104]", True),
+        ("(6,235^\\circ)", "(6, 235^\\circ)", True),
+        ("(2,12) \\cup (12,102)", "(2, 12) \\cup (12, 102)", True),
+        ("\\{3,125\\}", "\\{3, 125\\}", True),
+        ("5,100,20", "5, 100, 20", True),  # no thousands: the last group is short
+        ("(3,125)", "3125", False),
+        ("3125", "(3,125)", False),
+        ("(20,100)", "(20100)", False),
+        ("\\{3,125\\}", "\\{3125\\}", False),
+        ("3125", "3,125", True),
+        ("12345.5", "12,345.50", True),
+        ("1000\\pi", "1,000\\pi", True),
+        ("1000", "1,\\!000", True),
+        ("1000", "\\$1,000", True),
+    ],
+)
+def test_a_comma_parts_thousands_in_a_number_and_numbers_in_brackets(truth: str, answer: str, same: bool) -> None:
+    pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
+    assert asyncio.run(same_answer(truth, answer)) is same
+
+
+@settings(max_examples=20, deadline=None)  # each example is three questions to another process
+@given(st.sets(st.integers(0, 999), min_size=2, max_size=3).map(sorted), st.sampled_from([("(", ")"), ("[", "]")]))
+def test_a_tuple_is_the_same_with_and_without_spaces_and_never_a_number(
+    numbers: list[int], brackets: tuple[str, str]
+) -> None:
+    pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
+    opening, closing = brackets
+    close, wide = (f"{opening}{comma.join(map(str, numbers))}{closing}" for comma in (",", ", "))
+    assert asyncio.run(same_answer(close, wide))
+    assert asyncio.run(same_answer(wide, close))
+    assert not asyncio.run(same_answer(close, "".join(map(str, numbers))))
 
 
 def test_other_answers_are_compared_as_mathematics_and_bombs_are_wrong() -> None:
@@ -272,7 +345,7 @@ def test_evaluation_is_exact(a: int, b: int, c: int) -> None:
     assert gsm8k.evaluate(f"({a} - {b}) / {c} + y", {"y": Fraction(1, 3)}) == Fraction(a - b, c) + Fraction(1, 3)
 
 
-def test_demonstrations_of_gsm8k_come_from_a_folder(folder: Path) -> None:
+def test_demonstrations_of_gsm8k_come_from_a_folder_without_what_is_judged(folder: Path) -> None:
     [(row, texts)] = gsm8k.demos(10, 0, str(folder))
     assert row.prompt[1]["content"] == "How many clips?"
     assert texts[-1] == "The answer is \\boxed{72}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,35 @@ def test_a_python_env_needs_the_tool() -> None:
         PythonEnv(tools=[])
 
 
-def test_settings_that_make_no_sense_are_refused_when_the_tool_is_made() -> None:
-    for settings in ({"seconds": 0}, {"memory_mb": -1}, {"slots": 0}, {"output_chars": 0}):
-        with pytest.raises(ConfigError):
-            PythonTool(libraries=[], **settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seconds": 0}, r"Limits\.seconds must be more than 0 and at most 1048576, got 0"),
+        ({"seconds": 1e9}, r"Limits\.seconds must be more than 0 and at most 1048576"),
+        ({"seconds": float("nan")}, r"Limits\.seconds must be more than 0"),
+        ({"seconds": "5"}, r"Limits\.seconds must be a number, got '5'"),
+        ({"seconds": None}, r"Limits\.seconds must be a number, got None"),
+        ({"memory_mb": -1}, r"Limits\.memory_mb must be more than 0"),
+        ({"memory_mb": 4.5}, r"Limits\.memory_mb must be a whole number, got 4\.5"),
+        ({"memory_mb": 1 << 50}, r"Limits\.memory_mb must be .* at most 1048576"),
+        ({"processes": True}, r"Limits\.processes must be a whole number, got True"),
+        ({"output_chars": 0}, r"Limits\.output_chars must be more than 0"),
+        ({"output_chars": 1.5}, r"Limits\.output_chars must be a whole number, got 1\.5"),
+        ({"slots": 0}, "slots of a sandbox must be a whole number from 1 on, got 0"),
+        ({"slots": 1.5}, r"slots of a sandbox must be a whole number from 1 on, got 1\.5"),
+        ({"libraries": "numpy"}, "libraries of a sandbox must be a list .*, got 'numpy'"),
+        ({"libraries": None}, "libraries of a sandbox must be a list .*, got None"),
+        ({"libraries": [1]}, r"libraries of a sandbox must be a list .*, got \[1\]"),
+        ({"level": 3}, "unknown sandbox level 3"),
+        ({"level": ["monty"]}, r"unknown sandbox level \['monty'\]"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_when_the_tool_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PythonTool(**({"libraries": []} | settings))
+
+
+def test_libraries_that_a_level_cannot_offer_are_not_to_be_had_by_installing_it() -> None:
+    with pytest.raises(ConfigError, match=r"'monty' has no libraries, .*offer numpy: set libraries to \[\]") as refused:
+        PythonTool(level="monty", libraries=["numpy"])
+    assert "pip install" not in str(refused.value)

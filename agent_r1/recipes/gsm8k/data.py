@@ -5,14 +5,17 @@ A solution ends with `#### ANSWER` and marks its calculations: `48/2 = <<48/2=24
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.download import Report, data_folder, fetch
 from agent_r1.tasks.files import json_lines, plain_or_gzipped
 
+NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 FOLDER = "gsm8k"  # under which the data are kept
 SOURCE = (
     "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
@@ -32,7 +35,7 @@ class Problem:
     answer: str  # as written, without thousands separators
 
 
-def prepare(directory: Path, report: Callable[[str], None]) -> None:
+def prepare(directory: Path, report: Report) -> None:
     """Fetch both splits; 5 MB."""
     for split, sha256 in SHA256.items():
         fetch(SOURCE.format(split=split), directory / f"{split}.jsonl", sha256=sha256, report=report)
@@ -46,7 +49,7 @@ def problems(split: str, path: str | None) -> list[Problem]:
 
 
 def _find(split: str, path: str | None) -> Path:
-    folder = data_dir(FOLDER) if path is None else Path(path).expanduser()
+    folder = data_folder(FOLDER, path)
     found = plain_or_gzipped(folder / f"{split}.jsonl")
     if found is not None:
         return found
@@ -59,15 +62,21 @@ def _find(split: str, path: str | None) -> Path:
 def _read(file: Path, split: str) -> Iterator[Problem]:
     for index, record in enumerate(json_lines(file)):
         try:
-            solution, mark, answer = record["answer"].rpartition("####")
-            question = record["question"].strip()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{file} record {index + 1} is not a problem of GSM8K: {error!r}") from error
-        if not mark:
-            raise DataError(f"{file} record {index + 1}: the solution has no '#### ANSWER'")
-        yield Problem(
-            name=f"{split}-{index}",
-            question=question,
-            solution=solution.strip(),
-            answer=answer.strip().replace(",", ""),
-        )
+            yield problem_of(record, name=f"{split}-{index}")
+        except DataError as error:
+            raise DataError(f"{file} record {index + 1}: {error}") from error
+
+
+def problem_of(record: Mapping[str, Any], *, name: str) -> Problem:
+    """A record as it is published; `DataError` if it is none."""
+    try:
+        solution, mark, answer = record["answer"].rpartition("####")
+        question = record["question"].strip()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"this is not a problem of GSM8K: {error!r}") from error
+    if not mark:
+        raise DataError("the solution has no '#### ANSWER'")
+    answer = answer.strip().replace(",", "")
+    if not NUMBER.fullmatch(answer):
+        raise DataError(f"the answer after '####' must be a number, got {answer!r}")
+    return Problem(name=name, question=question, solution=solution.strip(), answer=answer)

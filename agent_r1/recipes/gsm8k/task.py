@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from agent_r1.recipes.gsm8k.data import Problem, problems
-from agent_r1.types import TaskRow, Trajectory
+from agent_r1.types import StopReason, TaskRow, Trajectory
 
 SYSTEM = "Solve the problem step by step. End with #### and the answer, a number."
 CALCULATION = re.compile(r"<<[^<>]*>>")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+NUMBER = re.compile(r"-?(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+)")
+# A number with this after it is only a part of something: 1/2, 3 - 5, 2*(3+4), 3:30, 2**3, 1e3, 7,2, 1.2.3 or 3 1/2.
+GOES_ON = r"\d|[.,]\d|[ \t]*[-+*/^:x\u00d7\u00f7eE]{1,2}[ \t]*\(?\d|[ \t]+\d+/\d"
+FINAL = re.compile(rf"[\s:*_`$€£]*({NUMBER.pattern})(?!{GOES_ON})")  # markup and currency may stand before it
+CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=[\d.])")  # between a sign and its number, too: -$72
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
@@ -27,16 +31,22 @@ def demos(count: int, seed: int, path: str | None = None) -> list[tuple[TaskRow,
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """1 for the right number after the last ####. Beside it: whether there is one, and whether the last number of the
-    answer is right wherever it stands, the more generous rule of other implementations."""
-    return judged(trajectory.final_text, row.ground_truth)
+    answer is right wherever it stands, the more generous rule of other implementations. An episode that was cut off has
+    no answer: #### 12 may have been on its way to #### 125."""
+    return parts_of(row, trajectory)
+
+
+def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    return judged(trajectory.final_text if trajectory.stop is StopReason.ANSWERED else "", row.ground_truth)
 
 
 def judged(text: str, answer: str) -> dict[str, float]:
+    text = CURRENCY.sub("", text)
     _, mark, after = text.rpartition("####")
-    final = NUMBER.match(after.strip().lstrip("$"))
+    final = FINAL.match(after)
     numbers = NUMBER.findall(text)
     return {
-        "reward": float(bool(mark) and final is not None and equal(final[0], answer)),
+        "reward": float(bool(mark) and final is not None and equal(final[1], answer)),
         "format": float(bool(mark) and final is not None),
         "last_number": float(bool(numbers) and equal(numbers[-1], answer)),
     }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from agent_r1.agent.tool import FromRow, tool
 from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.recipes.gsm8k.data import Problem, problems
-from agent_r1.recipes.gsm8k.task import as_row, judged, sample
+from agent_r1.recipes.gsm8k.task import as_row, judged, parts_of, sample
 from agent_r1.tools.calculator import NotAnExpression, calculator, evaluate
 from agent_r1.types import TaskRow, Trajectory
 
@@ -52,9 +52,10 @@ def oracle_demos(count: int, seed: int, path: str | None = None) -> list[tuple[T
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """1 for the right number after the last #### of the answer; beside it, what the episode did with the calculator."""
+    """1 for the right number after the last #### of the answer; beside it, what the episode did with the calculator.
+    An episode that was cut off has no answer."""
     calls = [call for step in trajectory.steps for call in step.calls]
-    return judged(trajectory.final_text, row.ground_truth) | {
+    return parts_of(row, trajectory) | {
         "calls": float(len(calls)),
         "bad_calls": float(sum(call.error is not None for call in calls)),
     }

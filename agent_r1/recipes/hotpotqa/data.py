@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.download import Report, data_dir, data_folder, fetch
 from agent_r1.tasks.files import json_lines
 from agent_r1.tools.search.corpus import Passage, read_passages
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings
 
-Say = Callable[[str], None]
+_Read = TypeVar("_Read")
 
 FOLDER = "hotpotqa"  # of the data directory
 INDEX = "index"  # beside the questions
@@ -97,7 +97,7 @@ def questions(split: str, folder: Path) -> list[Question]:
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
     name, held_out = SPLITS[split]
-    found = {question.text: question for record in records(name, folder) if (question := _question(record))}
+    found = {question.text: question for question in _each(name, folder, _question) if question is not None}
     share = SOURCES[name].test_share
     return sorted((q for q in found.values() if q.is_held_out(share) == held_out), key=lambda q: q.key)
 
@@ -106,9 +106,8 @@ def passages(folder: Path) -> Iterator[Passage]:
     """Every paragraph of every question, then the lead sections of pages that are not among them."""
     titles, seen = set[str](), set[tuple[str, str]]()
     for name in SOURCES:
-        for record in records(name, folder):
-            for title, sentences in record["context"] or ():
-                text = _joined(sentences)
+        for paragraphs in _each(name, folder, _paragraphs):
+            for title, text in paragraphs:
                 if text and (title, text) not in seen:
                     seen.add((title, text))
                     titles.add(title)
@@ -134,7 +133,7 @@ def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     yield from json_lines(path)
 
 
-def prepare(directory: Path, report: Say, source: Path | None = None) -> None:
+def prepare(directory: Path, report: Report, source: Path | None = None) -> None:
     """Fill `directory` with questions and index, from the folder `source` or, without one, from the public sources.
 
     Of those, nothing is fetched that is there already.
@@ -156,26 +155,39 @@ def prepare(directory: Path, report: Say, source: Path | None = None) -> None:
         report(f"{split}: {len(questions(split, directory)):,} questions")
 
 
-def question_folder(path: str | None) -> Path:
-    return data_dir(FOLDER) if path is None else Path(path).expanduser()
-
-
 def index_folder(path: str | None) -> Path:
     """Of the same folder as the questions, or, where they are a source that is only read, of the data directory."""
-    beside = question_folder(path) / INDEX
+    beside = data_folder(FOLDER, path) / INDEX
     return beside if (beside / MANIFEST).is_file() else data_dir(FOLDER) / INDEX
+
+
+def _each(name: str, folder: Path, read: Callable[[Mapping[str, Any]], _Read]) -> Iterator[_Read]:
+    """What `read` makes of each record; one without the fields it reads is an error with its place."""
+    for index, record in enumerate(records(name, folder)):
+        try:
+            made = read(record)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            path = folder / QUESTIONS / SOURCES[name].file
+            raise DataError(f"{path} record {index + 1}: this is no question of HotpotQA's form: {error!r}") from error
+        yield made
 
 
 def _question(record: Mapping[str, Any]) -> Question | None:
     gold = tuple(dict.fromkeys(title for title, _ in record["supporting_facts"] or ()))
     if not gold or not set(gold) <= {title for title, _ in record["context"] or ()}:
         return None
+    if not isinstance(record["answer"], str):
+        raise TypeError(f"the answer must be text, got {record['answer']!r}")
     return Question(
         text=" ".join(record["question"].split()),
         answers=tuple(dict.fromkeys([record["answer"], *record.get("answer_aliases", ())])),
         gold=gold,
         kind=record["type"] or "unknown",
     )
+
+
+def _paragraphs(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(title, _joined(sentences)) for title, sentences in record["context"] or ()]
 
 
 def _joined(sentences: Sequence[str]) -> str:
@@ -193,7 +205,7 @@ def _copy(path: Path, to: Path) -> None:
     shutil.copyfile(path, to)
 
 
-def _fetch_questions(directory: Path, report: Say) -> None:
+def _fetch_questions(directory: Path, report: Report) -> None:
     for name, source in SOURCES.items():
         to = directory / QUESTIONS / source.file
         if to.is_file():
@@ -210,7 +222,7 @@ def _fetch_questions(directory: Path, report: Say) -> None:
         report(f"{name}: {len(found):,} questions")
 
 
-def _fetch_pages(directory: Path, report: Say) -> None:
+def _fetch_pages(directory: Path, report: Report) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -14,21 +14,21 @@ import re
 from collections.abc import Sequence
 
 from agent_r1.errors import DataError
-from agent_r1.recipes.hotpotqa.data import SPLITS, Question, index_folder, question_folder, questions
+from agent_r1.recipes.hotpotqa.data import FOLDER, SPLITS, Question, index_folder, questions
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import exact_match, f1, substring_match
+from agent_r1.tasks.download import data_folder
+from agent_r1.tasks.rows import Demo
 from agent_r1.tools.search.tool import SearchTool
 from agent_r1.types import StopReason, TaskRow, Trajectory
 
 INSTRUCTION = "Search until you know the answer, then write it as <answer>...</answer>."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-Demo = tuple[TaskRow, list[str]]
-
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
     """The first `count` questions of a split: train, test, 2wiki, 2wiki_train, musique, musique_train."""
-    asked = questions(split, question_folder(path))[:count]
+    asked = questions(split, data_folder(FOLDER, path))[:count]
     return [as_row(question, row_id=f"{split}-{question.key}", source=SPLITS[split][0]) for question in asked]
 
 
@@ -72,8 +72,12 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """At most `count` questions of the training split with what the expert says: as many as it can answer."""
-    return expert_demos(SearchTool(index=index_folder(path)), questions("train", question_folder(path)), count, seed)
+    """At most `count` of HotpotQA's training questions with what the expert says: as many as it can answer.
+
+    Also where the run trains on another split: the other two sets have too few questions to learn to search from.
+    """
+    asked = questions("train", data_folder(FOLDER, path))
+    return expert_demos(SearchTool(index=index_folder(path)), asked, count, seed)
 
 
 def expert_demos(tool: SearchTool, asked: Sequence[Question], count: int, seed: int) -> list[Demo]:

@@ -27,13 +27,14 @@ _read = lambda text: parse("$" + text + "$", [LatexExtractionConfig()], parsing_
 print("same" if verify(_read({truth!r}), _read({answer!r}), timeout_seconds=None) else "different")
 """
 _NUMBER = re.compile(r"[-+]?\d{1,15}(\.\d{1,9})?")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_BRACKET = re.compile(r"[(\[]|\\\{")  # within one a comma parts: (3,125) and \{3,125\} are two numbers
 _turn = count()
 
 
 async def same_answer(truth: str, answer: str) -> bool:
     """`answer` is what stood in \\boxed{}."""
-    left, right = (_THOUSANDS.sub("", text.strip().strip("$").strip()) for text in (truth, answer))
+    left, right = _without_separators(truth), _without_separators(answer)
     if left == right:
         return True
     if not right or len(right) > MAX_ANSWER_CHARS:
@@ -46,6 +47,12 @@ async def same_answer(truth: str, answer: str) -> bool:
     if outcome.error is not None and outcome.killed_by is not KilledBy.TIME:
         outcome = await _checker().run(check)  # in a new process: that one may have been at the end of its limits
     return outcome.error is None and outcome.stdout.endswith("same\n")
+
+
+def _without_separators(text: str) -> str:
+    """1,000 and 1,000\\pi as 1000 and 1000\\pi, the second of which math-verify would read as a set."""
+    text = text.strip().strip("$").strip()
+    return text if _BRACKET.search(text) else _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
 
 
 def require_math_verify() -> None:

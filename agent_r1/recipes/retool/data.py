@@ -20,10 +20,9 @@ from typing import Any
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.gsm8k import data as gsm8k
-from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.download import Report, fetch
 from agent_r1.tasks.files import json_lines, plain_or_gzipped
 
-Say = Callable[[str], None]
 Record = Mapping[str, Any]
 
 START_CHARS = 60  # two problems that share so many letters and digits, and the answer, are one told in two ways
@@ -86,7 +85,8 @@ def _input_output(record: Record) -> Problem:
 
 
 def _gsm8k(record: Record) -> Problem:
-    return Problem(text=record["question"], answer=record["answer"].rpartition("####")[2].strip().replace(",", ""))
+    problem = gsm8k.problem_of(record, name="")
+    return Problem(text=problem.question, answer=problem.answer)
 
 
 SOURCES: dict[str, Source] = {
@@ -148,17 +148,13 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 
 
-def prepare(directory: Path, report: Say) -> None:
+def prepare(directory: Path, report: Report) -> None:
     """Fetch every file that is not there yet."""
     for source in SOURCES.values():
         if find(directory, source) is None:
             fetch(source.url, directory / source.file, sha256=source.sha256, report=report)
     for split in SPLITS:
         report(f"{split}: {len(split_problems(directory, split)):,} problems")
-
-
-def data_folder(path: str | None) -> Path:
-    return data_dir(FOLDER) if path is None else Path(path).expanduser()
 
 
 def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
@@ -199,8 +195,22 @@ def reduced(text: str) -> str:
 
 
 def problems(folder: Path, name: str) -> list[Problem]:
+    return [problem for _, problem in solved(folder, name)]
+
+
+def solved(folder: Path, name: str) -> Iterator[tuple[Record, Problem]]:
+    """Every record with a final answer, as it is and as a problem; one that is no record of its source is an error."""
     source = SOURCES[name]
-    return [problem for record in records(folder, name) if (problem := source.read(record)) is not None]
+    for index, record in enumerate(records(folder, name)):
+        try:
+            problem = source.read(record)
+            if problem is not None and not (isinstance(problem.text, str) and isinstance(problem.answer, str)):
+                raise TypeError(f"the problem and its answer must be text, got {problem.text!r} and {problem.answer!r}")
+        except (LookupError, TypeError, AttributeError, DataError) as error:
+            reason = error if isinstance(error, DataError) else f"this is not a problem of {name}: {error!r}"
+            raise DataError(f"{find(folder, source)} record {index + 1}: {reason}") from error
+        if problem is not None:
+            yield record, problem
 
 
 def records(folder: Path, name: str) -> Iterator[Record]:

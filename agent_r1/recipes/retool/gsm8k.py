@@ -15,9 +15,11 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from agent_r1.errors import DataError
-from agent_r1.recipes.retool.data import SOURCES, data_folder, judged, marks, records
-from agent_r1.recipes.retool.made import Demo, demonstration
+from agent_r1.recipes.retool.data import FOLDER, SOURCES, judged, marks, solved
+from agent_r1.recipes.retool.made import demonstration
 from agent_r1.recipes.retool.task import as_row
+from agent_r1.tasks.download import data_folder
+from agent_r1.tasks.rows import Demo
 
 MARK = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 RESULT = re.compile(r"\s*=?\s*\$?<<[^<>]*>>\s*-?[\d.,]*\d%?")  # the mark, and the number that it is about
@@ -33,14 +35,13 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     """`count` training problems of GSM8K in random order, fewer where there are not so many."""
-    folder, source = data_folder(path), SOURCES["gsm8k_train"]
+    folder = data_folder(FOLDER, path)
     taboo = judged(folder)
     shown: list[Demo] = []
-    solved = list(records(folder, "gsm8k_train"))
-    random.Random(f"gsm8k:{seed}").shuffle(solved)
-    for record in solved:
-        problem = source.read(record)
-        if problem is None or marks(problem) & taboo:
+    found = list(solved(folder, "gsm8k_train"))
+    random.Random(f"gsm8k:{seed}").shuffle(found)
+    for record, problem in found:
+        if marks(problem) & taboo:
             continue
         program = as_program(record["answer"], problem.answer)
         if program is not None:
@@ -49,7 +50,7 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
         if len(shown) == count:
             break
     if not shown:
-        raise DataError(f"no solution of {source.file} in {folder} could be made into a program")
+        raise DataError(f"no solution of {SOURCES['gsm8k_train'].file} in {folder} could be made into a program")
     return shown
 
 

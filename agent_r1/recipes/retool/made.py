@@ -14,9 +14,9 @@ from hashlib import sha256
 from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.retool.task import as_row
+from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow
 
-Demo = tuple[TaskRow, list[str]]
 SPLITS = ("train", "test")
 TEST_SHARE = 0.2
 

@@ -8,7 +8,8 @@ format    1 if the episode ended with a message that holds an answer in \\boxed{
 from __future__ import annotations
 
 from agent_r1.recipes.retool.answers import require_math_verify, same_answer
-from agent_r1.recipes.retool.data import boxed, data_folder, split_problems
+from agent_r1.recipes.retool.data import FOLDER, boxed, split_problems
+from agent_r1.tasks.download import data_folder
 from agent_r1.tools.python.tool import PythonEnv as PythonEnv
 from agent_r1.tools.python.tool import PythonTool as PythonTool
 from agent_r1.types import StopReason, TaskRow, Trajectory
@@ -22,7 +23,7 @@ INSTRUCTION = (
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
     """The first `count` problems of a split: train, test (MATH-500), or one set by its name in `data.SOURCES`."""
     require_math_verify()
-    found = split_problems(data_folder(path), split)[:count]
+    found = split_problems(data_folder(FOLDER, path), split)[:count]
     return [as_row(p.text, p.answer, f"{split}-{index}", source) for index, (source, p) in enumerate(found)]
 
 

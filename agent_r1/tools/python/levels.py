@@ -87,10 +87,15 @@ LEVELS: dict[str, Level] = {  # strongest first
 def choose_level(wanted: str, libraries: Sequence[str]) -> Level:
     """The level to use; ConfigError when it cannot be had, with what is missing."""
     if wanted != "auto":
-        if wanted not in LEVELS:
-            raise ConfigError(f"unknown sandbox level {wanted!r}.{did_you_mean(wanted, ['auto', *LEVELS])}")
+        if str(wanted) not in LEVELS:
+            raise ConfigError(f"unknown sandbox level {wanted!r}.{did_you_mean(str(wanted), ['auto', *LEVELS])}")
         level = LEVELS[wanted]
-        missing = what_is_missing(wanted, bool(libraries))
+        if libraries and not level.libraries:
+            raise ConfigError(
+                f"the sandbox level {wanted!r} has no libraries, and is to offer {', '.join(libraries)}: set libraries "
+                "to [], or take another level"
+            )
+        missing = what_is_missing(wanted)
         if missing is not None:
             raise ConfigError(
                 f"the sandbox level {wanted!r} is not available here: {missing}. To get it, {level.needs}"

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from agent_r1.errors import AgentR1Error, ConfigError
 
+MOST = 1 << 20  # of anything: 12 days, a terabyte. 25 days in milliseconds are more than the kernel takes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -27,9 +29,12 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value <= 0:
-                raise ConfigError(f"Limits.{field.name} must be more than 0, got {value}")
+            value, kind = getattr(self, field.name), field.type
+            if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
+                wanted = "a whole number" if kind == "int" else "a number"
+                raise ConfigError(f"Limits.{field.name} must be {wanted}, got {value!r}")
+            if not 0 < value <= MOST:
+                raise ConfigError(f"Limits.{field.name} must be more than 0 and at most {MOST}, got {value}")
         if self.open_files < 16:
             raise ConfigError(
                 f"Limits.open_files must be at least 16, which Python itself needs, got {self.open_files}"

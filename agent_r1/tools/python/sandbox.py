@@ -52,8 +52,10 @@ class Sandbox:
     ) -> None:
         cores = len(os.sched_getaffinity(0))
         slots = cores if slots is None else slots
-        if slots < 1:
-            raise ConfigError(f"a sandbox needs at least 1 slot, got {slots}")
+        if not isinstance(slots, int) or slots < 1:
+            raise ConfigError(f"slots of a sandbox must be a whole number from 1 on, got {slots!r}")
+        if not _are_names(libraries):
+            raise ConfigError(f"libraries of a sandbox must be a list of names such as [numpy], got {libraries!r}")
         self.limits = limits or Limits()
         self.level: Level = choose_level(level, libraries)
         self._backend = make_backend(
@@ -107,6 +109,13 @@ class Sandbox:
             arguments = (self._sessions, self.limits, self._closed)
             self._keeper = threading.Thread(target=_end_overdue, args=arguments, daemon=True, name="sandbox-sessions")
             self._keeper.start()
+
+
+def _are_names(value: object) -> bool:
+    """A single name is none: its letters would be taken for names."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(name, str) for name in value)
 
 
 # What workers do. They hold no `Sandbox`: one that is let go of while they work would have to wait for itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -38,13 +39,8 @@ class PythonTool(BaseTool):
         libraries: Sequence[str] = LIBRARIES,
         slots: int | None = None,
     ) -> None:
-        limits = Limits(
-            seconds=seconds,
-            cpu_seconds=int(seconds) + 1,
-            memory_mb=memory_mb,
-            processes=processes,
-            output_chars=output_chars,
-        )
+        limits = Limits(seconds=seconds, memory_mb=memory_mb, processes=processes, output_chars=output_chars)
+        limits = replace(limits, cpu_seconds=int(seconds) + 1)  # only now is it certain to be a number
         self.sandbox = Sandbox(level=level, limits=limits, libraries=libraries, slots=slots)
         self.timeout = QUEUE_SECONDS + seconds
         offered = f" {', '.join(libraries)} are installed." if libraries else ""
