@@ -27,6 +27,7 @@ from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.soak import Soak
 from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.run.engine import GPU_BURST
 from agent_r1.run.garbage import set_parts_aside
 
 
@@ -108,6 +109,7 @@ class EngineBench:
                 max_running=max(*self.sizes.sequences, self.sizes.workload.at_once),
                 max_batch_tokens=self.sizes.batch_tokens,
                 max_cached_tokens=self.sizes.cached_tokens,
+                burst=GPU_BURST,
             )
             for sequences in self.sizes.sequences:
                 self._decoding(sequences, new_tokens=4).tokens_per_second(self._engine)

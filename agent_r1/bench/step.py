@@ -28,6 +28,7 @@ from agent_r1.learn.policy import PolicyModel
 from agent_r1.rollout.engines.local import LocalEngine
 from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.rollout.reward import Scorer
+from agent_r1.run.engine import GPU_BURST
 from agent_r1.run.garbage import set_parts_aside
 from agent_r1.types import TaskRow, Trajectory
 
@@ -100,6 +101,7 @@ class OurStep:
             max_running=workload.at_once,
             max_batch_tokens=sizes.batch_tokens,
             max_cached_tokens=workload.at_once * (workload.episode_tokens + 64),
+            burst=GPU_BURST,
         )
         self._algorithm = get_algorithm("grpo")
         self._learner = Learner(

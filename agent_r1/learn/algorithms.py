@@ -22,7 +22,7 @@ from agent_r1.learn import credit, losses
 from agent_r1.learn.advantages import all_equal
 from agent_r1.learn.credit import CreditFunction, NotNegative, Scored, Share, Values
 from agent_r1.learn.losses import Aggregation, LossInputs, LossOutput
-from agent_r1.learn.rewards import RewardShaper, zeros
+from agent_r1.learn.rewards import RewardShaper, total, zeros
 from agent_r1.types import CreditedTrajectory, Group, PerToken, Trajectory
 
 LossFunction = Callable[..., LossOutput]
@@ -298,20 +298,24 @@ def get_algorithm(name: str, **settings: object) -> Algorithm:
     return ALGORITHMS[name].with_settings(**settings)
 
 
-def trainable(groups: Iterable[Group], *, varied_only: bool = False) -> list[Group]:
+def trainable(groups: Iterable[Group], *, varied_by: RewardShaper | None = None) -> list[Group]:
     """The groups with only those trajectories that can be trained on.
 
     Left out: trajectories whose machinery failed (their reward says nothing about the policy), those in which nothing
-    was sampled, and with `varied_only` (dynamic sampling) groups whose attempts all had the same return.
+    was sampled, and with `varied_by` (dynamic sampling) groups that are uniform to it.
     """
     kept = [replace(group, trajectories=[t for t in group.trajectories if _is_trainable(t)]) for group in groups]
-    return [group for group in kept if group.trajectories and not (varied_only and is_uniform(group))]
+    return [g for g in kept if g.trajectories and not (varied_by is not None and is_uniform(g, varied_by))]
 
 
-def is_uniform(group: Group) -> bool:
-    """No two attempts that count had a different return, so comparing them teaches nothing."""
-    returns = [t.total_reward for t in group.trajectories if _counts(t)]
-    return all_equal(torch.tensor(returns, dtype=torch.float64))
+def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
+    """No two attempts that count earned a different return, so comparing them teaches nothing.
+
+    Returns are what `shaper` makes of the rewards, or as paid.
+    """
+    shaper = shaper or RewardShaper()
+    earned = [shaper.earned(trajectory) for trajectory in group.trajectories if _counts(trajectory)]
+    return all(all_equal(torch.tensor(part, dtype=torch.float64)) for part in zip(*earned, strict=True))
 
 
 def assign_credit(
@@ -332,21 +336,30 @@ def assign_credit(
             f"algorithm {algorithm.name!r} {'needs' if algorithm.needs_critic else 'does not use'} a critic, "
             f"but values are {'given' if values is not None else 'missing'}"
         )
-    kept = trainable(groups, varied_only=algorithm.sampling_rounds > 1)
+    shaper = shaper or RewardShaper()
+    kept = trainable(groups, varied_by=shaper if algorithm.sampling_rounds > 1 else None)
     attempts = [trajectory for group in kept for trajectory in group.trajectories]
     greedy = _greedy_attempts(kept) if algorithm.needs_greedy else []
     ratios = [*kl(attempts), *repeat(None, len(greedy))] if kl else None
-    rewards = (shaper or RewardShaper())([*attempts, *greedy], ratios)
+    rewards = shaper([*attempts, *greedy], ratios)
     # A group's greedy attempt is found by identity: two groups may well have equal ones.
-    totals = {id(t): _total(placed) for t, placed in zip(greedy, rewards[len(attempts) :], strict=True)}
+    totals = {id(t): total(placed) for t, placed in zip(greedy, rewards[len(attempts) :], strict=True)}
     baselines = [totals.get(id(group.greedy)) for group in kept for _ in group.trajectories]
     valued = values(attempts) if values else [None] * len(attempts)
-    scored = [_scored(*parts) for parts in zip(attempts, rewards[: len(attempts)], valued, baselines, strict=True)]
+    scored = [
+        Scored(trajectory=trajectory, rewards=placed, values=said, baseline=baseline)
+        for trajectory, placed, said, baseline in zip(
+            attempts, rewards[: len(attempts)], valued, baselines, strict=True
+        )
+    ]
     in_order = iter(scored)
     grouped = [[next(in_order) for _ in group.trajectories] for group in kept]
     return [
         CreditedTrajectory(
-            trajectory=item.trajectory, advantages=made.advantages, values=item.values, value_targets=made.value_targets
+            trajectory=item.trajectory,
+            advantages=made.advantages,
+            values=None if item.values is None else item.values.per_token,
+            value_targets=made.value_targets,
         )
         for item, made in zip(scored, chain.from_iterable(algorithm.credit(grouped)), strict=True)
     ]
@@ -361,20 +374,6 @@ def _greedy_attempts(groups: Sequence[Group]) -> list[Trajectory]:
             "Play one per row and set Group.greedy."
         )
     return [trajectory for trajectory in attempts if _is_trainable(trajectory)]
-
-
-def _scored(trajectory: Trajectory, rewards: PerToken, values: Values | None, baseline: float | None) -> Scored:
-    return Scored(
-        trajectory=trajectory,
-        rewards=rewards,
-        values=None if values is None else values.per_token,
-        bootstrap=None if values is None else values.bootstrap,
-        baseline=baseline,
-    )
-
-
-def _total(placed: PerToken) -> float:
-    return sum(chain.from_iterable(placed))
 
 
 def as_demonstrations(trajectories: Iterable[Trajectory]) -> list[CreditedTrajectory]:

@@ -23,9 +23,9 @@ class Correction:
     """The old log-probs of the loss are then the learner's own, taken before the first optimizer step."""
 
     kind: Literal["truncate", "reject"]  # weights above the cap: cut to it, or the token is left out
-    level: Literal["token", "step"] = "token"  # one weight per token, or the product over the response
-    cap: float = 2.0
-    floor: float = 0.0  # reject only: weights below it are left out too
+    level: Literal["token", "step"]  # one weight per token, or the product over the response
+    cap: float
+    floor: float  # reject only: weights below it are left out too
 
     def weights(self, learner_T: Tensor, sampler_T: Tensor, step_ids_T: Tensor) -> Tensor:
         log_ratio_T = learner_T - sampler_T

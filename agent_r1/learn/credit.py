@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, whiten
+from agent_r1.learn.rewards import total
 from agent_r1.types import PerToken, Trajectory
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -40,13 +41,12 @@ class Scored:
 
     trajectory: Trajectory
     rewards: PerToken  # each on the token that earned it; their sum is the return
-    values: PerToken | None = None  # of the critic, before each response token
-    bootstrap: float | None = None  # of the critic, where a truncated episode would have gone on; None: not known
+    values: Values | None = None  # of the critic
     baseline: float | None = None  # return of the greedy attempt at the same row
 
     @property
     def total(self) -> float:
-        return sum(chain.from_iterable(self.rewards))
+        return total(self.rewards)
 
     @property
     def decisions(self) -> list[int]:
@@ -124,7 +124,7 @@ def step_gae(
     """StepPO: GAE whose decisions are whole responses. V is read, and trained, at the last prompt token of a step."""
     advantages = []
     for item in chain.from_iterable(groups):
-        values_K = torch.tensor([_values(item)[k][0] for k in item.decisions], dtype=torch.float64)
+        values_K = torch.tensor([_values(item).per_token[k][0] for k in item.decisions], dtype=torch.float64)
         after = _value_after(item, values_K) if bootstrap_truncated else 0.0
         discounts = _step_discounts(item, gamma)
         advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
@@ -204,7 +204,7 @@ def token_gae(
     """PPO: GAE over all tokens of the policy in order; the recursion runs on across steps and skips tool text."""
     advantages = []
     for item in chain.from_iterable(groups):
-        values_K = torch.tensor(list(chain.from_iterable(_values(item))), dtype=torch.float64)
+        values_K = torch.tensor(list(chain.from_iterable(_values(item).per_token)), dtype=torch.float64)
         after = _value_after(item, values_K) if bootstrap_truncated else 0.0
         discounts = _token_discounts(item, gamma)
         advantages.append(gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
@@ -242,7 +242,7 @@ def _step_discounts(item: Scored, gamma: float) -> list[float]:
     return [1.0 if item.trajectory.steps[k].is_summary and k != decisions[-1] else gamma for k in decisions]
 
 
-def _values(item: Scored) -> PerToken:
+def _values(item: Scored) -> Values:
     assert item.values is not None  # `assign_credit` sees to it
     return item.values
 
@@ -253,7 +253,8 @@ def _value_after(item: Scored, values_K: Tensor) -> float:
     to do: it is the nearest at which the critic was ever trained."""
     if not item.trajectory.stop.is_truncated:
         return 0.0
-    return float(values_K[-1]) if item.bootstrap is None else item.bootstrap
+    known = _values(item).bootstrap
+    return float(values_K[-1]) if known is None else known
 
 
 def _constant(item: Scored, value: float) -> Credit:
@@ -294,12 +295,13 @@ def _with_targets(
 
 def _at_every_token(item: Scored, advantages_K: Tensor) -> list[list[float | None]]:
     advantages = item.unflatten(advantages_K.tolist())
-    return [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(advantages, _values(item), strict=True)]
+    values = _values(item).per_token
+    return [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(advantages, values, strict=True)]
 
 
 def _at_step_starts(item: Scored, advantages_K: Tensor) -> list[list[float | None]]:
     """The first response token of a step is predicted from the last prompt token: there the critic is asked."""
     targets: list[list[float | None]] = [[None] * len(step.response_ids) for step in item.trajectory.steps]
     for k, advantage in zip(item.decisions, advantages_K.tolist(), strict=True):
-        targets[k][0] = advantage + _values(item)[k][0]
+        targets[k][0] = advantage + _values(item).per_token[k][0]
     return targets

@@ -37,7 +37,7 @@ from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.tally import Tally
 from agent_r1.learn.tree import PrefixSharing
-from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
+from agent_r1.types import CreditedTrajectory, KLEstimator, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists
 
@@ -48,9 +48,9 @@ class CriticTraining:
 
     critic: Critic
     lr: float
-    value_clip: float | None = None  # how far from its old value a new one may help; None: no clip
-    value_coef: float = 1.0  # weight of the value loss beside the policy's; matters when the backbone is shared
-    warmup_updates: int = 0  # updates in which the critic alone is trained
+    value_clip: float | None  # how far from its old value a new one may help; None: no clip
+    value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
+    warmup_updates: int  # updates in which the critic alone is trained
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -70,7 +70,7 @@ class Learner:
     num_epochs: int = 1
     num_minibatches: int = 1
     kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
-    kl_estimator: str = "k3"
+    kl_estimator: KLEstimator | None = None  # of that KL; None: there is none
     reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
     entropy_coef: float = 0.0
     own_old_logprobs: bool = False  # ratios to the learner's log-probs from before the update, not the sampler's
@@ -106,12 +106,13 @@ class Learner:
         for name in ("kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"Learner.{name} must not be negative, got {getattr(self, name)}")
-        if self.kl_estimator not in KL_PENALTIES:
+        if self.kl_estimator is not None and self.kl_estimator not in KL_PENALTIES:
             raise ConfigError(
                 f"unknown KL estimator {self.kl_estimator!r}.{did_you_mean(self.kl_estimator, KL_PENALTIES)}"
             )
-        if self.kl_coef > 0 and self.reference is None:
-            raise ConfigError(f"kl_coef is {self.kl_coef} but the reference model is missing: a penalty needs both")
+        for name, part in (("reference model", self.reference), ("KL estimator", self.kl_estimator)):
+            if self.kl_coef > 0 and part is None:
+                raise ConfigError(f"kl_coef is {self.kl_coef} but the {name} is missing: a penalty needs both")
 
     @property
     def optimizer_steps(self) -> int:
@@ -305,6 +306,7 @@ class Learner:
             loss = loss - self.entropy_coef * entropy_T.sum() / batch.counts.tokens
         if self.kl_coef > 0:
             assert columns.reference_logprobs_R is not None
+            assert self.kl_estimator is not None
             kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
             # An estimate from what the sampler drew, so it is corrected like the loss. The entropy is no estimate.
             loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / batch.counts.tokens

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from agent_r1.types import KLEstimator
+
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; beyond it one stale token could turn the loss into inf
 
 Aggregation = Literal["token", "step", "trajectory", "constant"]
@@ -189,7 +191,7 @@ def _weighted(estimate: Callable[[Tensor], Tensor], logprobs_T: Tensor, referenc
 
 
 KLPenalty = Callable[[Tensor, Tensor, Tensor], Tensor]
-KL_PENALTIES: dict[str, KLPenalty] = {
+KL_PENALTIES: dict[KLEstimator, KLPenalty] = {
     # The plain gradient of k1 is zero on average, it would penalise nothing. Its score-function gradient is k2's.
     "k1": lambda lp, ref, old: _with_gradient_of(kl_k1(ref - lp), kl_k2(ref - lp)),
     "k2": lambda lp, ref, old: kl_k2(ref - lp),

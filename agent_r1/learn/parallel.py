@@ -2,6 +2,8 @@
 
 Every rank is given the same credited trajectories and computes its share of the forward and backward passes. The
 denominators come from the whole list, so the gradients of all ranks simply add up to that of one process.
+
+No command starts several ranks yet: what is here is for who builds a `Learner` in processes of their own.
 """
 
 from __future__ import annotations

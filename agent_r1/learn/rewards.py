@@ -16,16 +16,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from agent_r1.types import PerToken, Step, Trajectory
+from agent_r1.types import ProcessScaling as ProcessScaling
 
-ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
 
 
 def zeros(trajectory: Trajectory) -> PerToken:
     return [[0.0] * len(step.response_ids) for step in trajectory.steps]
+
+
+def total(placed: PerToken) -> float:
+    return sum(chain.from_iterable(placed))
 
 
 def process_rewards(trajectory: Trajectory) -> PerToken:
@@ -90,8 +94,8 @@ class KLInReward:
     """The coefficient of a KL penalty on the rewards; with a target it adapts (arXiv:1909.08593, section 2.2)."""
 
     coef: float
-    target: float | None = None  # KL per token to aim at; None: the coefficient stays
-    horizon: int = 10_000  # trajectories over which the coefficient follows
+    target: float | None  # KL per token to aim at; None: the coefficient stays
+    horizon: int  # trajectories over which the coefficient follows
 
     def adapt(self, kl: float, trajectories: int) -> None:
         if self.target is not None:
@@ -127,6 +131,16 @@ class RewardShaper:
         ]
         return rewards if kl is None else self._penalised(rewards, kl)
 
+    def earned(self, trajectory: Trajectory) -> tuple[float, ...]:
+        """What tells attempts at a row apart: the return they are compared by, before penalties, which alone must not
+        make equal answers worth comparing. Where the scale of process rewards follows the batch, both parts of the
+        return: only by chance would different ones make up for each other.
+        """
+        process, outcome = total(process_rewards(trajectory)), total(outcome_rewards(trajectory))
+        if self.process not in _FIXED_SCALES:
+            return process, outcome
+        return (self.process_weight * _FIXED_SCALES[self.process] * process + outcome,)
+
     def state_dict(self) -> dict[str, Any]:
         running = {"count": self.running.count, "mean": self.running.mean, "squares": self.running.squares}
         return {"running": running, "kl_coef": None if self.kl is None else self.kl.coef}
@@ -137,7 +151,9 @@ class RewardShaper:
             self.kl.coef = state["kl_coef"]
 
     def _scale(self, process: Sequence[PerToken]) -> float:
-        return _SCALES[self.process](process, self.running)
+        if self.process in _FIXED_SCALES:
+            return _FIXED_SCALES[self.process]
+        return _BATCH_SCALES[self.process](process, self.running)
 
     def _overlong(self, trajectory: Trajectory) -> PerToken:
         return overlong_penalties(
@@ -169,9 +185,8 @@ def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
     return 1.0 / running.value if running.value > TINY else 1.0
 
 
-_SCALES: dict[str, Callable[[Sequence[PerToken], RunningStd], float]] = {
-    "raw": lambda process, running: 1.0,
-    "ignored": lambda process, running: 0.0,
+_FIXED_SCALES: dict[ProcessScaling, float] = {"raw": 1.0, "ignored": 0.0}
+_BATCH_SCALES: dict[ProcessScaling, Callable[[Sequence[PerToken], RunningStd], float]] = {
     "largest_return": _by_largest_return,
     "running_std": _by_running_std,
 }

@@ -13,13 +13,14 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.gpu_attention import bytes_per_token
-from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.rollout.engines.local import BLOCK_SIZE, LocalEngine
 from agent_r1.rollout.engines.model_runner import cast_weights
 from agent_r1.run.model import Model, model_dtype
 
 GPU_ONLY = ("gpu_memory_share", "burst", "compile")
 CPU_CACHE = 131_072  # tokens
 GPU_RUNNING = 1024  # sequences at most; more are hardly faster per token
+GPU_BURST = 16  # tokens of a sequence before the host looks at them
 GPU_MEMORY_SHARE = 0.3  # the learner, which comes later, needs the rest
 
 
@@ -39,9 +40,9 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
         seed=config.seed,
         max_running=settings.max_running or (min(GPU_RUNNING, episodes_at_once(config)) if on_gpu else 256),
         max_batch_tokens=settings.max_batch_tokens or (16_384 if on_gpu else 2048),
-        max_cached_tokens=settings.max_cached_tokens or (_affordable(config, network) if on_gpu else CPU_CACHE),
+        max_cached_tokens=given_cache(config, network.device) or _affordable(config, network),
+        burst=settings.burst or GPU_BURST,
         threads=None if on_gpu else settings.threads,
-        burst=settings.burst or 16,
         compile_layers=settings.compile,
     )
 
@@ -54,6 +55,18 @@ def episodes_at_once(config: RunConfig) -> int:
     return min(most, max(training, evaluation))
 
 
+def given_cache(config: RunConfig, device: torch.device) -> int | None:
+    """Tokens of the cache, where that can be told before there is a model; None: it depends on what memory is free."""
+    tokens = config.engine.max_cached_tokens or (None if device.type == "cuda" else CPU_CACHE)
+    return None if tokens is None else _whole_blocks(config, tokens, knob="engine.max_cached_tokens")
+
+
+def most_cached(config: RunConfig) -> int:
+    """Tokens of all episodes together, each in blocks of its own."""
+    blocks = -(-config.rollout.max_context_tokens // BLOCK_SIZE)
+    return episodes_at_once(config) * blocks * BLOCK_SIZE
+
+
 def _affordable(config: RunConfig, network: Any) -> int:
     """Tokens for which there is memory, but no more than all episodes together can have."""
     share = config.engine.gpu_memory_share or GPU_MEMORY_SHARE
@@ -61,9 +74,16 @@ def _affordable(config: RunConfig, network: Any) -> int:
     torch.cuda.empty_cache()  # what the allocator keeps is free too
     free, _ = torch.cuda.mem_get_info(network.device)
     tokens = int(share * free) // bytes_per_token(network.config.get_text_config(), network.dtype)
-    if tokens < config.rollout.max_context_tokens:
+    return _whole_blocks(config, min(tokens, most_cached(config)), knob="engine.gpu_memory_share")
+
+
+def _whole_blocks(config: RunConfig, tokens: int, *, knob: str) -> int:
+    """What a cache of so many tokens can hold. An episode that outgrew it would fail when it gets there."""
+    held, longest = tokens // BLOCK_SIZE * BLOCK_SIZE, config.rollout.max_context_tokens
+    if held < longest:
         raise ConfigError(
-            f"{share:g} of the GPU's free memory holds {tokens} tokens of keys and values, and one context may have "
-            f"{config.rollout.max_context_tokens}: raise engine.gpu_memory_share, or lower rollout.max_context_tokens"
+            f"the engine's cache of {tokens} tokens holds {held} in whole blocks of {BLOCK_SIZE}, and "
+            f"rollout.max_context_tokens lets one context have {longest}: raise {knob}, or lower "
+            "rollout.max_context_tokens"
         )
-    return min(tokens, config.rollout.max_concurrent * config.rollout.max_context_tokens)
+    return held

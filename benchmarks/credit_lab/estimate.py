@@ -38,7 +38,7 @@ def credit(
 ) -> list[CreditedTrajectory]:
     """As the trainer does it, dynamic sampling included."""
     if algorithm.sampling_rounds > 1:
-        groups = trainable(groups, varied_only=True)[:ROWS_PER_BATCH]
+        groups = trainable(groups, varied_by=shaper)[:ROWS_PER_BATCH]
     return assign_credit(groups, algorithm, shaper=shaper, values=values if algorithm.needs_critic else None)
 
 

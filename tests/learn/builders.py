@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -22,9 +22,11 @@ from transformers import (
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.batch import merge_steps, pack, step_sizes
+from agent_r1.learn.correction import Correction
 from agent_r1.learn.critic import Critic
 from agent_r1.learn.learner import CriticTraining
 from agent_r1.learn.minibatch import on_columns
+from agent_r1.learn.rewards import KLInReward
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -190,20 +192,36 @@ def learner_for(name: str, policy: PolicyModel | None = None, *, shared: bool = 
         "max_grad_norm": 1.0,
         "max_tokens_per_pack": 64,
         "max_nonfinite_updates": 3,
+        "kl_estimator": "k3",
         "critic": critic_of(policy, shared=shared) if algorithm.needs_critic else None,
     }
     return Learner(policy, **(settings | overrides))
 
 
+def new_critic(policy: PolicyModel, *, shared: bool, **overrides: Any) -> CriticTraining:
+    """A critic as it begins: it says 0 everywhere."""
+    settings: dict[str, Any] = {"lr": 1e-3, "value_clip": None, "value_coef": 1.0, "warmup_updates": 0}
+    return CriticTraining(critic=Critic(policy, shared=shared), **(settings | overrides))
+
+
 def critic_of(policy: PolicyModel, *, shared: bool, seed: int = 5, **overrides: Any) -> CriticTraining:
     """A critic whose head says something, so that values differ between states."""
-    critic = Critic(policy, shared=shared)
-    generator = torch.Generator().manual_seed(seed)
+    made = new_critic(policy, shared=shared, **({"value_clip": 0.5} | overrides))
+    head, generator = made.critic.head, torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        critic.head.weight.copy_(0.1 * torch.randn(critic.head.weight.shape, generator=generator))
-        critic.head.bias.fill_(0.05)
-    settings: dict[str, Any] = {"lr": 1e-3, "value_clip": 0.5}
-    return CriticTraining(critic=critic, **(settings | overrides))
+        head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=generator))
+        head.bias.fill_(0.05)
+    return made
+
+
+def correction(kind: Literal["truncate", "reject"], **overrides: Any) -> Correction:
+    settings: dict[str, Any] = {"level": "token", "cap": 2.0, "floor": 0.0}
+    return Correction(kind=kind, **(settings | overrides))
+
+
+def steady_kl(coef: float) -> KLInReward:
+    """A KL in the reward whose coefficient stays."""
+    return KLInReward(coef=coef, target=None, horizon=1)
 
 
 def credit_for(name: str, groups: list[Group], learner: Learner) -> list[CreditedTrajectory]:

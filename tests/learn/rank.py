@@ -15,9 +15,17 @@ from torch import distributed
 
 from agent_r1.errors import TrainingError
 from agent_r1.learn import ALGORITHMS, PolicyModel
-from agent_r1.learn.correction import Correction
 from agent_r1.learn.parallel import DataParallel, OneProcess
-from tests.learn.builders import credit_for, critic_of, gradients_of, learner_for, on_policy, random_groups, tiny_model
+from tests.learn.builders import (
+    correction,
+    credit_for,
+    critic_of,
+    gradients_of,
+    learner_for,
+    on_policy,
+    random_groups,
+    tiny_model,
+)
 
 WORLD = 2
 CASES = [(name, False) for name in ALGORITHMS] + [(n, True) for n, row in ALGORITHMS.items() if row.needs_critic]
@@ -27,7 +35,7 @@ def train_all(ranks: OneProcess) -> dict[str, Any]:
     """By case: the gradient of the first optimizer step, and metrics and weights after several."""
     results: dict[str, Any] = {f"{name} {shared}": train(name, ranks, shared=shared) for name, shared in CASES}
     results["corrected"] = train(
-        "grpo", ranks, correction=Correction(kind="reject", level="step", cap=1.2), kl_coef=0.1, entropy_coef=0.01
+        "grpo", ranks, correction=correction("reject", level="step", cap=1.2), kl_coef=0.1, entropy_coef=0.01
     )
     results["warming up"] = train("steppo", ranks, shared=True, warmup_updates=2)
     results["one trajectory"] = train("reinforce", ranks, take=1)

@@ -5,10 +5,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.algorithms import (
@@ -23,10 +26,10 @@ from agent_r1.learn.algorithms import (
 )
 from agent_r1.learn.credit import Values
 from agent_r1.learn.losses import Counts, LossInputs
-from agent_r1.learn.rewards import KLInReward, RewardShaper
-from agent_r1.types import Group, PerToken, StopReason, Trajectory
-from tests.learn.builders import group, step, trajectory
-from tests.learn.episodes import critic, episode, flat
+from agent_r1.learn.rewards import RewardShaper
+from agent_r1.types import Group, PerToken, ProcessScaling, StopReason, Trajectory
+from tests.learn.builders import group, steady_kl, step, trajectory
+from tests.learn.episodes import Batch, batches, critic, episode, flat
 
 GRPO = get_algorithm("grpo")
 
@@ -191,9 +194,47 @@ def test_uniform_groups_are_those_without_two_different_returns_that_count() -> 
 def test_dynamic_sampling_leaves_uniform_groups_out() -> None:
     varied = group(episode([1], 1.0, name="a"), episode([1], 0.0, name="b"))
     uniform = group(episode([1], 1.0), episode([1], 1.0))
-    assert trainable([uniform, varied], varied_only=True) == [varied]
+    assert trainable([uniform, varied], varied_by=RewardShaper()) == [varied]
     assert [c.trajectory.trajectory_id for c in assign_credit([uniform, varied], get_algorithm("dapo"))] == ["a", "b"]
     assert len(assign_credit([uniform, varied], get_algorithm("dapo", sampling_rounds=1))) == 4
+
+
+def kept_by_dynamic_sampling(played: Group, shaper: RewardShaper) -> bool:
+    return assign_credit([played], get_algorithm("dapo"), shaper=shaper) != []
+
+
+def test_dynamic_sampling_looks_at_what_is_trained_on() -> None:
+    by_process = group(episode([1], rewards=[0.3]), episode([1], rewards=[0.1]))
+    by_outcome = group(episode([1], 0.0, rewards=[1.0]), episode([1], 1.0, rewards=[0.0]))  # paid 1 and 1
+    expected = {"raw": (True, False), "ignored": (False, True), "largest_return": (True, True)}
+    for process, kept in expected.items():
+        shaper = RewardShaper(process=cast(ProcessScaling, process))
+        assert tuple(kept_by_dynamic_sampling(one, shaper) for one in (by_process, by_outcome)) == kept
+        assert tuple(not is_uniform(one, shaper) for one in (by_process, by_outcome)) == kept
+    # 0.5 * 1 against 1
+    assert kept_by_dynamic_sampling(by_outcome, RewardShaper(process_weight=0.5))
+
+
+@given(batch=batches(), process=st.sampled_from(get_args(ProcessScaling)), weight=st.sampled_from([0.5, 1.0]))
+@budget(max_examples=200, deadline=None)
+def test_dynamic_sampling_keeps_the_groups_that_have_a_gradient(
+    batch: Batch, process: ProcessScaling, weight: float
+) -> None:
+    for drawn in batch.groups:
+        # right or wrong, so that attempts often differ in process rewards alone
+        judged = [replace(one, outcome_reward=float(one.outcome_reward > 0)) for one in drawn.trajectories]
+        played = replace(drawn, trajectories=judged)
+        everything = assign_credit([played], GRPO, shaper=RewardShaper(process=process, process_weight=weight))
+        has_gradient = any(advantage for item in everything for advantage in flat(item.advantages))
+        assert kept_by_dynamic_sampling(played, RewardShaper(process=process, process_weight=weight)) == has_gradient
+
+
+def test_penalties_alone_make_no_group_worth_training_on() -> None:
+    alike = group(episode([1], 1.0), episode([4], 1.0))
+    assert not kept_by_dynamic_sampling(alike, RewardShaper(overlong_limit=4, overlong_penalty=1.0))
+    # KLs always differ: by them every group would
+    rloo, shaper = get_algorithm("rloo", sampling_rounds=2), RewardShaper(kl=steady_kl(0.5))
+    assert assign_credit([alike], rloo, shaper=shaper, kl=lambda asked: [[[0.1]], [[0.2] * 4]][: len(asked)]) == []
 
 
 def test_demonstrations_have_advantage_one_on_every_response_token() -> None:
@@ -227,7 +268,7 @@ def test_critic_and_reference_are_asked_for_the_trajectories_that_count() -> Non
         group(episode([0], name="silent")),
         group(episode([2], name="b")),
     ]
-    shaper = RewardShaper(kl=KLInReward(coef=0.1))
+    shaper = RewardShaper(kl=steady_kl(0.1))
     assign_credit(groups, get_algorithm("ppo"), shaper=shaper, values=values, kl=partial(zeros, "kl"))
     assert asked == [("kl", ["a", "b"]), ("values", ["a", "b"])]
 
@@ -239,7 +280,7 @@ def test_a_critic_that_forgets_a_trajectory_is_an_error() -> None:
 
 def test_a_greedy_attempt_pays_no_kl_and_shares_the_scale_of_process_rewards() -> None:
     played = replace(group(episode([1], 1.0, rewards=[2.0])), greedy=episode([1], 1.0, rewards=[4.0]))
-    shaper = RewardShaper(process="largest_return", kl=KLInReward(coef=0.5))
+    shaper = RewardShaper(process="largest_return", kl=steady_kl(0.5))
     (got,) = assign_credit([played], get_algorithm("remax"), shaper=shaper, kl=lambda asked: [[[1.0]] for _ in asked])
     # divided by 4: 1 + 0.5 - 0.5 * 1 = 1 against 1 + 1 = 2
     assert got.advantages == [[pytest.approx(-1.0, abs=1e-5)]]

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from agent_r1.learn import PolicyModel
-from agent_r1.learn.correction import Correction
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import (
+    correction,
     credit_for,
     gradients_of,
     learner_for,
@@ -19,13 +19,14 @@ from tests.learn.builders import (
     tiny_model,
 )
 
+KINDS: tuple[Literal["truncate", "reject"], ...] = ("truncate", "reject")
 STEPS = torch.tensor([0, 0, 1, 1])
 
 
 def weights(ratios: list[float], **settings: Any) -> list[float]:
     """Of four tokens in two steps; the ratio is learner / sampler."""
     learner = torch.tensor(ratios, dtype=torch.float64).log()
-    got: list[float] = Correction(**settings).weights(learner, torch.zeros(4).double(), STEPS).tolist()
+    got: list[float] = correction(**settings).weights(learner, torch.zeros(4).double(), STEPS).tolist()
     return got
 
 
@@ -50,11 +51,11 @@ def test_weights_by_hand(settings: dict[str, Any], expected: list[float]) -> Non
 
 def test_weights_of_nothing_and_of_huge_ratios() -> None:
     nothing = torch.zeros(0)
-    for kind in ("truncate", "reject"):
+    for kind in KINDS:
         for level in ("token", "step"):
-            correction = Correction(kind=kind, level=level)
-            assert correction.weights(nothing, nothing, nothing.long()).numel() == 0
-            got = correction.weights(torch.tensor([1e4, -1e4]), torch.zeros(2), torch.tensor([0, 1]))
+            made = correction(kind, level=level)
+            assert made.weights(nothing, nothing, nothing.long()).numel() == 0
+            got = made.weights(torch.tensor([1e4, -1e4]), torch.zeros(2), torch.tensor([0, 1]))
             assert torch.isfinite(got).all()
 
 
@@ -62,7 +63,7 @@ def test_uncapped_weights_make_an_expectation_under_the_sampler_one_under_the_le
     # exact: sum over outcomes of sampler * weight * f = sum of learner * f
     rows = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     learner, sampler = rows[0].log_softmax(-1), rows[1].log_softmax(-1)
-    got = Correction(kind="truncate", cap=1e9).weights(learner, sampler, torch.arange(6))
+    got = correction("truncate", cap=1e9).weights(learner, sampler, torch.arange(6))
     torch.testing.assert_close((sampler.exp() * got * rows[2]).sum(), (learner.exp() * rows[2]).sum())
 
 
@@ -76,7 +77,7 @@ def test_with_a_correction_the_old_policy_is_the_learner_and_the_mismatch_is_sti
     policy = PolicyModel(tiny_model())
     credited = batch(policy, noise=0.5)
     plain = learner_for("grpo", policy.copy()).update(credited)
-    corrected = learner_for("grpo", policy.copy(), correction=Correction(kind="truncate")).update(credited)
+    corrected = learner_for("grpo", policy.copy(), correction=correction("truncate")).update(credited)
     # The ratio of the loss compares the learner with itself before the first step; sampler against learner is apart.
     assert corrected["approx_kl"] == pytest.approx(0.0, abs=1e-9)
     assert corrected["clip_fraction"] == 0
@@ -96,9 +97,7 @@ def test_truncated_importance_by_hand_through_the_learner() -> None:
         for item in exact:
             for step in item.trajectory.steps:
                 step.response_logprobs[:] = [old - math.log(factor) for old in step.response_logprobs]
-        learner = learner_for(
-            "grpo", policy.copy(), max_grad_norm=math.inf, correction=Correction(kind="truncate", cap=3.0)
-        )
+        learner = learner_for("grpo", policy.copy(), max_grad_norm=math.inf, correction=correction("truncate", cap=3.0))
         metrics[factor] = learner.update(exact)
         gradients[factor] = gradients_of(learner)
     for factor, weight in ((2.0, 2.0), (4.0, 3.0)):
@@ -109,7 +108,7 @@ def test_truncated_importance_by_hand_through_the_learner() -> None:
 
 def test_rejecting_everything_leaves_no_gradient() -> None:
     policy = PolicyModel(tiny_model())
-    learner = learner_for("grpo", policy, correction=Correction(kind="reject", cap=2.0, floor=1.99))
+    learner = learner_for("grpo", policy, correction=correction("reject", cap=2.0, floor=1.99))
     metrics = learner.update(batch(policy, noise=0.01))
     assert metrics["importance_rejected"] == 1
     assert metrics["grad_norm"] == metrics["loss"] == 0
@@ -138,7 +137,7 @@ def test_the_kl_to_a_reference_is_corrected_like_the_loss() -> None:
             reference=reference,
             kl_coef=0.1,
             kl_estimator="k2",
-            correction=Correction(kind="truncate", cap=3.0),
+            correction=correction("truncate", cap=3.0),
         )
         learner.update(idle)
         gradients[factor] = gradients_of(learner)

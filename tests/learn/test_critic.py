@@ -13,7 +13,6 @@ from torch import Tensor
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.critic import Critic, explained_variance, with_last_state
-from agent_r1.learn.learner import CriticTraining
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
     credit_for,
@@ -21,6 +20,7 @@ from tests.learn.builders import (
     gradients_of,
     group,
     learner_for,
+    new_critic,
     on_policy,
     random_groups,
     step,
@@ -202,7 +202,7 @@ def test_warming_up_trains_the_critic_and_not_a_bit_of_the_policy(shared: bool, 
 def test_a_critic_learns_from_trajectories_that_teach_the_policy_nothing(shared: bool) -> None:
     # Advantages 0 on one of two: the critic is asked at 1 + 2 tokens all the same. V = 0, targets 1: loss 1 / 2.
     policy = PolicyModel(tiny_model())
-    learner = learner_for("ppo", policy, critic=CriticTraining(critic=Critic(policy, shared=shared), lr=1e-3))
+    learner = learner_for("ppo", policy, critic=new_critic(policy, shared=shared))
     items = [
         CreditedTrajectory(
             trajectory=trajectory(step([1], response)),
@@ -220,7 +220,7 @@ def test_a_critic_learns_from_trajectories_that_teach_the_policy_nothing(shared:
 
 def test_a_new_critic_says_zero_everywhere() -> None:
     policy = PolicyModel(tiny_model())
-    learner = learner_for("ppo", policy, critic=CriticTraining(critic=Critic(policy, shared=True), lr=1e-3))
+    learner = learner_for("ppo", policy, critic=new_critic(policy, shared=True))
     cut = replace(trajectory(step([1, 2], [3, 4]), stop=StopReason.MAX_STEPS), next_prompt_ids=[5])
     (values,) = learner.values([cut])
     assert (values.per_token, values.bootstrap) == ([[0.0, 0.0]], 0.0)
@@ -230,8 +230,7 @@ def test_a_new_critic_says_zero_everywhere() -> None:
 def test_a_critic_learns_which_prompts_are_worth_something(shared: bool) -> None:
     # The return is 1 after prompt [1], 0 after prompt [2]; the policy waits.
     policy = PolicyModel(tiny_model())
-    new = CriticTraining(critic=Critic(policy, shared=shared), lr=0.05, warmup_updates=100)
-    learner = learner_for("steppo", policy, critic=new)
+    learner = learner_for("steppo", policy, critic=new_critic(policy, shared=shared, lr=0.05, warmup_updates=100))
     groups = [group(*[trajectory(step([prompt], [3]), reward=reward)] * 2) for prompt, reward in ((1, 1.0), (2, 0.0))]
     metrics = [learner.update(credit_for("steppo", groups, learner)) for _ in range(60)]
     assert metrics[0]["explained_variance"] < 0.5 < 0.95 < metrics[-1]["explained_variance"]

@@ -50,6 +50,7 @@ def make_learner(**overrides: Any) -> Learner:
         "max_grad_norm": 1.0,
         "max_tokens_per_pack": 8192,
         "max_nonfinite_updates": 3,
+        "kl_estimator": "k3",
     }
     return Learner(policy, **(settings | overrides))
 
@@ -364,6 +365,10 @@ def test_supervised_training_learns_to_repeat_the_demonstration() -> None:
         ({"lr": 0.0}, "Learner.lr must be positive, got 0.0"),
         ({"temperature": 0.0}, "Learner.temperature must be positive, got 0.0"),
         ({"kl_coef": 0.1}, "kl_coef is 0.1 but the reference model is missing"),
+        (
+            {"kl_coef": 0.1, "reference": PolicyModel(tiny_model()), "kl_estimator": None},
+            "kl_coef is 0.1 but the KL estimator is missing",
+        ),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'"),
         ({"kl_coef": -0.1}, "Learner.kl_coef must not be negative, got -0.1"),
         ({"entropy_coef": -1.0}, "Learner.entropy_coef must not be negative, got -1.0"),

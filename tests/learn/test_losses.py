@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from agent_r1.learn.losses import (
     value_loss,
     weighted_likelihood,
 )
+from agent_r1.types import KLEstimator
 
 LN2 = math.log(2)
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
@@ -263,7 +264,7 @@ def test_kl_estimators_by_hand() -> None:
         ("k3_weighted", 3 * (1 - LN2), 3 * (1 - LN2) + 3 * (1 - 2)),
     ],
 )
-def test_kl_penalties_by_hand(name: str, value: float, slope_by_logprob: float) -> None:
+def test_kl_penalties_by_hand(name: KLEstimator, value: float, slope_by_logprob: float) -> None:
     logprob = leaf(-1)
     penalty = KL_PENALTIES[name](logprob, numbers(-1 + LN2), numbers(-1 - math.log(3)))
     assert penalty.item() == pytest.approx(value)
@@ -271,7 +272,7 @@ def test_kl_penalties_by_hand(name: str, value: float, slope_by_logprob: float) 
 
 
 def test_the_table_of_penalties_is_the_one_tested() -> None:
-    assert set(KL_PENALTIES) == {"k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"}
+    assert list(KL_PENALTIES) == list(get_args(KLEstimator)) == ["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"]
 
 
 class Categorical:
@@ -288,7 +289,7 @@ class Categorical:
         (gradient,) = torch.autograd.grad(of, self.theta, retain_graph=True)
         return gradient
 
-    def expected(self, name: str, sampler: Tensor) -> Tensor:
+    def expected(self, name: KLEstimator, sampler: Tensor) -> Tensor:
         """Samples are given, so what they are drawn from carries no gradient."""
         sampler = sampler.detach()
         return (sampler.exp() * KL_PENALTIES[name](self.logp, self.logq, sampler)).sum()
@@ -336,7 +337,7 @@ def test_k3_is_never_negative_and_never_overflows(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", KL_PENALTIES)
-def test_penalties_stay_finite_for_a_reference_far_away(name: str) -> None:
+def test_penalties_stay_finite_for_a_reference_far_away(name: KLEstimator) -> None:
     logprob = torch.tensor([-1.0, -90.0], requires_grad=True)
     penalty = KL_PENALTIES[name](logprob, torch.tensor([-95.0, -1.0]), torch.tensor([-60.0, -1.0]))
     penalty.sum().backward()

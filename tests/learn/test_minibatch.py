@@ -11,10 +11,9 @@ import torch
 
 from agent_r1.errors import DataError
 from agent_r1.learn.batch import Pack
-from agent_r1.learn.correction import Correction
 from agent_r1.learn.minibatch import MiniBatch, culprits, layout, on_columns, prepare, with_own_logprobs
 from agent_r1.types import CreditedTrajectory
-from tests.learn.builders import random_credited, step, trajectory
+from tests.learn.builders import correction, random_credited, step, trajectory
 
 CPU = torch.device("cpu")
 
@@ -104,9 +103,7 @@ def test_a_model_is_asked_on_its_own_columns_and_nowhere_else() -> None:
 
 def test_a_correction_replaces_the_old_logprobs_and_keeps_the_samplers() -> None:
     batch = made(three())
-    corrected = with_own_logprobs(
-        batch, lambda part: torch.zeros(part.num_trained), Correction(kind="truncate")
-    ).columns
+    corrected = with_own_logprobs(batch, lambda part: torch.zeros(part.num_trained), correction("truncate")).columns
     assert corrected.old_logprobs_R[:3].tolist() == [0, 0, 0]
     assert corrected.sampler_logprobs_R is batch.columns.old_logprobs_R
     # ratios e^0.1, e^0.2, e^0.3; the idle token was not asked about and keeps weight 1

@@ -22,7 +22,7 @@ class Episode:
     name: str
     step_of: list[int]  # per token
     rewards: list[float]  # per token
-    paid: float  # by env and scorer, before any shaping
+    earned: float  # process rewards by their scale, and the outcome; no penalties
     prompts: list[tuple[int, ...]]  # per step
     shown: list[str]  # per step: what the env had said before it
     wrote: list[bool]  # per step: whether it was a summary, which the env does not answer
@@ -151,7 +151,7 @@ def read(groups: Sequence[Group], shaping: Shaping, *, with_greedy: bool) -> lis
                     name=one.trajectory_id,
                     step_of=step_of_token(one),
                     rewards=rewards(one),
-                    paid=sum(step.reward for step in one.steps) + one.outcome_reward,
+                    earned=scale * sum(process_per_token(one)) + one.outcome_reward,
                     prompts=[tuple(step.prompt_ids) for step in one.steps],
                     shown=[seen_before(one, k) for k in range(len(one.steps))],
                     wrote=[step.summary is not None for step in one.steps],
@@ -224,8 +224,8 @@ def group_relative(groups: list[list[Episode]], settings: Settings) -> None:
 
 
 def dynamic(groups: list[list[Episode]], settings: Settings) -> None:
-    """DAPO leaves groups out whose attempts all were paid alike."""
-    groups[:] = [group for group in groups if not same([episode.paid for episode in group])]
+    """DAPO leaves groups out whose attempts all earned alike, whatever they lose to penalties."""
+    groups[:] = [group for group in groups if not same([episode.earned for episode in group])]
     group_relative(groups, settings)
 
 

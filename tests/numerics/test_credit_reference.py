@@ -13,8 +13,9 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, assign_credit, get_algorithm
-from agent_r1.learn.rewards import KLInReward, ProcessScaling, RewardShaper
+from agent_r1.learn.rewards import ProcessScaling, RewardShaper
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
+from tests.learn.builders import steady_kl
 from tests.learn.episodes import SOUND, Batch, batches, flat, settings
 from tests.numerics.credit_reference import (
     REFERENCES,
@@ -110,7 +111,7 @@ def test_shaped_credit_is_what_the_plain_loops_say(
             overlong_limit=limit,
             overlong_buffer=buffer,
             overlong_penalty=penalty,
-            kl=None if ratios is None else KLInReward(coef=coef),
+            kl=None if ratios is None else steady_kl(coef),
         ),
         values=batch.critic if algorithm.needs_critic else None,
         kl=None if ratios is None else kl,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
-from agent_r1.learn.correction import Correction
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
+    correction,
     credit_for,
     critic_of,
     group,
@@ -168,8 +168,7 @@ def test_huge_and_tiny_advantages(name: str, shared: bool, size: float) -> None:
 @pytest.mark.parametrize("level", ["token", "step"])
 def test_everything_rejected(name: str, shared: bool, level: Any) -> None:
     # no weight is both at least 1.9 and at most 1.9001, so no token is left
-    correction = Correction(kind="reject", level=level, floor=1.9, cap=1.9001)
-    learner = learner_of(name, shared, correction=correction)
+    learner = learner_of(name, shared, correction=correction("reject", level=level, floor=1.9, cap=1.9001))
     metrics = learner.update(ordinary(name, learner))
     assert_sound(learner, metrics)
     assert metrics["importance_rejected"] == 1
@@ -187,7 +186,7 @@ def test_every_penalty_at_once(name: str, shared: bool) -> None:
         kl_coef=0.1,
         reference=PolicyModel(tiny_model(seed=8)),
         entropy_coef=0.01,
-        correction=Correction(kind="truncate", level="step"),
+        correction=correction("truncate", level="step"),
     )
     metrics = learner.update(ordinary(name, learner))
     assert_sound(learner, metrics)

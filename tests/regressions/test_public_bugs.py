@@ -13,7 +13,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.learn import ALGORITHMS, Algorithm, PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.batch import merge_steps, split_evenly
 from agent_r1.learn.losses import Counts, LossInputs
-from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import (
     credit_for,
@@ -21,6 +21,7 @@ from tests.learn.builders import (
     group,
     learner_for,
     random_groups,
+    steady_kl,
     step,
     tiny_model,
     trajectory,
@@ -277,7 +278,7 @@ def test_slime_1370_the_kl_of_tool_text_enters_the_return() -> None:
     assert [len(numbers) for numbers in ratios] == [2, 1]
 
     def rewards(kl: PerToken) -> list[PerToken]:
-        return RewardShaper(kl=KLInReward(coef=0.5))([talk], [kl])
+        return RewardShaper(kl=steady_kl(0.5))([talk], [kl])
 
     assert sum(flat(rewards(ratios)[0])) == pytest.approx(1.0 - 0.5 * sum(flat(ratios)))
     with pytest.raises(ValueError, match="zip"):

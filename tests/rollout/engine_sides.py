@@ -26,8 +26,8 @@ both = pytest.mark.parametrize("side", [CPU, GPU], ids=["cpu", "gpu"])
 
 
 def make_engine(model: Any, *, device: str = "cpu", **settings: Any) -> LocalEngine:
-    defaults = {"seed": 0, "max_running": 8, "max_batch_tokens": 64, "max_cached_tokens": 512, "block_size": 4}
-    return LocalEngine(copy.deepcopy(model).to(device), threads=1, **(defaults | settings))
+    sizes = {"max_running": 8, "max_batch_tokens": 64, "max_cached_tokens": 512, "block_size": 4, "burst": 1}
+    return LocalEngine(copy.deepcopy(model).to(device), threads=1, **({"seed": 0} | sizes | settings))
 
 
 @contextmanager

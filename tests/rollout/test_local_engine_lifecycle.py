@@ -352,7 +352,7 @@ def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, 
 def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
     model = tiny("llama")
     learner = type(model)(model.config)
-    LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512)
+    LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512, burst=1)
     with pytest.raises(AgentR1Error, match="belongs to a LocalEngine and was called outside it"):
         learner(torch.tensor([[1, 2]]))
 

@@ -53,7 +53,6 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("recipe=other", "recipe is no setting"),
         ("model.path=null", "exactly one of model.path"),
         ("rollout.max_response_tokens=9999", "the prompt needs room too"),
-        ("engine.max_cached_tokens=300", "cannot hold one context"),
         ("eval.samples=4", "repeats one greedy attempt"),
         ("eval.top_p=0.5", "do nothing at eval.temperature = 0"),
         ("sft.count=3", r"sft\.count does nothing without sft\.demos; set that or leave sft\.count out"),

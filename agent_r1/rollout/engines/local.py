@@ -45,6 +45,7 @@ Result = TypeVar("Result")
 # Turns of the event loop before a step that nothing else runs beside. An answered episode needs one to wake up and a
 # few for each task or timeout its tool call is wrapped in; a turn costs some microseconds.
 SETTLE_TURNS = 32
+BLOCK_SIZE = 32  # tokens of a sequence that are cached, and given up, together
 POLL_SECONDS = 0.0005  # between looks whether the GPU is done; the next step is under way then, so nothing waits
 # Answers handed out before the next step is planned, on a GPU. Each wakes an episode, whose parsing, tools and
 # rendering the loop finishes before it comes back here: some half a millisecond, where a burst takes some twenty.
@@ -59,9 +60,9 @@ class LocalEngine:
 
     max_running: requests computed at the same time.
     max_batch_tokens: prompt tokens run in one step; longer prompts take several, so they do not stall the others.
-    max_cached_tokens: keys and values kept in all, of running requests and idle sessions.
-    threads: torch threads of the engine's own thread, on a CPU; None leaves torch's setting.
+    max_cached_tokens: keys and values kept in all, of running requests and idle sessions, in whole blocks.
     burst: tokens that a GPU samples for each request before the host looks at them.
+    threads: torch threads of the engine's own thread, on a CPU; None leaves torch's setting.
     compile_layers: torch.compile the decoder layers; None: on a GPU.
     kernels: run as on a GPU, with these kernels; None: Triton's on a GPU.
     """
@@ -74,9 +75,9 @@ class LocalEngine:
         max_running: int,
         max_batch_tokens: int,
         max_cached_tokens: int,
+        burst: int,
         threads: int | None = None,
-        block_size: int = 32,
-        burst: int = 16,
+        block_size: int = BLOCK_SIZE,
         compile_layers: bool | None = None,
         kernels: Kernels | None = None,
     ) -> None:
