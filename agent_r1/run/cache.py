@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from agent_r1.tasks.download import user_cache
+
 
 def cache_root() -> Path:
-    root = os.environ.get("AGENT_R1_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
-    return Path(root).expanduser()
+    return Path(os.environ.get("AGENT_R1_CACHE") or user_cache()).expanduser()
 
 
 def put(folder: Path, write: Callable[[Path], object]) -> None:

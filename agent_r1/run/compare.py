@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.run.outcomes import EvalRecord, Subject, by_row, row_outcomes
+from agent_r1.run.outcomes import NOT_RECORDED, EvalRecord, Subject, by_row, row_outcomes
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.statistics import FEWEST_DIFFERING, LEVEL, PairedDifference, paired_difference
 
 PERCENT = f"{100 * LEVEL:.0f} %"
+UNKNOWN = ("auto", NOT_RECORDED)  # of a number format, what a run leaves to the machine; of anything, what is not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
     record = EvalRecord(
         subject=Subject.of(config, model=f"step {step}", panel=evaluated["panel"]),
         outcomes=outcomes,
-        metrics={key: value for key, value in evaluated.items() if isinstance(value, float)},
+        metrics={key: value for key, value in evaluated.items() if isinstance(value, float) and key != "time"},
         time=evaluated["time"],
     )
     return f"{run.path}, step {step}", record
@@ -154,13 +155,19 @@ def compare(before: Side, after: Side) -> Comparison:
     )
 
 
-def different_settings(before: Side, after: Side) -> list[str]:
-    """What else differs between two evaluations, besides the policy."""
+def notes(before: Side, after: Side) -> list[str]:
+    """What else differs between two evaluations, besides the policy, or may differ."""
     a, b = before.record.subject, after.record.subject
-    settings = [(name, a.settings.get(name), b.settings.get(name)) for name in {**a.settings, **b.settings}]
+    settings = [(name, a.setting(name), b.setting(name)) for name in {**a.settings, **b.settings}]
     sampled = a.settings.get("temperature") or b.settings.get("temperature")
     known = [("recipe", a.recipe, b.recipe), *settings, *([("seed", a.seed, b.seed)] if sampled else [])]
-    return [f"{name} {one} ({before.letter}), {other} ({after.letter})" for name, one, other in known if one != other]
+    differ, may_differ = list[str](), list[str]()
+    for name, one, other in known:
+        if one != other:
+            said = differ if one not in UNKNOWN and other not in UNKNOWN else may_differ
+            said.append(f"{name} {one} ({before.letter}), {other} ({after.letter})")
+    found = {"not evaluated in the same way": differ, "perhaps not evaluated in the same way": may_differ}
+    return [f"note: {what}: {'; '.join(settings)}" for what, settings in found.items() if settings]
 
 
 def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -> list[Comparison]:
@@ -174,8 +181,8 @@ def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -
     lines += ["", f"panel {record.subject.panel}, {len(record.outcomes)} rows; {PERCENT} intervals, paired by row", ""]
     lines += _aligned([_HEADER, *(line for comparison in comparisons for line in _table(comparison))])
     for comparison in comparisons:
-        if differing := different_settings(comparison.before, comparison.after):
-            lines += ["", f"note: not evaluated in the same way: {'; '.join(differing)}"]
+        if said := notes(comparison.before, comparison.after):
+            lines += ["", *said]
     lines += ["", *(comparison.verdict(measure) for comparison in comparisons)]
     for line in lines:
         console.print(Text(line), soft_wrap=True)

@@ -22,12 +22,14 @@ from agent_r1.run.statistics import standard_error
 from agent_r1.types import Trajectory
 
 FORMAT = 1  # of the files
+NOT_RECORDED = "not recorded"
+_ABSENT_IF_NONE = ("context", "workers")  # settings
 Outcomes = dict[str, dict[str, float]]  # row id -> measure -> mean over the attempts at that row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was evaluated, and everything its numbers depend on but the code."""
+    """What was evaluated, and everything its numbers depend on but the code and the files it reads."""
 
     model: str
     recipe: str
@@ -37,9 +39,10 @@ class Subject:
     settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the world it is played in
 
     @classmethod
-    def of(cls, config: RunConfig, *, model: str, panel: str) -> Subject:
-        limits = {"max_steps", "max_response_tokens", "max_context_tokens"}
-        world = {"success_reward", "reward", "flow", "env", "env_kwargs", "tools", "tool_kwargs"}
+    def of(cls, config: RunConfig, *, model: str, panel: str, dtype: str | None = None) -> Subject:
+        """`dtype`: the number format that was sampled in; without it that of the config, which may be `auto`."""
+        limits = {"max_steps", "max_response_tokens", "max_context_tokens", "episode_seconds"}
+        world = {"success_reward", "reward", "reward_seconds", "flow", "env", "env_kwargs", "tools", "tool_kwargs"}
         return cls(
             model=model,
             recipe=config.recipe,
@@ -51,9 +54,15 @@ class Subject:
                 **config.rollout.model_dump(mode="json", include=limits),
                 **config.task.model_dump(mode="json", include=world),
                 **config.model.model_dump(mode="json", include={"chat_template", "template_kwargs"}),
+                "dtype": dtype or config.model.dtype,
+                **_worker_limits(config),
                 **_context_settings(config),
             },
         )
+
+    def setting(self, name: str) -> Any:
+        """As people are told it: evaluations of older versions do not say all of them."""
+        return self.settings.get(name, None if name in _ABSENT_IF_NONE else NOT_RECORDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +107,12 @@ class EvalRecord:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is not an evaluation: {type(error).__name__}: {error}") from error
         return cls(subject=subject, **rest)
+
+
+def _worker_limits(config: RunConfig) -> dict[str, Any]:
+    """Beyond which an env is killed, and its episode has failed; how many processes share the work changes nothing."""
+    workers = config.task.workers
+    return {} if workers is None else {"workers": workers.model_dump(mode="json", exclude={"processes"})}
 
 
 def _context_settings(config: RunConfig) -> dict[str, Any]:

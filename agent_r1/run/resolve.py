@@ -11,10 +11,11 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib
+import json
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -22,15 +23,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from agent_r1.agent.guard import describe, mended
-from agent_r1.config import RECIPES, recipe_file
+from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
+from agent_r1.run.cache import cache_root
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 TOOLS = Path(__file__).parents[1] / "tools"
 
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 _NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
+_TOLD = re.compile(r"README|LICENSE|.*\.(md|rst|log|png|jpe?g|gif|svg|webp|pdf)$", re.IGNORECASE)  # for people alone
 
 
 def resolve(name: str, *, recipe: str) -> Any:
@@ -72,15 +77,61 @@ def recipe_path(name: str, *, recipe: str) -> Path:
 
 
 def recipe_files(recipe: str) -> list[Path]:
-    """The files a recipe's behaviour depends on; a cached warm start is stale when one of them changes. Its own, and
-    all of our recipes and tools, because recipes borrow from each other."""
-    own = [*recipe_folder(recipe).glob("*"), *recipe_folder(recipe).glob("*/*")]  # no deeper: runs may lie there too
-    ours = [path for folder in (RECIPES, TOOLS) for path in folder.resolve().rglob("*")]
-    return sorted({path for path in (*own, *ours) if path.suffix in (".py", ".jinja")})
+    """The files a recipe's behaviour may depend on; a cached warm start is stale when one of them changes. Its own,
+    and all of our recipes and tools, because recipes borrow from each other. Without the descriptions of runs: of
+    their settings, those that matter are known one by one."""
+    own = recipe_file(recipe).resolve()
+    found = {path for folder in (own.parent, RECIPES.resolve(), TOOLS.resolve()) for path in _files_in(folder)}
+    return sorted(path for path in found if not (_TOLD.match(path.name) or path == own or _is_description(path)))
+
+
+def data_name(recipe: str) -> str | None:
+    """Under which the recipe's data are kept, if it has any: the `FOLDER` of its `data.py`."""
+    name: str | None = getattr(_recipe_module("data", recipe_folder(recipe)), "FOLDER", None)
+    return name
 
 
 def recipe_folder(recipe: str) -> Path:
     return recipe_file(recipe).resolve().parent
+
+
+def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """What lies in it, however deep, but nothing hidden and nothing that was left there. Links are followed, though
+    not in circles."""
+    above |= {folder.resolve()}
+    for path in folder.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            yield path
+        elif path.is_dir() and path.resolve() not in above and not _is_left(path):
+            yield from _files_in(path, above)
+
+
+def _is_left(folder: Path) -> bool:
+    """By a run, by our cache, or by Python."""
+    if folder.name.startswith((".", "__pycache__")) or (folder / "pyvenv.cfg").is_file():
+        return True
+    return folder.resolve() == cache_root().resolve() or _is_run(folder)
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(described, dict) and {"recipe", "task", "model"} <= described.keys()
+
+
+def _is_description(path: Path) -> bool:
+    """Whether it is YAML that describes a run, as `base.yaml` and presets do, and not something that a task reads."""
+    if path.suffix not in (".yaml", ".yml"):
+        return False
+    try:
+        described = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        return False
+    if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
+        return False
+    return "base" in described or {"task", "model"} <= described.keys()
 
 
 def _recipe_module(module_name: str, folder: Path) -> ModuleType | None:

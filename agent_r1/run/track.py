@@ -163,9 +163,10 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
 
 
 def shorten(text: str, limit: int = 800) -> str:
+    """Without its blank lines, and no more than `limit` characters of 20 lines; what was cut is told."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     short = "\n".join(lines[:20])[:limit]
-    return short if len(short) == len(text.strip()) else f"{short} ... ({len(text)} characters)"
+    return short if short == "\n".join(lines) else f"{short} ... ({len(text)} characters)"
 
 
 def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:

@@ -15,7 +15,7 @@ import httpx
 
 from agent_r1.errors import DataError
 
-Report = Callable[[str], None]
+Report = Callable[[str], None]  # tells people, line by line, how far it is
 
 SECONDS_TO_CONNECT = 20.0
 SECONDS_WITHOUT_DATA = 60.0
@@ -23,11 +23,20 @@ MIB = 2**20
 MIB_PER_LINE = 16
 
 
+def user_cache() -> Path:
+    """Where things are kept that can be had again: $XDG_CACHE_HOME/agent-r1, or ~/.cache/agent-r1."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agent-r1"
+
+
 def data_dir(name: str) -> Path:
     """Where the data of a recipe are kept: $AGENT_R1_DATA/NAME, or NAME in the user's cache."""
     root = os.environ.get("AGENT_R1_DATA")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(root).expanduser() if root else cache / "agent-r1" / "data") / name
+    return (Path(root).expanduser() if root else user_cache() / "data") / name
+
+
+def data_folder(name: str, path: str | None) -> Path:
+    """Where the data of a recipe are read from: the user's own copy (`data.path`), or where they are kept."""
+    return data_dir(name) if path is None else Path(path).expanduser()
 
 
 def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:

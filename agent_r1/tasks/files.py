@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,5 +26,5 @@ def json_lines(path: Path) -> Iterator[Any]:
                 number += 1
                 if line.strip():
                     yield json.loads(line.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} line {number} cannot be read: {error}") from error

@@ -1,4 +1,5 @@
-"""Rows: what is asked. Parquet, JSON Lines, Hugging Face datasets or a Python generator, one type out.
+"""Rows: what is asked. Parquet, JSON Lines (plain or gzipped), Hugging Face datasets or a Python generator, one type
+out.
 
 The published row schema (`prompt`, `agent_name`, `reward_model`, `env_kwargs`, `data_source`, `extra_info`) is read
 unchanged; columns it does not name are kept under `extra_info`. Row order is a function of (seed, step), so resuming
@@ -17,8 +18,12 @@ from string import Formatter
 from typing import Any
 
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.tasks.files import json_lines
 from agent_r1.types import Message, TaskRow
 
+Demo = tuple[TaskRow, list[str]]  # what is asked, and what an expert says, turn by turn
+
+_FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 _COLUMNS = {"prompt", "agent_name", "reward_model", "env_kwargs", "data_source", "extra_info", "row_id"}
 
 
@@ -93,11 +98,9 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     if found is None:
         raise DataError(f"no data file at {' or '.join(dict.fromkeys(map(str, places)))}")  # often the same place
     path = _split_file(found, split) if found.is_dir() else found
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    raise DataError(f"{path} is neither .parquet nor .jsonl")
+    if not path.name.endswith(_FORMATS):
+        raise DataError(f"{path} is none of {', '.join(_FORMATS)}")
+    return _read_parquet(path) if path.suffix == ".parquet" else json_lines(path)
 
 
 def _filled(source: str, split: str) -> str:
@@ -111,11 +114,12 @@ def _filled(source: str, split: str) -> str:
 
 
 def _split_file(folder: Path, split: str) -> Path:
-    for suffix in (".parquet", ".jsonl"):
-        if (folder / f"{split}{suffix}").exists():
-            return folder / f"{split}{suffix}"
+    names = [f"{split}{suffix}" for suffix in _FORMATS]
+    for name in names:
+        if (folder / name).exists():
+            return folder / name
     found = sorted(path.name for path in folder.iterdir())
-    raise DataError(f"{folder} has neither {split}.parquet nor {split}.jsonl; it holds {found[:10]}")
+    raise DataError(f"{folder} has none of {', '.join(names)}; it holds {found[:10]}")
 
 
 def _read_parquet(path: Path) -> Iterable[Any]:
@@ -135,23 +139,6 @@ def _without_nulls(value: Any) -> Any:
         kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
         return {**kept, "content": None} if "role" in kept and "content" not in kept else kept
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _read_jsonl(path: Path) -> Iterable[Any]:
-    for number, line in enumerate(_decoded(path), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path} line {number} is not JSON: {error}") from error
-
-
-def _decoded(path: Path) -> Iterable[str]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:

@@ -163,6 +163,51 @@ def test_what_else_differs_is_said(tmp_path: Path) -> None:
     assert "note" not in shown([greedy, other_seed])  # greedy attempts have no use for a seed
 
 
+def test_the_number_format_and_the_time_of_an_episode_make_another_evaluation(tmp_path: Path) -> None:
+    def of(dtype: str, seconds: float) -> Subject:
+        rollout = CONFIG.rollout.model_copy(update={"episode_seconds": seconds})
+        return Subject.of(CONFIG.model_copy(update={"rollout": rollout}), model="a/b", panel="p", dtype=dtype)
+
+    rewards = {"a": 1.0, "b": 0.0}
+    usual, other = of("float32", 300.0), of("bfloat16", 1.0)
+    first = stored(eval_file(tmp_path, usual, name=None, stem="m"), rewards, settings=usual.settings)
+    second = stored(eval_file(tmp_path, other, name=None, stem="m"), rewards, settings=other.settings)
+    assert (first.name, second.name) == ("m.json", "m-2.json")
+    note = "not evaluated in the same way: episode_seconds 300.0 (A), 1.0 (B); dtype float32 (A), bfloat16 (B)\n"
+    assert f"\nnote: {note}" in shown([first, second])
+
+
+def test_workers_limit_episodes_too_but_their_number_does_not_matter() -> None:
+    def settings(**workers: float) -> Mapping[str, object]:
+        task = CONFIG.task.model_dump() | {"workers": workers}
+        return Subject.of(parse_config(CONFIG.model_dump() | {"task": task}), model="m", panel="p").settings
+
+    assert settings(processes=2) == settings(processes=4) != settings(processes=2, step_seconds=1)
+
+
+def test_what_one_side_does_not_say_is_no_known_difference(run: RunDir, tmp_path: Path) -> None:
+    rewards = {f"r{i:02d}": float(i < 14) for i in range(20)}
+    panel = panel_hash([row(name) for name in rewards])
+    told = Subject.of(CONFIG, model="a/b", panel=panel, dtype="float32").settings
+    older = {name: value for name, value in told.items() if name not in ("dtype", "episode_seconds")}
+    new = stored(tmp_path / "new.json", rewards, panel=panel, settings=told)
+    old = stored(tmp_path / "old.json", rewards, panel=panel, settings=older)
+    assert "\nnote: perhaps not evaluated in the same way: dtype auto (A), float32 (B)\n" in shown([run.path, new])
+    text = shown([old, new])
+    assert "note: perhaps not evaluated in the same way: " in text
+    assert "episode_seconds not recorded (A), 300.0 (B)" in text
+    assert "note: not " not in text
+    assert "note" not in shown([old, old])
+    with pytest.raises(ConfigError, match=r"old\.json holds another evaluation"):  # as far as anybody knows
+        eval_file(tmp_path, EvalRecord.load(new).subject, name="old", stem="m")
+
+
+def test_of_what_a_run_notes_down_only_measurements_are_metrics(run: RunDir) -> None:
+    side, _ = find_sides([run.path, run.path], step="last", name=None)
+    assert side.record.metrics == {"success": 0.7}
+    assert side.record.time == run.read_metrics("eval")[-1]["time"]
+
+
 def test_steps_and_measures_that_do_not_exist_are_refused(run: RunDir) -> None:
     two = [run.path, run.path]
     for problem, message in (

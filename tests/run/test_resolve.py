@@ -228,7 +228,47 @@ def test_a_recipe_depends_on_its_own_files_and_on_the_recipes_and_tools_it_may_b
     (tmp_path / "mine" / "part").mkdir()
     (tmp_path / "mine" / "part" / "c.py").write_text("", encoding="utf-8")
     own = [path for path in recipe_files(name) if path.is_relative_to(tmp_path)]
-    assert [path.name for path in own] == ["a.jinja", "b.py", "c.py", "task.py"]
+    assert [path.name for path in own] == ["a.jinja", "b.py", "c.py", "task.py"]  # and no base.yaml
     package = RECIPES.resolve().parent
     borrowed = {package / "recipes" / "gsm8k" / "task.py", package / "tools" / "calculator.py"}  # by gsm8k_tool
     assert borrowed <= set(recipe_files(name)) & set(recipe_files("gsm8k_tool/tiny"))
+
+
+def test_whatever_a_recipe_may_read_counts_but_not_what_runs_and_people_leave_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    name = recipe(folder, task="")
+    monkeypatch.setenv("AGENT_R1_CACHE", str(folder / "cache"))
+    matter = {
+        "demos.json": "[]",
+        "words.txt": "a",
+        "worlds/deep/down/map.csv": "x",
+        "worlds/config.json": '{"recipe": "of a cake"}',
+        "task.yaml": "task: put the apple into the fridge",
+        "broken.yaml": "{",
+    }
+    beside = {
+        "preset.yaml": "base: base.yaml\nsft: {lr: 1.0e-4}",
+        "README": "x",
+        "notes.md": "x",
+        "curve.PNG": "x",
+        "train.log": "x",
+        ".hidden": "x",
+        ".git/config": "x",
+        "__pycache__/task.pyc": "x",
+        "runs/first/config.json": '{"recipe": "mine", "task": {}, "model": {}}',
+        "runs/first/metrics.jsonl": "{}",
+        "cache/warm/model.safetensors": "x",
+        "env/pyvenv.cfg": "",
+        "env/lib/module.py": "",
+    }
+    for path, text in (matter | beside).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "rows.jsonl").write_text("x", encoding="utf-8")
+    (folder / "linked").symlink_to(tmp_path / "shared")
+    (folder / "linked" / "back").symlink_to(folder)  # in a circle
+    own = {str(path.relative_to(folder)) for path in recipe_files(name) if path.is_relative_to(folder)}
+    assert own == {"task.py", "linked/rows.jsonl", *matter}

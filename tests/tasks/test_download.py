@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from agent_r1.errors import DataError
-from agent_r1.tasks.download import MIB, MIB_PER_LINE, data_dir, fetch
+from agent_r1.run.cache import cache_root
+from agent_r1.tasks.download import MIB, MIB_PER_LINE, data_dir, data_folder, fetch
 
 CONTENT = b"one line\nanother\n" * 1000
 RIGHT = hashlib.sha256(CONTENT).hexdigest()
@@ -142,3 +143,24 @@ def test_data_are_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatc
     assert data_dir("mine") == tmp_path / "elsewhere" / "agent-r1" / "data" / "mine"
     monkeypatch.setenv("AGENT_R1_DATA", "~/data")  # wins over both
     assert data_dir("mine") == tmp_path / "data" / "mine"
+
+
+def test_data_and_made_models_lie_under_the_same_cache_however_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("AGENT_R1_DATA", "AGENT_R1_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/elsewhere")
+    assert cache_root() == tmp_path / "elsewhere" / "agent-r1"
+    assert data_dir("mine") == cache_root() / "data" / "mine"
+    monkeypatch.setenv("AGENT_R1_CACHE", "~/models")  # moves what is made, not what was fetched
+    assert (cache_root(), data_dir("mine").parents[2]) == (tmp_path / "models", tmp_path / "elsewhere")
+
+
+def test_a_copy_that_the_user_has_takes_the_place_of_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_folder("mine", None) == data_dir("mine")
+    assert data_folder("mine", "~/copy") == tmp_path / "copy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +48,21 @@ def test_jsonl_gives_the_same_row_as_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(PUBLISHED) + "\n\n", encoding="utf-8")
     parquet = load_rows(str(tmp_path / "a.parquet"), split="train")
     assert load_rows(str(tmp_path / "a.jsonl"), split="train") == parquet
+
+
+def test_json_lines_may_be_gzipped_as_a_file_and_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress((json.dumps(PUBLISHED) + "\n").encode()))
+    [row] = load_rows(str(tmp_path / "{split}.jsonl.gz"), split="train")
+    assert row.ground_truth == "2"
+    assert load_rows(str(tmp_path), split="train") == [row]
+
+
+def test_damaged_gzip_is_a_clear_error(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"prompt": "x"}\n' * 9)
+    for content in (whole[:-12], whole[:12] + b"\xff" * 9 + whole[21:]):  # cut off; something else inside
+        (tmp_path / "a.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.jsonl\.gz line \d cannot be read"):
+            load_rows(str(tmp_path / "a.jsonl.gz"), split="train")
 
 
 def test_a_hugging_face_dataset_gives_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +119,20 @@ def test_a_bad_row_names_its_place_and_fault(record: Any, message: str) -> None:
 def test_unreadable_sources_are_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{oops\n', encoding="utf-8")
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"not gzip")
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "data.csv").write_text("a,b", encoding="utf-8")
     for name, message in (
         ("missing.jsonl", "no data file at"),
         ("bad.parquet", "not a readable parquet file"),
-        ("bad.jsonl", "line 2 is not JSON"),
+        ("bad.jsonl", r"bad\.jsonl line 2 cannot be read: Expecting property name"),
+        ("bad.jsonl.gz", r"bad\.jsonl\.gz line 0 cannot be read: Not a gzipped file"),
         ("empty.jsonl", "gave no rows for split 'train'"),
-        ("data.csv", "neither .parquet nor .jsonl"),
+        ("data.csv", r"data\.csv is none of \.parquet, \.jsonl, \.jsonl\.gz"),
     ):
         with pytest.raises(DataError, match=message):
             load_rows(str(tmp_path / name), split="train")
-    with pytest.raises(DataError, match=r"neither valid\.parquet nor valid\.jsonl"):
+    with pytest.raises(DataError, match=r"has none of valid\.parquet, valid\.jsonl, valid\.jsonl\.gz; it holds"):
         load_rows(str(tmp_path), split="valid")
 
 

@@ -32,10 +32,9 @@ from urllib.parse import quote
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
-from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.download import Report, data_dir, fetch
 
 logger = logging.getLogger(__name__)
-Say = Callable[[str], None]
 
 FOLDER = "alfworld"  # of the data directory
 FILE = "games.sqlite"
@@ -148,7 +147,7 @@ def _other_games(digest: str) -> str:
     )
 
 
-def prepare(directory: Path, report: Say) -> None:
+def prepare(directory: Path, report: Report) -> None:
     """Fetch the official archive, unless it or a tree of games is in `directory`, and make the SQLite file of it."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / FILE

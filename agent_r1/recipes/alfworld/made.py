@@ -15,7 +15,8 @@ from agent_r1.recipes.alfworld.engine import TREATMENTS, World
 from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.expert import learn_priors
 from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
-from agent_r1.recipes.alfworld.task import Demo, as_row, explored
+from agent_r1.recipes.alfworld.task import as_row, explored
+from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow
 
 Fact = tuple[str, ...]

@@ -11,13 +11,13 @@ from agent_r1.errors import DataError
 from agent_r1.recipes.alfworld.data import Entry, entries, games_file, load_game
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.expert import Explorer, Priors, learn_priors
+from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow, Trajectory
 
 MAX_STEPS = 30  # of a demonstration: what an episode of the recipe allows
 GAMES_FOR_PRIORS = 400
 
 _Item = TypeVar("_Item")
-Demo = tuple[TaskRow, list[str]]
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:

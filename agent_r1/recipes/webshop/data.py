@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -21,11 +21,9 @@ from typing import Any
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synthetic_goals
 from agent_r1.recipes.webshop.products import Product, read_products
-from agent_r1.tasks.download import data_dir, fetch
+from agent_r1.tasks.download import Report, data_folder, fetch
 from agent_r1.tasks.files import json_lines, plain_or_gzipped
 from agent_r1.types import TaskRow
-
-Say = Callable[[str], None]
 
 FOLDER = "webshop"  # under which the data are kept
 FOLDER_KEY = "folder"  # in a row's extra_info
@@ -70,7 +68,7 @@ class Catalogue:
 
 
 def catalogue_folder(path: str | None) -> Path:
-    return data_dir(FOLDER) if path is None else Path(path).expanduser().resolve()
+    return data_folder(FOLDER, path).resolve()  # rows carry it, to wherever they are played
 
 
 def folder_of(row: TaskRow) -> Path:
@@ -89,7 +87,7 @@ def open_catalogue(folder: Path) -> Catalogue:
         return _read_catalogue(folder)
 
 
-def prepare(directory: Path, report: Say) -> None:
+def prepare(directory: Path, report: Report) -> None:
     """Fetch what is not there yet, and see to it that it makes the 6,910 goals."""
     if plain_or_gzipped(directory / ATTRIBUTES) is None:
         fetch(ATTRIBUTES_URL, directory / ATTRIBUTES, sha256=ATTRIBUTES_SHA256, report=report)
@@ -107,7 +105,7 @@ def goals_hash(goals: Iterable[Goal]) -> str:
     return digest.hexdigest()
 
 
-def _fetch_items(directory: Path, report: Say) -> None:
+def _fetch_items(directory: Path, report: Report) -> None:
     for url in ITEMS_URLS:
         try:
             fetch(url, directory / ITEMS, sha256=None, report=report)

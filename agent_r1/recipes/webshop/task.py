@@ -12,13 +12,13 @@ from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.score import Score, judge
 from agent_r1.recipes.webshop.shop import NEXT, Place, Shop, open_shop
+from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow, Trajectory
 
 NUM_TEST = 200  # the first goals of the original order
 MAX_SAID, MAX_TURNS = 8, 1  # actions of a demonstration, and pages turned: more would fill the context
 NOTHING = Score(total=0.0, kind=0.0, attributes=0.0, options=0.0, price=0.0)  # was bought
 
-Demo = tuple[TaskRow, list[str]]
 Buyer = Callable[[Shop, Goal], list[str] | None]
 
 

@@ -1,0 +1,26 @@
+"""What people are shown of long texts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.run.track import shorten
+
+
+@pytest.mark.parametrize("text", ["I add them.\n\n#### 5", "  one\n   \n\n two\n", "", "one"])
+def test_a_text_that_is_shown_whole_is_not_called_cut(text: str) -> None:
+    assert "..." not in shorten(text)
+
+
+def test_what_is_cut_says_how_long_it_was() -> None:
+    assert shorten("x" * 801) == "x" * 800 + " ... (801 characters)"
+    lines = "".join(f"{i}\n" for i in range(21))  # 10 lines of 2 characters and 11 of 3
+    assert shorten(lines) == "\n".join(map(str, range(20))) + " ... (53 characters)"
+
+
+@given(st.lists(st.sampled_from(["word", " two words", "", "  "]), max_size=20), st.integers(1, 60))
+def test_every_word_is_shown_or_it_says_that_it_is_not(lines: list[str], limit: int) -> None:
+    text = "\n".join(lines)
+    assert ("characters)" in shorten(text, limit)) is (shorten(text, limit).split() != text.split())
