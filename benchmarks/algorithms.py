@@ -11,65 +11,55 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from agent_r1.learn import ALGORITHMS
 from benchmarks.machine import RESULTS, machine
+from benchmarks.recipes import Job, as_they_end, held_out, keep
 
+RECIPE = "quickstart"
 FILE = RESULTS / "algorithms.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "algorithms.png"
 
 
-def train(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    run = folder / f"{name}-{seed}"
-    words = ["train", "quickstart", f"algorithm.name={name}", f"seed={seed}", *overrides, "--run", str(run)]
-    log = folder / f"{name}-{seed}.log"
-    began = time.perf_counter()
-    with log.open("w") as output:
-        ended = subprocess.run(
-            [sys.executable, "-m", "agent_r1.cli", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-            env={**os.environ, "AGENT_R1_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
-        )
-    if ended.returncode:
-        raise SystemExit(f"{name}, seed {seed} failed:\n{log.read_text()[-2000:]}")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
-    training = [r for r in records if r["kind"] == "train"]
-    print(f"{name:22s} seed {seed}: {held_out[0][1]:6.1%} -> {held_out[-1][1]:6.1%}", flush=True)
-    return {
-        "algorithm": name,
-        "seed": seed,
-        "seconds": round(time.perf_counter() - began, 1),
-        "episodes": round(sum(r["group/count"] for r in training)) * 8,
-        "held_out": held_out,
-        "explained_variance": [round(r["explained_variance"], 3) for r in training if "explained_variance" in r],
-    }
-
-
-def measure(names: Sequence[str], seeds: Sequence[int], workers: int, overrides: Sequence[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(workers) as pool:
+def measure(
+    recipe: str, names: Sequence[str], seeds: Sequence[int], workers: int, overrides: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """What has been measured so far, again after each run."""
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+
+        def job(name: str, seed: int, *words: str) -> Job:
+            environment = {"AGENT_R1_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+            return Job(name=name, seed=seed, words=("train", recipe, *words), environment=environment)
+
         # Warm starts first, one per seed: all algorithms of a seed then find it in the cache.
-        list(pool.map(lambda seed: train(folder, "grpo", seed, ["trainer.steps=0", "eval.rows=1"]), seeds))
-        for seed in seeds:
-            (folder / f"grpo-{seed}").rename(folder / f"warm-{seed}")
-        # Long ones first.
-        order = sorted(names, key=lambda name: not ALGORITHMS[name].needs_critic)
-        jobs = [pool.submit(train, folder, name, seed, overrides) for name in order for seed in seeds]
-        runs = [job.result() for job in jobs]
-    return {"workers": workers, "overrides": list(overrides), "runs": runs}
+        warm = [job("warm", seed, *overrides, "trainer.steps=0", "eval.rows=1") for seed in seeds]
+        for _ in as_they_end(warm, lambda job: {"run": job.run(folder)}, workers):
+            pass
+        order = sorted(names, key=lambda name: not ALGORITHMS[name].needs_critic)  # long ones first
+        jobs = [job(name, seed, f"algorithm.name={name}", *overrides) for name in order for seed in seeds]
+        for runs in as_they_end(jobs, lambda job: play(job, folder), workers):
+            yield {"workers": workers, "overrides": list(overrides), "runs": runs}
+
+
+def play(job: Job, folder: Path) -> dict[str, Any]:
+    run, seconds = job.run(folder)
+    evaluated = held_out(run)
+    print(f"{job.name:22s} seed {job.seed}: {evaluated[0][1]:6.1%} -> {evaluated[-1][1]:6.1%}", flush=True)
+    explained = [step["explained_variance"] for step in run.read_metrics("train") if "explained_variance" in step]
+    return {
+        "algorithm": job.name,
+        "seed": job.seed,
+        "seconds": seconds,
+        "held_out": evaluated,
+        "explained_variance": [round(value, 3) for value in explained],
+    }
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -133,10 +123,9 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words)
     if not options.draw:
         seeds = [int(seed) for seed in options.seeds.split(",")]
-        measured = measure(options.algorithms.split(","), seeds, options.workers, options.set)
-        command = " ".join(["python -m benchmarks.algorithms", *words])
-        options.out.parent.mkdir(exist_ok=True, parents=True)
-        options.out.write_text(json.dumps({"command": command, **machine(), **measured}, indent=1) + "\n")
+        facts = {"command": " ".join(["python -m benchmarks.algorithms", *words]), **machine()}
+        for measured in measure(RECIPE, options.algorithms.split(","), seeds, options.workers, options.set):
+            keep(options.out, facts | measured)
     runs = json.loads(options.out.read_text(encoding="utf-8"))["runs"]
     print(table(runs))
     if options.draw:

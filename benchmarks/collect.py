@@ -328,11 +328,12 @@ async def main(words: Sequence[str]) -> None:
     torch.set_num_threads(options.threads)
     group_size = [f"rollout.group_size={options.group_size}"] if options.group_size else []
     config = load_config("quickstart", [f"engine.threads={options.threads}", *group_size])
-    model = load_model(config, await starting_model(config, Console()))
+    task = build_task(config)
+    model = load_model(config, await starting_model(config, task, Console()))
     at_once, total = options.episodes, options.episodes * options.refills
     refilled = build_contest(config, model, episodes=total, at_once=at_once)
     contest = replace(refilled, rows=refilled.rows[: at_once // config.rollout.group_size])
-    unshared = one_attempt_each(refilled, build_task(config).train_rows())
+    unshared = one_attempt_each(refilled, task.train_rows())
     for each in (refilled, unshared):
         await check_agreement(each)  # also the first run of every side, which pays for what is made once
     latencies, refill_latencies = _numbers(options.latencies), _numbers(options.refill_latencies)

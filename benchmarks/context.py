@@ -1,6 +1,6 @@
 """One recipe with several context policies: what each is worth, and what it costs.
 
-    python -m benchmarks.context alfworld --policies append,window,summary --for window:context.turns=3 --seeds 0,1
+    python -m benchmarks.context alfworld/summary --policies append,window,summary --for window:context.turns=3
 
 Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds, with what `--set` changes for all of them
 and `--for` for one. Where the recipe has a warm start, it is made with the policy too, so that it learns from the
@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from agent_r1.config import load_config
+from agent_r1.errors import ConfigError
 from agent_r1.run.run_dir import RunDir
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import (
@@ -49,6 +51,11 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         for name in options.policies.split(",")
         for seed in options.seeds.split(",")
     ]
+    for job in jobs:  # what is wrong with the last one is better known before the first
+        try:
+            load_config(options.recipe, job.words[2:])
+        except ConfigError as error:
+            raise SystemExit(f"{job.name}: {error}") from error
     for runs in as_they_end(jobs, lambda job: play(job, folder), options.workers):
         yield {"workers": min(options.workers, len(jobs)), "runs": runs}
 

@@ -7,42 +7,31 @@ Every run starts with an empty cache, so its time includes making and warm-start
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from benchmarks.machine import RESULTS, machine
+from benchmarks.recipes import Job, held_out, keep
 
 SEEDS = (0, 1, 2)
 PICTURE = Path(__file__).parents[1] / "docs" / "quickstart.png"
 
 
-def play(seed: int, folder: Path) -> dict[str, Any]:
-    run = folder / f"seed{seed}"
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "agent_r1.cli", "train", "quickstart", f"seed={seed}", "--run", str(run)],
-        check=True,
-        env={**os.environ, "AGENT_R1_CACHE": str(folder / f"cache{seed}")},
-    )
-    seconds = time.perf_counter() - began
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
+def play(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+    environment = {"AGENT_R1_CACHE": str(folder / f"cache-{seed}")}
+    run, seconds = Job(name="run", seed=seed, words=("train", recipe), environment=environment).run(folder)
+    evaluated = held_out(run)
     return {
         "seed": seed,
-        "seconds": round(seconds, 1),
-        "before": held_out[0][1],
-        "after": held_out[-1][1],
-        "after_stderr": held_out[-1][2],
-        "held_out": held_out,
-        "training": [(r["step"], r["success"]) for r in records if r["kind"] == "train"],
+        "seconds": seconds,
+        "before": evaluated[0][1],
+        "after": evaluated[-1][1],
+        "after_stderr": evaluated[-1][2],
+        "held_out": evaluated,
+        "training": [(record["step"], record["success"]) for record in run.read_metrics("train")],
     }
 
 
@@ -65,10 +54,8 @@ def draw(runs: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        runs = [play(seed, Path(folder)) for seed in SEEDS]
-    RESULTS.mkdir(exist_ok=True)
-    result = {"command": "python -m benchmarks.quickstart", **machine(), "runs": runs}
-    (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        runs = [play("quickstart", seed, Path(folder)) for seed in SEEDS]
+    keep(RESULTS / "quickstart.json", {"command": "python -m benchmarks.quickstart", **machine(), "runs": runs})
     draw(runs)
     for run in runs:
         print(f"seed {run['seed']}: {run['before']:.1%} -> {run['after']:.1%} in {run['seconds']:.0f} s")

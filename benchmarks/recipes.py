@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.config import RECIPES
 from agent_r1.run.compare import compare, find_sides
 from agent_r1.run.outcomes import EvalRecord
+from agent_r1.run.run_dir import RunDir
 from agent_r1.run.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
 
@@ -41,11 +43,17 @@ class Job:
     seed: int
     words: tuple[str, ...]
     splits: tuple[str, ...] = ()  # to be judged on at the end, beside the recipe's own
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of ours
 
     def play(self, folder: Path) -> dict[str, Any]:
-        run, began = folder / f"{self.name}-{self.seed}", time.perf_counter()
-        self._command(folder, *self.words, f"seed={self.seed}", "--run", str(run))
-        return self.judged(run, folder, seconds=round(time.perf_counter() - began, 1))
+        run, seconds = self.run(folder)
+        return self.judged(run.path, folder, seconds=seconds)
+
+    def run(self, folder: Path) -> tuple[RunDir, float]:
+        """What it leaves behind, and the seconds that it took."""
+        path, began = folder / f"{self.name}-{self.seed}", time.perf_counter()
+        self._command(folder, *self.words, f"seed={self.seed}", "--run", str(path))
+        return RunDir.open(path), round(time.perf_counter() - began, 1)
 
     def judged(self, run: Path, folder: Path, seconds: float | None) -> dict[str, Any]:
         for split in self.splits:
@@ -59,26 +67,31 @@ class Job:
         log = folder / f"{self.name}-{self.seed}.log"
         with log.open("a") as output:
             command = [sys.executable, "-m", "agent_r1.cli", *words]
-            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            environment = {**os.environ, **self.environment}
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
         if ended.returncode:
             raise SystemExit(f"{self.name}, seed {self.seed} failed:\n{log.read_text()[-2000:]}")
 
     def _result(self, run: Path) -> dict[str, Any]:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        training = [record for record in records if record["kind"] == "train"]
+        evaluated, training = (RunDir.open(run).read_metrics(kind) for kind in ("eval", "train"))
         comparison = compare(*find_sides([run], step="first,last", name=None))
         return {
             "name": self.name,
             "seed": self.seed,
             "words": list(self.words),
-            "panel": next(record["panel"] for record in records if record["kind"] == "eval"),
-            "held_out": [_evaluation(record) for record in records if record["kind"] == "eval"],
+            "panel": evaluated[0]["panel"],
+            "held_out": [_evaluation(r) | {"seconds": round(r["time"] - evaluated[0]["time"], 1)} for r in evaluated],
             "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
             "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
             "train_success": [round(record["success"], 4) for record in training],
             "mismatch_kl": [record["mismatch_kl"] for record in training if "mismatch_kl" in record],
             "seconds_per_step": [round(r["time/collect"] + r["time/update"], 2) for r in training],
         }
+
+
+def held_out(run: RunDir) -> list[tuple[int, float, float]]:
+    """Step, success and its standard error, of the evaluations of a run."""
+    return [(record["step"], record["success"], record["success_stderr"]) for record in run.read_metrics("eval")]
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,12 +124,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     own = own_overrides(options.of, names)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
-    words = ("sft", recipe, *common) if options.start is None else ()  # how another was made, nobody says
-    warm = Job(name="sft", seed=seeds[0], words=words, splits=splits)
-    if options.start is not None and not (options.start / "metrics.jsonl").is_file():
-        raise SystemExit(f"--start {options.start} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
+    warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
     begun = options.start or folder / f"sft-{seeds[0]}"
-    start = warm.play(folder) if options.start is None else warm.judged(begun, folder, seconds=None)
+    start = warm.play(folder) if options.start is None else there_already(begun, folder, splits)
     begins = [item for item in common if not item.startswith("sft.")]  # what concerns the warm start alone
     trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
@@ -126,6 +136,15 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     ]
     for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):
         yield {"workers": min(options.workers, len(jobs)), "start": start, "runs": runs}
+
+
+def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str, Any]:
+    """The result of a warm start that was made before: with its settings, and the seconds between its evaluations."""
+    if not (run / "metrics.jsonl").is_file():
+        raise SystemExit(f"--start {run} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
+    config = RunDir.open(run).config
+    result = Job(name="sft", seed=config.seed, words=(), splits=splits).judged(run, folder, seconds=None)
+    return result | {"settings": config.sft.model_dump(), "seconds": result["held_out"][-1]["seconds"]}
 
 
 def as_they_end(
@@ -213,6 +232,13 @@ def _cells(evaluation: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
 
 def success_cell(evaluation: Mapping[str, Any]) -> str:
     return f"{evaluation['success']:.1%} ± {evaluation['success_stderr']:.1%}"
+
+
+HOW_SURE = (
+    "The gain of a run is over its own evaluation before the first step. That is of the same weights as the warm "
+    "start's, but greedy sampling on a GPU repeats itself only up to rounding. Intervals are over rows, not over seeds "
+    "of training."
+)
 
 
 def setting(results: Mapping[str, Any]) -> str:
@@ -314,7 +340,7 @@ def main(words: Sequence[str]) -> None:
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        parts = [written, shown, kinds_table(results), setting(results)]
+        parts = [written, HOW_SURE, shown, kinds_table(results), setting(results)]
         fill(page, out.name, "\n" + "\n\n".join(part for part in parts if part) + "\n")
         return
     facts = facts_of("recipes", words)

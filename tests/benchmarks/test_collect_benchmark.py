@@ -46,7 +46,7 @@ def contest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
     config = load_config("quickstart", [*BRIEF, "rollout.group_size=2"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
-        model = load_model(config, asyncio.run(starting_model(config, Console(quiet=True))))
+        model = load_model(config, asyncio.run(starting_model(config, build_task(config), Console(quiet=True))))
     made = build_contest(config, model, episodes=48, at_once=48)
     yield made
     asyncio.run(made.engine.close())

@@ -33,6 +33,13 @@ def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
     assert written in capsys.readouterr().out
 
 
+def test_a_policy_that_cannot_be_trained_with_is_told_before_the_first_run(tmp_path: Path) -> None:
+    words = ["gsm8k_tool/tiny", "--policies", "append,summary", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=r"^summary: .*context\.max_tokens"):
+        main(words)
+    assert not list(tmp_path.glob("*/*"))
+
+
 def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not of the form NAME:override with one of append"):
         main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])

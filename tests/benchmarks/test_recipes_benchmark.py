@@ -60,6 +60,8 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
         main([*words, "--start", str(begun), *more, "--for", "ppo:learner.lr=-1"])
     again = json.loads(out.read_text(encoding="utf-8"))
     assert again["start"]["held_out"] == first["start"]["held_out"]  # not made anew
+    assert again["start"]["settings"]["count"] == 16
+    assert again["start"]["seconds"] > 0
     [run] = again["runs"]
     assert [each["step"] for each in run["held_out"]] == [0, 1]
     assert [side["splits"]["train"]["rows"] for side in (again["start"], run)] == [4, 4]
