@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
 
     The rules: observations and transitions are well formed; the row stays as it was; an observation once given does not
     change; the same actions give the same play; the answer, here replaced by a canary, is never shown; `close` may come
-    at any time and twice.
+    at any time and twice. A warning advises `deterministic = True` where a class neither says that nor False.
     """
     make = _maker(env, row) if isinstance(env, type) else env
     before = deepcopy(row)
@@ -57,7 +58,22 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
         text = _shown(observation)
         seen = CANARY in text or str(CANARY_NUMBER) in text
         assert not seen, f"observation {index} shows the answer to the policy: {text[:200]}"
-    await _close_twice(make())  # an episode may fail before its reset
+    unplayed = make()
+    await _close_twice(unplayed)  # an episode may fail before its reset
+    _advise(type(unplayed))
+
+
+def _advise(cls: type[AgentEnv]) -> None:
+    """It played the same twice, here. Only who wrote it knows whether another process would make a difference."""
+    is_said = any("deterministic" in vars(base) for base in cls.__mro__ if base is not AgentEnv)
+    is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]  # ToolEnv cannot answer for its tools
+    if not is_said and not is_ours:
+        warnings.warn(
+            f"{cls.__name__} showed the same twice for the same actions. If it would in any process, say "
+            "`deterministic = True` in the class: then its episodes outlive a worker process (task.workers) that a "
+            "neighbour crashes or fills. If not, say False",
+            stacklevel=3,
+        )
 
 
 def _maker(env: type[AgentEnv], row: TaskRow) -> Callable[[], AgentEnv]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,29 @@ def test_good_envs_pass() -> None:
 
     call = FORMATS["hermes"].write_call("add", {"a": 1, "b": 2})
     env_check(lambda: ToolEnv(tools=[add]), actions=(call, "<tool_call>", "3", "never played: the env has answered"))
+
+
+def test_who_passes_and_does_not_say_whether_it_is_deterministic_is_advised_to() -> None:
+    class Says(Growing):
+        deterministic = True
+
+    class Denies(Growing):
+        deterministic = False
+
+    with pytest.warns(UserWarning, match=r"Growing showed the same twice.*say `deterministic = True` in the class"):
+        env_check(Growing)
+
+    @tool
+    def pick() -> str:
+        """Pick one."""
+        return "this one"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env_check(Says)
+        env_check(type("Heir", (Says,), {}))
+        env_check(Denies)
+        env_check(lambda: ToolEnv(tools=[pick]))  # whose class is not theirs to change
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agent_r1.agent.guard import Escaped
-from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvPool, EnvStartError, process
+from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvStartError, process
 from agent_r1.types import Transition
 from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import (
@@ -58,6 +58,14 @@ def narrow() -> Iterator[EnvPool]:
 
 def fail_to_prepare() -> None:
     raise ImportError("no module named 'castle'")
+
+
+def fail_sometimes(folder: str, bad: set[int]) -> None:
+    """In the starts of these numbers, from 0."""
+    number = len(os.listdir(folder))
+    Path(folder, str(number)).touch()
+    if number in bad:
+        fail_to_prepare()
 
 
 # One that crashes
@@ -194,8 +202,8 @@ def test_there_are_twice_as_many_processes_at_most(caplog: pytest.LogCaptureFixt
 def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
     async def grabbed() -> None:
         greedy, beside = await started(narrow, Counting, "greedy"), await started(narrow, Counting, "beside", 2)
-        with pytest.raises(MemoryError):
-            await greedy.step(action("grab"))  # 4 GiB, and 512 MiB are allowed
+        with pytest.raises(EnvOutOfMemory, match=r"it may take 512 MiB, twice task.workers.memory_mb=256"):
+            await greedy.step(action("grab"))  # 4 GiB
         assert (await beside.step(action("end"))).reward == 2.0
 
     run(grabbed())
@@ -263,6 +271,20 @@ def test_processes_that_do_not_start_are_not_tried_for_ever(prepare: Any, messag
         assert message in str(failed)
     assert own._hosts == []
     own.close()
+
+
+def test_bad_starts_that_are_not_in_a_row_are_borne(tmp_path: Path) -> None:
+    """Bad, bad, good; bad, bad, good: three in a row are too many, and there are never more than two."""
+    own = EnvPool(processes=1, step_seconds=60, prepare=partial(fail_sometimes, str(tmp_path), {0, 1, 3, 4}))
+
+    async def asked() -> None:
+        bomb = await started(own, Counting, "bomb")
+        assert isinstance(await outcome(bomb.step(action("die"))), EnvCrashed)
+        assert await play(own.env(Counting, "counting", {}), ["1"])
+
+    run(asked())
+    own.close()
+    assert sorted(os.listdir(tmp_path)) == [str(number) for number in range(6)]
 
 
 def test_without_another_process_those_there_are_host_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from tests.agent.worker_worlds import (
     Fickle,
     Stalling,
     Sure,
+    Unordered,
     action,
     is_alive,
     outcome,
@@ -72,7 +73,9 @@ def test_neighbours_are_played_again_and_never_notice(pool: EnvPool) -> None:
     run(crashed())
 
 
-def test_neighbours_that_cannot_be_played_again_fail_with_the_reason(pool: EnvPool) -> None:
+def test_neighbours_that_cannot_be_played_again_fail_with_the_reason(
+    pool: EnvPool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def crashed() -> None:
         bomb = await started(pool, Counting, "bomb")
         calm, busy = await started(pool, Counting, "calm", 1), await started(pool, Counting, "busy", 1)
@@ -80,7 +83,7 @@ def test_neighbours_that_cannot_be_played_again_fail_with_the_reason(pool: EnvPo
         _, waiting = await asyncio.gather(outcome(bomb.step(action("exit"))), outcome(busy.step(action("1"))))
         reason = (
             "the process of the env ended itself with exit status 3 during step of Counting of row 'bomb'; Counting "
-            "cannot be played again, as it is not deterministic"
+            "cannot be played again, as its class does not say deterministic = True"
         )
         for lost in (waiting, await outcome(calm.step(action("1")))):
             assert isinstance(lost, EnvLost)
@@ -90,6 +93,22 @@ def test_neighbours_that_cannot_be_played_again_fail_with_the_reason(pool: EnvPo
         assert await play(pool.env(Counting, "counting", {}), ["1"])
 
     run(crashed())
+    # Two were lost, and whoever reads the log is told once.
+    assert caplog.text.count("Counting was lost through no fault of its own. If the same row and actions show") == 1
+
+
+def test_sets_come_in_the_same_order_in_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    own = EnvPool(processes=1, step_seconds=60)
+
+    async def crashed() -> None:
+        unordered, bomb = await started(own, Unordered, "unordered", 1, 2), await started(own, Counting, "bomb")
+        before = await pid_of(bomb)
+        assert isinstance(await outcome(bomb.step(action("die"))), EnvCrashed)
+        assert await pid_of(unordered) != before
+
+    run(crashed())
+    own.close()
 
 
 def test_a_neighbour_that_has_failed_before_is_not_played_again(pool: EnvPool) -> None:

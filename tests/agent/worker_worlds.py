@@ -92,6 +92,14 @@ class Fickle(Counting):
         return Observation(messages=[{"role": "user", "content": str(random.random())}])
 
 
+class Unordered(Sure):
+    """Shows a set of words as it comes."""
+
+    def shown(self) -> Observation:
+        words = {f"{self.total} {number}" for number in range(20)}
+        return Observation(messages=[{"role": "user", "content": ", ".join(words)}])
+
+
 class Stalling(Sure):
     """Hangs in every step as soon as there is a certain file."""
 

@@ -16,14 +16,15 @@ from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.run.build import build_plan
-from agent_r1.run.commands import _log_to, run_training
+from agent_r1.run.commands import run_training
+from agent_r1.run.log import log_to
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.task import build_task
 from tests.agent.worker_worlds import Counting, play
 
 ENV = '''
-"""Three turns of small talk; some rows go wrong at the second."""
+"""Three turns of small talk, each of which needs 80 MiB; some rows go wrong at the second."""
 import os, signal, sys, time
 from agent_r1.agent import AgentEnv
 from agent_r1.types import Observation, Transition
@@ -34,6 +35,7 @@ FAULTS = {
     "raise": lambda: {}["no such key"],
     "lie": lambda: "not a transition",
 }
+KEPT = []
 
 @AgentEnv.register("talk")
 class Talk(AgentEnv):
@@ -50,8 +52,11 @@ class Talk(AgentEnv):
         said = {"role": "assistant", "content": action.text}
         self.messages = [*self.messages, said, {"role": "user", "content": "and?"}]
         turn = len(self.messages) // 2
-        if turn == 2 and self.fault:
+        if self.fault == "leak":
+            KEPT.append(bytearray(100 << 20))
+        elif turn == 2 and self.fault:
             return FAULTS[self.fault]()
+        assert bytearray(80 << 20)
         facts = {"torch": "torch" in sys.modules, "here": os.getpid()}
         return Transition(observation=Observation(messages=self.messages), terminated=turn == 3, info=facts)
 '''
@@ -67,6 +72,9 @@ def row(split, index, fault):
 
 def rows(split, count=12):
     return [row(split, index, WRONG[split].get(index)) for index in range(count)]
+
+def leaky_rows(split, count=4):
+    return [row(split, index, "leak" if (split, index) == ("train", 1) else None) for index in range(count)]
 
 def demos(count, seed):
     return [(row("train", index, None), ["hm"] * 3) for index in range(count)]
@@ -158,12 +166,32 @@ def test_a_run_goes_on_where_its_world_does_not(folder: Path, tmp_path: Path) ->
     assert env_processes() == []
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_leak_fails_the_episodes_that_leak_and_no_other(folder: Path, tmp_path: Path) -> None:
+    settings = config(folder, "task.rows=task.leaky_rows", "task.workers.memory_mb=128", "trainer.steps=1")
+    run = RunDir.create(tmp_path / "run", settings)
+    run_training(settings, build_plan(settings), run, Console(file=io.StringIO()), resume=False)
+
+    played = list(read_trajectories(run.path / "trajectories", "train_*"))
+    assert Counter(trajectory.row_id for trajectory in played) == {f"train-{index}": 2 for index in range(4)}
+    for trajectory in played:
+        if trajectory.row_id == "train-1":  # 3 times 100 MiB are more than 256
+            assert trajectory.error is not None
+            assert trajectory.error.startswith(("EnvOutOfMemory: step", "EnvLost: the process of the env was full"))
+            assert "256 MiB, twice task.workers.memory_mb=128" in trajectory.error
+        else:
+            assert (trajectory.error, len(trajectory.steps)) == (None, 3)
+    [train] = [record for record in run.read_metrics() if record["kind"] == "train"]
+    assert (train["stop/error"], train["stop/answered"]) == (0.25, 0.75)  # 2 and 6 of 8
+    assert env_processes() == []
+
+
 def test_what_env_processes_print_is_in_the_log_of_the_run(tmp_path: Path) -> None:
     package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
     before = package.handlers[:], package.propagate, workers.level
     pool = EnvPool(processes=1, step_seconds=60)
     try:
-        _log_to(tmp_path / "log")
+        log_to(tmp_path / "log")
         asyncio.run(play(pool.env(Counting, "counting", {}), ["print", "1"]))
     finally:
         pool.close()

@@ -2,6 +2,6 @@
 
 from agent_r1.agent.workers.front import WorkerEnv
 from agent_r1.agent.workers.pool import EnvPool
-from agent_r1.agent.workers.wire import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvStartError
+from agent_r1.agent.workers.wire import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvOutOfMemory, EnvStartError
 
-__all__ = ["EnvCrashed", "EnvFault", "EnvHung", "EnvLost", "EnvPool", "EnvStartError", "WorkerEnv"]
+__all__ = ["EnvCrashed", "EnvFault", "EnvHung", "EnvLost", "EnvOutOfMemory", "EnvPool", "EnvStartError", "WorkerEnv"]

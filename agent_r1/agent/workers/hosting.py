@@ -6,13 +6,14 @@ import asyncio
 import pickle
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.process import WorkerProcess
-from agent_r1.agent.workers.wire import Answer, EnvFault, EnvReply, Given, Message, Play
+from agent_r1.agent.workers.wire import Answer, EnvFault, EnvOutOfMemory, EnvReply, Given, Message, Play
 from agent_r1.types import TaskRow
 
 
@@ -29,7 +30,9 @@ class Hosted:
     has_past: bool = False  # a call of it was answered
     history: list[tuple[Given, bytes]] = field(default_factory=list)  # such calls, where it can be played again
     has_failed: bool = False  # and is in a state that its history does not tell
-    replays: int = 0  # because its process died of nobody
+    replays: int = 0  # because its process died of nobody, or was filled by it, as it seems
+    grown_bytes: int = 0  # what its calls have taken of the memory of its process, and not given back
+    is_apart: bool = False  # shares no process any more: it is suspected of filling them
     schemas: list[dict[str, Any]] = field(default_factory=list)
     fault: EnvFault | None = None  # why it cannot be played any more
     closed: bool = False
@@ -48,8 +51,9 @@ class Call:
 
     message: Message
     seconds: float  # it may take so long
-    hosted: Hosted | None = None  # None: the start of a process
+    hosted: Hosted | None = None  # None: the start of a process, or of an episode that has left it
     future: asyncio.Future[Any] | None = None  # None: nobody waits for it
+    imports: bool = False  # the first of a class in a process
 
     def __str__(self) -> str:
         verb = type(self.message).__name__.lower()
@@ -85,13 +89,42 @@ class Host:
     answers: int = 0  # the first one says that it has started
     imported: set[type[AgentEnv]] = field(default_factory=set)  # or will have been, when a call begins that is sent now
     is_retired: bool = False  # takes no new episodes while another process can
+    is_apart: bool = False  # is there for one episode
     is_attached: bool = False  # to the event loop of its pool
+    data_bytes: int = 0  # of memory that it has asked the system for, as of its last answer
+    base_bytes: int = 0  # what of these came with its start and with classes: nobody's
     start_problem: str = ""
 
     def take_in(self, hosted: Hosted) -> None:
         hosted.host = self
         self.hosted[hosted.number] = hosted
         self.imported.add(hosted.cls)
+
+    def count(self, call: Call, answer: Answer) -> None:
+        """What a call took is its episode's, except for what comes with a class: its module, and what that loads."""
+        grown, self.data_bytes = answer.data_bytes - self.data_bytes, answer.data_bytes
+        if call.imports or not self.has_started:
+            self.base_bytes += grown
+        elif call.hosted is not None:
+            call.hosted.grown_bytes += grown
+        self.began = time.monotonic()
+        self.answers += 1
+
+    def is_half_full(self, max_bytes: int | None) -> bool:
+        """Episodes have taken more than half of what they can."""
+        return max_bytes is not None and 2 * (self.data_bytes - self.base_bytes) > max_bytes - self.base_bytes
+
+    def let_go(self, leaving: Iterable[Hosted]) -> dict[Hosted, list[Call]]:
+        """Their calls that have no answer yet. If the process goes on it will answer them, and nobody will listen."""
+        waiting: dict[Hosted, list[Call]] = {hosted: [] for hosted in leaving}
+        for index, call in enumerate(self.calls):
+            if call.hosted in waiting:
+                waiting[call.hosted].append(call)
+                self.calls[index] = Call(message=call.message, seconds=call.seconds)
+        for hosted in waiting:
+            del self.hosted[hosted.number]
+            hosted.host, hosted.grown_bytes = None, 0
+        return waiting
 
     @property
     def has_started(self) -> bool:
@@ -120,3 +153,17 @@ def read_answer(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
     if not answer.failed and isinstance(body, EnvReply | None):
         return body, None
     return None, TypeError(f"what the env {'raised' if answer.failed else 'returned'} is {type(body).__name__} here")
+
+
+def out_of_memory(host: Host, call: Call, error: Exception | None, *, limit: str, taken_mb: int) -> EnvOutOfMemory:
+    """What a MemoryError of an env does not say."""
+    assert call.hosted is not None
+    num = len(host.hosted)
+    shared = "which one episode had to itself" if num < 2 else f"which {num} episodes shared"
+    fault = EnvOutOfMemory(
+        f"{call} got no memory in a process {shared}: it may take {limit}, and had taken {taken_mb} MiB before. Raise "
+        f"that, or look for what {call.hosted.cls.__name__} keeps"
+    )
+    for text in getattr(error, "__notes__", ()):  # where it was raised
+        fault.add_note(text)
+    return fault

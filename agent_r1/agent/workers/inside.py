@@ -7,6 +7,7 @@ ones it was given. Envs need not be thread-safe, may block, and may be async: th
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import fcntl
 import os
@@ -16,7 +17,11 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -40,6 +45,7 @@ from agent_r1.types import Observation, TaskRow, Transition
 
 READ_BYTES = 1 << 18
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+RESERVE_BYTES = 64 << 20  # beyond the limit for envs: to say so where one has used up all there is
 
 
 def main(channel: int, lifeline: int) -> None:
@@ -87,22 +93,29 @@ class _Envs:
         self._envs: dict[int, AgentEnv] = {}
         self._schemas: dict[int, list[dict[str, Any]]] = {}  # as last told
         self._lost: dict[int, EnvLost] = {}
+        self._max_bytes: int | None = None
 
     async def answer(self, request: bytes) -> Answer:
         number = next(self._numbers)
         try:
-            message: Message = pickle.loads(request)
-            reply = await self._do(message)
-            if reply is None:
-                return Answer(number=number, body=pickle.dumps(None), resident_bytes=_resident_bytes())
-            assert isinstance(message, Play)
-            env = type(self._envs[message.episode])
-            mark = digest(reply.value) if env.deterministic else b""
-            body = _dumped(reply, env.__name__)
-            return Answer(number=number, body=body, digest=mark, resident_bytes=_resident_bytes())
+            answer = await self._answer(number, request)
         except BaseException as error:  # noqa: BLE001 (an env may raise anything, and its neighbours go on)
-            said, memory = trace(error), _resident_bytes()
-            return Answer(number=number, body=_dumped_error(error), failed=True, traceback=said, resident_bytes=memory)
+            said, is_memory = trace(error), _is_memory(error)
+            body = _dumped_error(error)
+            answer = Answer(number=number, body=body, failed=True, traceback=said, out_of_memory=is_memory)
+        # Here the failure is forgotten, and with it what its frames held.
+        resident_bytes, data_bytes = _memory()
+        return replace(answer, resident_bytes=resident_bytes, data_bytes=data_bytes)
+
+    async def _answer(self, number: int, request: bytes) -> Answer:
+        message: Message = pickle.loads(request)
+        reply = await self._do(message)
+        if reply is None:
+            return Answer(number=number, body=pickle.dumps(None))
+        assert isinstance(message, Play)
+        env = type(self._envs[message.episode])
+        mark = digest(reply.value) if env.deterministic else b""
+        return Answer(number=number, body=_dumped(reply, env.__name__), digest=mark)
 
     async def _do(self, message: Message) -> EnvReply | None:
         match message:
@@ -118,7 +131,8 @@ class _Envs:
                     await env.close()
             case Start(prepare=prepare, max_bytes=max_bytes):
                 if max_bytes is not None:
-                    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+                    self._max_bytes, most = max_bytes, max_bytes + RESERVE_BYTES
+                    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
                 if prepare is not None:
                     prepare()
         return None
@@ -127,14 +141,18 @@ class _Envs:
         episode = message.episode
         if episode in self._lost:
             raise self._lost[episode]
-        if message.made:
-            cls, kwargs = pickle.loads(message.made)
-            self._envs[episode] = cls(**kwargs)
-        env = self._envs.get(episode)
-        if env is None:
-            raise RuntimeError("the env was never made: see the error of its first call")
-        value = await _call(env, message.given)
-        schemas = env.tool_schemas
+        lift = _limit(self._max_bytes)
+        try:
+            if message.made:
+                cls, kwargs = pickle.loads(message.made)
+                self._envs[episode] = cls(**kwargs)
+            env = self._envs.get(episode)
+            if env is None:
+                raise RuntimeError("the env was never made: see the error of its first call")
+            value = await _call(env, message.given)
+            schemas = env.tool_schemas
+        finally:
+            lift()
         if self._schemas.get(episode) == schemas:
             return EnvReply(value=value, tool_schemas=None)
         self._schemas[episode] = deepcopy(schemas)  # an env may change its list in place
@@ -144,17 +162,35 @@ class _Envs:
         """What fails here is told to whoever asks for the episode next, too."""
         if message.episode in self._lost:
             raise self._lost[message.episode]
+        what = "reset" if isinstance(message.given, TaskRow) else "step"
+        failed = f"the env lost its process to a neighbour, and playing it again failed at {what}"
         try:
             reply = await self._play(message)
             same = digest(reply.value) == message.expected
             problem = "" if same else "it showed something else, although its class says deterministic = True"
-        except BaseException as error:  # noqa: BLE001 (as above)
+        except BaseException as error:
             problem = describe(error)
+            if _is_memory(error):  # which is no fault of playing again, and may be no fault of its own
+                self._lost[message.episode] = EnvLost(f"{failed}: {problem}")
+                raise
         if problem:
-            what = "reset" if isinstance(message.given, TaskRow) else "step"
-            lost = EnvLost(f"the env lost its process to a neighbour, and playing it again failed at {what}: {problem}")
-            self._lost[message.episode] = lost
-            raise lost
+            self._lost[message.episode] = EnvLost(f"{failed}: {problem}")
+            raise self._lost[message.episode]
+
+
+def _limit(max_bytes: int | None) -> Callable[[], object]:
+    """Set the limit for a call of an env; what is returned lifts it, to where our own reserve ends. It needs no memory,
+    as there may be none."""
+    if max_bytes is None:
+        return bool
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    with suppress(ValueError):  # an env has set a lower one
+        resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, most))
+    return partial(resource.setrlimit, resource.RLIMIT_DATA, (most, most))
+
+
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
@@ -173,6 +209,8 @@ async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
 def _dumped(reply: EnvReply, name: str) -> bytes:
     try:
         body = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
+    except MemoryError:
+        raise
     except Exception as error:
         raise TypeError(f"what {name} returned cannot be pickled: {error}") from error
     if len(body) > MAX_BYTES // 2:
@@ -197,9 +235,11 @@ def _dumped_error(error: BaseException) -> bytes:
     return pickle.dumps(Escaped(describe(error)))
 
 
-def _resident_bytes() -> int:
+def _memory() -> tuple[int, int]:
+    """In bytes: what is in use, and what the system has been asked for and is counted against a limit."""
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE_BYTES
+            pages = file.read().split()
+        return int(pages[1]) * PAGE_BYTES, int(pages[5]) * PAGE_BYTES
     except OSError:  # no Linux
-        return 0
+        return 0, 0

@@ -5,6 +5,9 @@ dies or hangs takes down the one episode whose call was running. The others it h
 their class says `deterministic = True`, and fail as `EnvLost` where it does not. Processes are started when they are
 needed, replaced when they are missed, and end with the pool or with this process, however it ends.
 
+A process that is full says nothing about who filled it: whoever asks next is refused. So its episodes are played again
+elsewhere, the one whose calls have taken most in a process of its own: what fills that as well is the culprit.
+
 Nothing belongs to an event loop but calls under way, so a pool serves one loop after another.
 """
 
@@ -24,7 +27,7 @@ from typing import Any, TypeVar
 from agent_r1.agent.env import AgentEnv, make_env
 from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.front import WorkerEnv, front_class
-from agent_r1.agent.workers.hosting import Call, Host, Hosted, read_answer
+from agent_r1.agent.workers.hosting import Call, Host, Hosted, out_of_memory, read_answer
 from agent_r1.agent.workers.process import WorkerProcess, end_all
 from agent_r1.agent.workers.watch import Watch
 from agent_r1.agent.workers.wire import (
@@ -34,6 +37,7 @@ from agent_r1.agent.workers.wire import (
     EnvFault,
     EnvHung,
     EnvLost,
+    EnvOutOfMemory,
     EnvStartError,
     Given,
     Play,
@@ -49,8 +53,8 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 START_SECONDS = 60.0  # to start Python and import what is ours, or what is the env's, on a busy machine
 MAX_BAD_STARTS = 3  # in a row, before no more are tried
-MAX_REPLAYS = 3  # of one episode whose process dies of nobody: who knows what it does there
-MAX_ALIVE = 2  # times `processes`, with those that have outgrown `memory_mb`
+MAX_REPLAYS = 3  # of one episode whose process dies of nobody, or fills up: who knows what it does there
+MAX_ALIVE = 2  # times `processes`, with those that have outgrown `memory_mb` and those for one episode
 HARD_LIMIT = 2  # times memory_mb: beyond it the system refuses memory
 
 Value = TypeVar("Value", Observation, Transition)
@@ -73,10 +77,11 @@ class EnvPool:
         self._processes = processes
         self._step_seconds = step_seconds
         self._memory_mb = memory_mb
-        limit = None if memory_mb is None else HARD_LIMIT * memory_mb * MIB
-        self._start = Start(prepare=prepare, max_bytes=limit)
+        self._limit = f"{HARD_LIMIT * (memory_mb or 0)} MiB, twice task.workers.memory_mb={memory_mb}"
+        self._start = Start(prepare=prepare, max_bytes=None if memory_mb is None else HARD_LIMIT * memory_mb * MIB)
         self._numbers = count()
         self._known: set[tuple[object, ...]] = set()  # kinds of envs that can be made
+        self._advised: set[type[AgentEnv]] = set()
         self._bad_starts = 0
         self._start_error: str | None = None
         self.forgotten: deque[Hosted] = deque()
@@ -158,7 +163,7 @@ class EnvPool:
     def _ask(self, hosted: Hosted, calls: list[Call]) -> None:
         """All of them of one process. EnvFault: it cannot be played any more."""
         while True:
-            host = hosted.host or self._place()
+            host = hosted.host or self._place(apart=hosted.is_apart)
             if hosted.host is None:
                 calls[0] = self._making(host, calls[0])
             if self._sent(host, *calls):
@@ -173,8 +178,9 @@ class EnvPool:
         hosted, message = call.hosted, call.message
         assert hosted is not None
         assert isinstance(message, Play)
-        seconds = self._step_seconds + (0 if hosted.cls in host.imported else START_SECONDS)
-        return replace(call, message=replace(message, made=hosted.made), seconds=seconds)
+        imports = hosted.cls not in host.imported
+        seconds = self._step_seconds + (START_SECONDS if imports else 0)
+        return replace(call, message=replace(message, made=hosted.made), seconds=seconds, imports=imports)
 
     def _sent(self, host: Host, *calls: Call) -> bool:
         """False if nobody is there. Raises what pickle does where one of them cannot be sent; then none was."""
@@ -192,20 +198,24 @@ class EnvPool:
 
     # Processes: where episodes go, and what comes back
 
-    def _place(self) -> Host:
-        """The process with the fewest episodes, or another one if all have some and there may be more."""
-        least = min(self._hosts, key=lambda host: host.load, default=None)
+    @property
+    def _is_crowded(self) -> bool:
+        return len(self._hosts) + len(self._ending) >= MAX_ALIVE * self._processes
+
+    def _place(self, *, apart: bool) -> Host:
+        """The process with the fewest episodes, or another one if all have some and there may be more. `apart`: another
+        one in any case."""
+        shared = [] if apart else [host for host in self._hosts if not host.is_apart]
+        least = min(shared, key=lambda host: host.load, default=None)
         if least is not None:
-            able = sum(not host.is_retired for host in self._hosts)
-            alive = len(self._hosts) + len(self._ending)
+            able = sum(not host.is_retired for host in shared)
             is_free = not least.hosted and not least.is_retired
-            is_full = able >= self._processes or alive >= MAX_ALIVE * self._processes
-            if is_free or is_full or self._start_error is not None:
+            if is_free or able >= self._processes or self._is_crowded or self._start_error is not None:
                 return least
         if self._start_error is not None:
             raise EnvStartError(self._start_error)
         try:
-            host = Host(process=WorkerProcess())
+            host = Host(process=WorkerProcess(), is_apart=apart, is_retired=apart)
         except OSError as error:
             if least is None:
                 raise EnvStartError(f"a process for envs cannot be started: {error}") from error
@@ -227,27 +237,35 @@ class EnvPool:
                 host.process.is_open = False
                 break
             self._answered(host, answer)
+            if host not in self._hosts:  # it was full
+                return
         if host.process.is_open:
             self._tidy(host)
         else:
             self._died(host)
 
     def _answered(self, host: Host, answer: Answer) -> None:
-        call = host.calls.popleft()
-        host.began = time.monotonic()
-        host.answers += 1
+        call, taken_before = host.calls.popleft(), host.data_bytes
+        # Who finds half of the memory free and still gets too little has itself to blame.
+        was_full = host.is_half_full(self._start.max_bytes) and not host.is_apart
+        host.count(call, answer)
         hosted = call.hosted
         if hosted is None:
             self._bad_starts = 0
             return
         self._weigh(host, hosted, answer.resident_bytes // MIB)
-        hosted.has_past = True
         reply, error = read_answer(answer)
+        if answer.out_of_memory and self._memory_mb is not None:
+            if was_full and self._overflowed(host, call):
+                return
+            error = out_of_memory(host, call, error, limit=self._limit, taken_mb=taken_before // MIB)
+        hosted.has_past = True
         if error is not None:
             if hosted.fault is None:  # else it was said
                 logger.warning("%s of %s failed\n%s", call, hosted, answer.traceback or describe(error))
             hosted.has_failed = True
-            hosted.fault = error if isinstance(error, EnvLost) else hosted.fault
+            if isinstance(error, EnvLost | EnvOutOfMemory):
+                hosted.fault = error = hosted.fault or error
         if reply is not None:
             assert isinstance(call.message, Play)
             if hosted.can_replay:
@@ -316,31 +334,73 @@ class EnvPool:
         if running is not None and culprit is not None:
             culprit.fault = EnvCrashed(f"the process of the env {how} during {running}")
             if hung:
-                also = f", and {START_SECONDS:g} for imports" if running.seconds > self._step_seconds else ""
+                also = f", and {START_SECONDS:g} for imports" if running.imports else ""
                 limit = f"{running.seconds:g} s (task.workers.step_seconds{also})"
                 culprit.fault = EnvHung(f"{running} took longer than {limit}, and its process was killed")
         reason = f"the process of the env {'was killed, because it hung' if hung else how} during {what}"
-        waiting: dict[Hosted, list[Call]] = {}
-        for call in host.calls:
-            if call.hosted is not None and call.hosted.number in host.hosted and call.hosted is not culprit:
-                waiting.setdefault(call.hosted, []).append(call)
-            elif call.hosted is not None:  # the culprit, or one that was closed while a call was under way
-                call.deliver(error=call.hosted.fault or EnvLost(reason))
-        for hosted in host.hosted.values():
-            hosted.host = None  # of all, before one of them is moved, which may find the next process dead
-        for hosted in host.hosted.values():
-            if hosted is not culprit:
-                self._move(hosted, waiting.get(hosted, []), reason, is_unexplained=culprit is None)
+        # All of them, before one is moved, which may find the next process dead.
+        waiting = host.let_go([hosted for hosted in host.hosted.values() if hosted is not culprit])
+        if culprit is not None:
+            culprit.host = None
+        _abandon(host, reason)
+        for hosted, calls in waiting.items():
+            hosted.replays += culprit is None and hosted.has_past
+            self._move(hosted, calls, reason)
+
+    def _overflowed(self, host: Host, call: Call) -> bool:
+        """It had no memory left for a call; False if that has to be borne. Else all who can be played again leave, and
+        if nobody stays, the process is ended.
+
+        Each time somebody is set apart, for good, or has been played again once more: it comes to an end.
+        """
+        assert call.hosted is not None
+        host.is_retired = True
+        if not call.hosted.can_replay or call.hosted.host is not host:
+            self._advise(call.hosted.cls)
+            return False
+        leaving = [hosted for hosted in host.hosted.values() if hosted.can_replay]
+        heaviest = max(host.hosted.values(), key=lambda hosted: hosted.grown_bytes)
+        suspect = heaviest if heaviest in leaving else call.hosted
+        reason = (
+            f"the process of the env was full ({self._limit}), and of those that it hosted {heaviest} had taken most: "
+            f"{heaviest.grown_bytes // MIB} MiB"
+        )
+        logger.warning("%s; %d of %d episodes are played again elsewhere", reason, len(leaving), len(host.hosted))
+        waiting = host.let_go(leaving)
+        waiting[call.hosted].insert(0, call)
+        if host.hosted:
+            closes = [Close(episode=hosted.number) for hosted in leaving]
+            self._sent(host, *(Call(message=close, seconds=self._step_seconds) for close in closes))
+        else:
+            self._hosts.remove(host)
+            self._watch.detach(host)
+            host.process.kill()
+            _abandon(host, reason)
+        num_apart = sum(host.is_apart for host in self._hosts)
+        suspect.is_apart = suspect is heaviest and num_apart < self._processes and not self._is_crowded
+        suspect.replays += not suspect.is_apart
+        for hosted, calls in waiting.items():
+            self._move(hosted, calls, reason)
+        return True
+
+    def _advise(self, cls: type[AgentEnv]) -> None:
+        """Of what would have saved an episode of it. Once."""
+        if not cls.deterministic and cls not in self._advised:
+            self._advised.add(cls)
+            logger.warning(
+                "an episode of %s was lost through no fault of its own. If the same row and actions show the same in "
+                "any process, say `deterministic = True` in the class: then such episodes are played again elsewhere",
+                cls.__name__,
+            )
 
     def _started_badly(self, problem: str) -> None:
         self._bad_starts += 1
         if self._bad_starts >= MAX_BAD_STARTS:
             self._start_error = f"{self._bad_starts} processes for envs in a row did not start; the last one: {problem}"
 
-    def _move(self, hosted: Hosted, waiting: list[Call], reason: str, *, is_unexplained: bool) -> None:
+    def _move(self, hosted: Hosted, waiting: list[Call], reason: str) -> None:
         """To another process, with the calls that had not begun: also those that nobody waits for any more, or the env
         would not be where its flow believes it is."""
-        hosted.replays += is_unexplained and hosted.has_past
         try:
             calls = self._past(hosted, reason)
             for call in waiting:
@@ -360,11 +420,20 @@ class EnvPool:
         if hosted.fault is not None:
             raise hosted.fault
         if hosted.has_past and not hosted.can_replay:
-            why = "a call of it has failed" if hosted.cls.deterministic else "it is not deterministic"
+            self._advise(hosted.cls)
+            unsaid = "its class does not say deterministic = True"
+            why = "a call of it has failed" if hosted.cls.deterministic else unsaid
             raise EnvLost(f"{reason}; {name} cannot be played again, as {why}")
         if hosted.replays > MAX_REPLAYS:
             raise EnvLost(f"{reason}; {name} was played again {MAX_REPLAYS} times already")
         return [self._call(hosted, given, expected=expected) for given, expected in hosted.history]
+
+
+def _abandon(host: Host, reason: str) -> None:
+    """It has ended: whoever still waits for it is told."""
+    for call in host.calls:
+        if call.hosted is not None:  # the culprit, or one that was closed while a call was under way
+            call.deliver(error=call.hosted.fault or EnvLost(reason))
 
 
 def _shut(hosts: list[Host], ending: list[WorkerProcess], owner: int) -> None:

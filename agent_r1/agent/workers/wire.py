@@ -44,6 +44,10 @@ class EnvLost(EnvFault):
     """Another episode took the process down, and this one could not be played again elsewhere."""
 
 
+class EnvOutOfMemory(EnvFault):
+    """A call of this episode was refused memory, and nothing says that it would not be in another process."""
+
+
 class EnvStartError(EnvFault):
     """Processes do not start."""
 
@@ -53,7 +57,7 @@ class Start:
     """The first message to a process."""
 
     prepare: Callable[[], object] | None  # called before any env is made
-    max_bytes: int | None  # of private memory, refused by the system beyond this
+    max_bytes: int | None  # of private memory: an env that asks for more is refused it by the system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,9 @@ class Answer:
     failed: bool = False
     traceback: str = ""  # of a failure, for the log
     digest: bytes = b""  # of what was shown, where the env can be played again
-    resident_bytes: int = 0  # memory of the process
+    out_of_memory: bool = False  # a failure because the system refused memory
+    resident_bytes: int = 0  # memory of the process, now
+    data_bytes: int = 0  # and as its limit counts it: all that it has asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
