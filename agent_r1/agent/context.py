@@ -219,17 +219,16 @@ def spoken(text: str) -> str:
 
 def with_text(messages: list[Message], text: str, *, from_tool: bool = False) -> list[Message]:
     """The messages and then `text`: in the last message if that is the user's, since many templates refuse two of them
-    in a row, else in one of its own. `from_tool`: nothing in that message may become a control token."""
+    in a row, else in one of its own. `from_tool`: nothing in that text may become a control token; what the message
+    says already stays the ids it was."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
-        return [*messages, _marked({"role": "user", "content": text}, from_tool)]
+        alone: Message = {"role": "user", "content": text}
+        return [*messages, {**alone, "from_tool": True} if from_tool else alone]
     content = last.get("content")
     longer = [*content, _part(text)] if isinstance(content, list) else f"{content}\n\n{text}" if content else text
-    return [*messages[:-1], _marked({**last, "content": longer}, from_tool)]
-
-
-def _marked(message: Message, from_tool: bool) -> Message:
-    return {**message, "from_tool": True} if from_tool and not is_from_tool(message) else message
+    mark = {"from_tool": text} if from_tool and not is_from_tool(last) else {}
+    return [*messages[:-1], {**last, "content": longer, **mark}]
 
 
 def _part(text: str) -> dict[str, str]:

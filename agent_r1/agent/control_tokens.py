@@ -64,16 +64,17 @@ class ControlTokens:
             return {self.defuse(key): self.defuse(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             parts = [self.defuse(item) for item in value]
-            return [self._close(part) for part in parts[:-1]] + parts[-1:]
+            return [self.close(part) for part in parts[:-1]] + parts[-1:]
         return value
 
-    def _close(self, part: Any) -> Any:
+    def close(self, part: Any) -> Any:
         """Templates glue the parts of a content together, so none may end in what the next could complete."""
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            return {**part, "text": self.close(part["text"])}
+        if not isinstance(part, str):
             return part
-        text = part["text"]
-        length = len(text.rstrip())  # some templates trim each part
+        length = len(part.rstrip())  # some templates trim each part
         for start in range(max(0, length - self._longest), length):
-            if text[start:length] in self._beginnings:
-                return {**part, "text": f"{text[: start + 1]}{CUT}{text[start + 1 :]}"}
+            if part[start:length] in self._beginnings:
+                return f"{part[: start + 1]}{CUT}{part[start + 1 :]}"
         return part

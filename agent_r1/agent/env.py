@@ -2,21 +2,27 @@
 
 An env speaks messages (or text, or ids); tokens, limits and truncation are the flow's business. The row it is reset
 with carries no ground truth unless the class says `sees_ground_truth = True`.
+
+What an env is made with and what it returns is other people's code: both are checked here, for all envs alike.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from functools import cache
+from numbers import Real
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.types import Action, Observation, TaskRow, Transition
+from agent_r1.agent.registry import Registry
+from agent_r1.errors import ConfigError
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
 
 EnvClass = TypeVar("EnvClass", bound="type[AgentEnv]")
 
-_REGISTRY: dict[str, type[AgentEnv]] = {}
+_ENVS: Registry[type[AgentEnv]] = Registry("env")
 
 
 class AgentEnv(ABC):
@@ -26,6 +32,9 @@ class AgentEnv(ABC):
     # The same row and actions give the same observations and rewards, in any process: an episode that lost its worker
     # process to a neighbour is then played again in another (`task.workers`).
     deterministic: ClassVar[bool] = False
+    # The `task.env_kwargs` it must be given where a context policy leaves earlier messages out: for an env that
+    # otherwise does not repeat what stands in the conversation already.
+    if_forgotten: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -48,24 +57,14 @@ class AgentEnv(ABC):
         """Class decorator: make the env available to recipes and rows as `env_type: name`."""
 
         def add(cls: EnvClass) -> EnvClass:
-            known = _REGISTRY.get(name)
-            if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigError(f"env name {name!r} is taken by {known.__module__}.{known.__qualname__}")
-            _REGISTRY[name] = cls
+            _ENVS.add(name, cls)
             return cls
 
         return add
 
-    @staticmethod
-    def from_config(env_type: str, **kwargs: Any) -> AgentEnv:
-        """Make a registered env; unknown names and unknown keyword arguments are errors."""
-        return make_env(env_class(env_type), env_type, kwargs)
-
 
 def env_class(env_type: str) -> type[AgentEnv]:
-    if env_type not in _REGISTRY:
-        raise ConfigError(f"unknown env {env_type!r}.{did_you_mean(env_type, _REGISTRY)}")
-    return _REGISTRY[env_type]
+    return _ENVS[env_type]
 
 
 def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv:
@@ -73,7 +72,40 @@ def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"env {name!r} does not accept these env_kwargs: {error}") from error
+    takes = _simple_settings(cls)
+    for key in kwargs.keys() & takes.keys():
+        kinds, given = takes[key], type(kwargs[key])
+        if given in _SETTINGS and given not in kinds and not (given is int and float in kinds):
+            wanted = " or ".join(map(_IN_WORDS.__getitem__, kinds))
+            raise ConfigError(
+                f"env {name!r}: env_kwargs.{key} of {cls.__name__} must be {wanted}, not {_brief(kwargs[key])}"
+            )
     return cls(**kwargs)
+
+
+# What a config or a row spells out; other objects, a row's numpy numbers among them, are their class's to judge.
+_SETTINGS = frozenset({bool, int, float, str, NoneType, list, dict})
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+
+
+@cache
+def _simple_settings(cls: type[AgentEnv]) -> dict[str, list[type]]:
+    """What each setting takes whose annotation is a bool, int, float, str or None, or a union of these. Other
+    annotations, and those that cannot be evaluated, promise nothing. A bool is no number: `turns: true` is a mistake.
+    """
+    try:
+        parameters = inspect.signature(cls, eval_str=True).parameters
+    except Exception:  # noqa: BLE001 (annotations are any code; those for type checkers alone are common)
+        return {}
+    simple = {}
+    for name, parameter in parameters.items():
+        union = get_origin(parameter.annotation) in (Union, UnionType)
+        kinds = list(get_args(parameter.annotation) if union else [parameter.annotation])
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # not *args, **kwargs
+        if named and all(isinstance(kind, type) and kind in _IN_WORDS for kind in kinds):
+            defaults = [type(parameter.default)] if type(parameter.default) in _IN_WORDS else []  # `seed: int = None`
+            simple[name] = list(dict.fromkeys([*kinds, *defaults]))
+    return simple
 
 
 def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
@@ -94,3 +126,62 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def check_observation(value: object, source: str) -> None:
+    """`source`: who returned it, for the error. Before each action, so nothing but types is looked at."""
+    if not isinstance(value, Observation):
+        raise TypeError(f"{source} returned {_brief(value)} where an Observation belongs")
+    if value.text is not None and not isinstance(value.text, str):
+        raise wrong(source, "an Observation", "text", value.text, "a text")
+    if value.token_ids is not None and not isinstance(value.token_ids, list):
+        raise wrong(source, "an Observation", "token_ids", value.token_ids, "a list of ids")
+    if value.messages is not None:
+        _check_messages(value.messages, source)
+
+
+def _check_messages(messages: object, source: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise wrong(source, "an Observation", "messages", messages, "a list of at least one message")
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict | Mapping) or not isinstance(message.get("role"), str):
+            raise wrong(source, "an Observation", f"messages[{place}]", message, "a dict with a role and a content")
+        content = message.get("content")
+        if not isinstance(content, str | list | tuple | None):
+            raise wrong(source, "an Observation", f"messages[{place}]['content']", content, "a text or a list of parts")
+    if messages[-1]["role"] == "assistant":
+        raise wrong(
+            source,
+            "an Observation",
+            "messages[-1]",
+            messages[-1],
+            "somebody else's than the assistant's: the next reply is the model's",
+        )
+
+
+def check_transition(value: object, source: str) -> None:
+    """All but its observation, which nobody reads where the episode has ended."""
+    if not isinstance(value, Transition):
+        raise TypeError(f"{source} returned {_brief(value)} instead of a Transition")
+    fields = (
+        ("reward", Real, "a number"),
+        ("feedback", str, "a text"),
+        ("info", Mapping, "a dict"),
+        ("calls", tuple | list, "a tuple of ToolCallRecord"),
+        *((("stop", StopReason, "a StopReason, as StopReason.ANSWERED is"),) if value.terminated else ()),
+    )
+    for name, kind, expected in fields:
+        if not isinstance(getattr(value, name), kind):
+            raise wrong(source, "a Transition", name, getattr(value, name), expected)
+    for place, call in enumerate(value.calls):
+        if not isinstance(call, ToolCallRecord):
+            raise wrong(source, "a Transition", f"calls[{place}]", call, "a ToolCallRecord")
+
+
+def wrong(source: str, made: str, field: str, value: object, expected: str) -> TypeError:
+    return TypeError(f"{source} returned {made} whose {field} is {_brief(value)}; it must be {expected}")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"

@@ -16,18 +16,20 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
-from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.env import AgentEnv, check_observation, check_transition
 from agent_r1.agent.guard import guarded, mended, trace
+from agent_r1.agent.registry import Registry
 from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
-from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.errors import DataError
 from agent_r1.types import (
     Action,
     Message,
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 FlowClass = TypeVar("FlowClass", bound="type[AgentFlowBase]")
 
-_FLOWS: dict[str, type[AgentFlowBase]] = {}
+_FLOWS: Registry[type[AgentFlowBase]] = Registry("flow")
 CLOSE_SECONDS = 5.0  # an env that cannot close is abandoned, not waited for
 MAX_INFO_CHARS = 100_000
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
@@ -83,6 +85,7 @@ class Episode:
         self.num_actions = 0  # the steps that are not summaries
         self.messages: list[Message] = []  # the conversation that was last responded to, all of it
         self.opening: list[Message] = []  # the first one
+        self.limit: StopReason | None = None  # the budget that ended it, even before anything was sampled
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
@@ -189,20 +192,34 @@ class Episode:
         self.steps.append(step)
         return completion, text
 
-    def observe(self, transition: Transition, *, seconds: float = 0.0) -> None:
-        """Attach what the env answered to the step just taken.
+    async def step(self, env: AgentEnv, action: Action) -> Transition:
+        """What the env answers to the action, checked, timed and attached to the step just taken."""
+        started = time.perf_counter()
+        transition = await env.step(action)
+        seconds = time.perf_counter() - started
+        self.observe(transition, seconds=seconds, source=f"{type(env).__name__}.step")
+        if not transition.terminated and self.num_actions < self.limits.max_steps:  # somebody will see it
+            check_observation(transition.observation, type(env).__name__)
+        return transition
+
+    def observe(self, transition: Transition, *, seconds: float = 0.0, source: str = "the env") -> None:
+        """Attach what an env answered to the step just taken; `step` has done so already.
+
+        More for the same step adds up: rewards and seconds are summed, calls and feedback follow the earlier ones, and
+        of equal keys of `info` the later counts.
 
         Everything is made plain here (floats, valid text, JSON), so that a strange value fails this episode and not the
         file that all of them are written to.
         """
+        check_transition(transition, source)
         last = self.steps[-1]
         self.steps[-1] = replace(
             last,
-            reward=last.reward + _finite(transition.reward),
-            calls=last.calls + tuple(self._plain_call(call, last) for call in transition.calls),
-            feedback=mended(transition.feedback),
-            env_seconds=seconds,
-            info={**last.info, **_plain(transition.info)},
+            reward=last.reward + _finite(transition.reward, source),
+            calls=last.calls + tuple(self._plain_call(call, last, source) for call in transition.calls),
+            feedback="\n".join(filter(None, (last.feedback, mended(transition.feedback)))),
+            env_seconds=last.env_seconds + seconds,
+            info={**last.info, **_plain(transition.info, source)},
         )
 
     def _render(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
@@ -218,14 +235,14 @@ class Episode:
         seed = stable_seed(self._seed, len(self.steps))
         return replace(self._sampling, max_tokens=max_tokens, seed=seed)
 
-    def _plain_call(self, call: ToolCallRecord, step: Step) -> ToolCallRecord:
+    def _plain_call(self, call: ToolCallRecord, step: Step, source: str) -> ToolCallRecord:
         return replace(
             call,
             token_span=self.renderer.token_span(step.response_ids, *call.text_span),
-            reward=_finite(call.reward),
+            reward=_finite(call.reward, source),
             result=mended(call.result),
-            arguments=_plain(call.arguments),
-            info=_plain(call.info),
+            arguments=_plain(call.arguments, source),
+            info=_plain(call.info, source),
         )
 
 
@@ -277,11 +294,28 @@ class AgentFlowBase(ABC):
             cls.uses_context = False
 
     def __init__(self, make_env: Callable[[TaskRow], AgentEnv]) -> None:
-        self.make_env = make_env  # the recipe's env with this row's settings, for flows that want one
+        self.make_env = make_env  # the recipe's env with this row's settings; what `playing` plays in
 
     @abstractmethod
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         """Play one row with `await episode.act(observation)` and say why it ended."""
+
+    @asynccontextmanager
+    async def playing(self, row: TaskRow) -> AsyncIterator[tuple[AgentEnv, Observation]]:
+        """`async with self.playing(row) as (env, observation)`: the row's env and what it begins with.
+
+        The env sees no ground truth unless it says so, and is closed at the end, however that comes.
+        """
+        env = self.make_env(row)
+        try:
+            observation = await env.reset(row if env.sees_ground_truth else row.without_ground_truth())
+            check_observation(observation, type(env).__name__)
+            yield env, observation
+        finally:
+            try:
+                await guarded(env.close(), seconds=CLOSE_SECONDS)
+            except Exception as error:  # noqa: BLE001 (the episode is over, and its outcome stands)
+                logger.error("closing %s failed\n%s", type(env).__name__, trace(error))
 
     @staticmethod
     def register(*names: str) -> Callable[[FlowClass], FlowClass]:
@@ -289,18 +323,13 @@ class AgentFlowBase(ABC):
 
         def add(cls: FlowClass) -> FlowClass:
             for name in names:
-                known = _FLOWS.setdefault(name, cls)
-                if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                    raise ConfigError(f"flow name {name!r} is taken by {known.__module__}.{known.__qualname__}")
-                _FLOWS[name] = cls
+                _FLOWS.add(name, cls)
             return cls
 
         return add
 
 
 def flow_class(name: str) -> type[AgentFlowBase]:
-    if name not in _FLOWS:
-        raise ConfigError(f"unknown flow {name!r}.{did_you_mean(name, _FLOWS)}")
     return _FLOWS[name]
 
 
@@ -320,27 +349,14 @@ class AgentEnvLoop(AgentFlowBase):
     uses_context = True
 
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
-        env = self.make_env(row)
-        try:
-            observation = await env.reset(row if env.sees_ground_truth else row.without_ground_truth())
+        async with self.playing(row) as (env, observation):
             while True:
-                if not isinstance(observation, Observation):
-                    raise TypeError(f"{type(env).__name__} returned {_brief(observation)} where an Observation belongs")
                 action = await episode.act(observation, tools=env.tool_schemas, context=self.context)
-                started = time.perf_counter()
-                transition = await env.step(action)
-                if not isinstance(transition, Transition):
-                    raise TypeError(f"{type(env).__name__}.step returned {_brief(transition)} instead of a Transition")
-                episode.observe(transition, seconds=time.perf_counter() - started)
+                transition = await episode.step(env, action)
                 if transition.terminated:
                     return transition.stop
                 assert transition.observation is not None  # Transition checks it
                 observation = transition.observation
-        finally:
-            try:
-                await guarded(env.close(), seconds=CLOSE_SECONDS)
-            except Exception as error:  # noqa: BLE001 (the episode is over, and its outcome stands)
-                logger.error("closing %s failed\n%s", type(env).__name__, trace(error))
 
 
 def stable_seed(*parts: object) -> int:
@@ -367,23 +383,22 @@ def _text_size(value: object) -> int:
     return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 0
 
 
-def _finite(reward: object) -> float:
+def _finite(reward: object, source: str) -> float:
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"the env returned reward {reward!r:.80}; rewards must be finite numbers")
+        raise ValueError(f"{source} returned reward {reward!r:.80}; rewards must be finite numbers")
     return float(reward)
 
 
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         text = json.dumps(info, ensure_ascii=True)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"info and arguments must be JSON, to be kept with the trajectory: {error}") from error
+        raise ValueError(
+            f"what {source} returned cannot be kept with the trajectory: info and arguments must be JSON: {error}"
+        ) from error
     if len(text) > MAX_INFO_CHARS:
-        raise ValueError(f"info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory")
+        raise ValueError(
+            f"{source} returned info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory"
+        )
     plain: dict[str, Any] = json.loads(mended(text))
     return plain
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"

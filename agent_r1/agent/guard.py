@@ -72,7 +72,7 @@ async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Await an async function; run a sync one in a daemon thread, so that it cannot hold up the loop or the exit."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    if is_async(function):
         return await function(*args, **kwargs)
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -95,6 +95,11 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     if error is not None:
         raise error
     return await value if inspect.isawaitable(value) else value
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it, a function or an object that can be called, runs in the event loop."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def describe(error: BaseException) -> str:
@@ -147,5 +152,5 @@ def place(error: BaseException) -> str:
 
 
 def mended(text: str) -> str:
-    """`text` without halves of surrogate pairs, which no UTF-8 file can hold."""
+    """`text` without halves of surrogate pairs, which no UTF-8 file can hold and no tokenizer takes."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -6,7 +6,7 @@ Pure functions of messages; nothing here knows templates or tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1.agent.control_tokens import SLOT
@@ -20,6 +20,28 @@ PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinki
 def is_from_tool(message: Message) -> bool:
     """Text that a tool wrote, also where it comes as a user message for want of a tool role."""
     return message.get("role") in TOOL_ROLES or bool(message.get("from_tool"))
+
+
+def told_apart(message: Message) -> tuple[Message, str]:
+    """The message as far as its sender wrote it, and what a tool wrote below that: `from_tool` is then this text, which
+    the content ends with (or its last part is). Where it does not, nothing is told apart, and all is the tool's."""
+    text, content = message.get("from_tool"), message.get("content")
+    if not isinstance(text, str) or not text or not content:
+        return message, ""
+    own = {key: value for key, value in message.items() if key != "from_tool"}
+    if isinstance(content, str) and content.endswith(text):
+        return {**own, "content": content[: -len(text)]}, text
+    if isinstance(content, list) and content[-1] == {"type": "text", "text": text}:
+        return {**own, "content": content[:-1]}, text
+    return message, ""
+
+
+def joined(message: Message, text: str, close: Callable[[Any], Any]) -> Message:
+    """What was told apart as one again; `close` keeps what the sender wrote from running into the text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{close(content)}{text}"}
+    return {**message, "content": [*content[:-1], *map(close, content[-1:]), {"type": "text", "text": text}]}
 
 
 def text_of(content: Any) -> str | None:

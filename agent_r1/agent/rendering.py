@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
-from agent_r1.agent.messages import is_from_tool, is_parsed_from, says, schema_as_json, with_slot
+from agent_r1.agent.messages import is_from_tool, is_parsed_from, joined, says, schema_as_json, told_apart, with_slot
 from agent_r1.agent.remember import remembering
 from agent_r1.agent.tokenizing import decoder, encoder
 from agent_r1.errors import DataError
@@ -283,8 +283,9 @@ class Renderer:
         return self._write(list(map(self._safe_from, messages)), tools, slot, generation_prompt)
 
     def _safe(self, message: Message) -> Message:
-        safe: Message = (self._control if is_from_tool(message) else self._special).defuse(message)
-        return safe
+        own, added = told_apart(message)
+        safe: Message = (self._control if is_from_tool(own) else self._special).defuse(own)
+        return joined(safe, self._control.defuse(added), self._control.close) if added else safe
 
     def _write(self, safe: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
         try:

@@ -17,9 +17,10 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.env import AgentEnv, wrong
 from agent_r1.types import Action, Message, Observation, TaskRow, Transition
 
 
@@ -60,6 +61,14 @@ class TextEnv(AgentEnv):
         reply = await answered if inspect.isawaitable(answered) else answered
         if not isinstance(reply, Reply):
             raise TypeError(f"{type(self).__name__}.reply returned {type(reply).__name__} instead of a Reply")
+        # A world's author knows the fields of a Reply, not what becomes of them below.
+        for name, kind, expected in (
+            ("text", str, "a text"),
+            ("reward", Real, "a number"),
+            ("info", Mapping, "a dict"),
+        ):
+            if not isinstance(getattr(reply, name), kind):
+                raise wrong(f"{type(self).__name__}.reply", "a Reply", name, getattr(reply, name), expected)
         said = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
         return Transition(

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 from pydantic import BaseModel
 
 from agent_r1.agent.guard import call
+from agent_r1.agent.registry import Registry
 from agent_r1.agent.tool_schema import (
     Arguments,
     RowKeys,
@@ -29,7 +30,7 @@ from agent_r1.agent.tool_schema import (
     arguments_from_signature,
 )
 from agent_r1.agent.tool_schema import FromRow as FromRow
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError
 
 
 class ToolError(Exception):
@@ -112,10 +113,7 @@ class BaseTool(ABC):
     @staticmethod
     def register(thing: AnyTool) -> AnyTool:
         """Decorator: make a tool (a class without constructor arguments, or an object) available by its name."""
-        known = _REGISTRY.get(thing.name)
-        if known is not None and _origin(known) != _origin(thing):
-            raise ConfigError(f"tool name {thing.name!r} is taken by {'.'.join(_origin(known))}")
-        _REGISTRY[thing.name] = thing
+        _TOOLS.add(thing.name, thing)
         return thing
 
 
@@ -135,22 +133,16 @@ class BatchTool(BaseTool):
 
 AnyTool = TypeVar("AnyTool", bound=BaseTool | type[BaseTool])
 
-_REGISTRY: dict[str, BaseTool | type[BaseTool]] = {}
-
-
-def _origin(thing: BaseTool | type[BaseTool]) -> tuple[str, str]:
-    maker = thing.function if isinstance(thing, FunctionTool) else thing if isinstance(thing, type) else type(thing)
-    return maker.__module__, maker.__qualname__
+_TOOLS: Registry[BaseTool | type[BaseTool]] = Registry("tool")
 
 
 def get_tool(tool: str | BaseTool) -> BaseTool:
     """The tool object of that name, one per process; a tool object is handed back checked."""
     if isinstance(tool, str):
-        if tool not in _REGISTRY:
-            raise ConfigError(f"unknown tool {tool!r}.{did_you_mean(tool, _REGISTRY)}")
-        found = _REGISTRY[tool]
+        found = _TOOLS[tool]
         if isinstance(found, type):
-            found = _REGISTRY[tool] = found()
+            found = found()
+            _TOOLS.add(tool, found)
         tool = found
     if not isinstance(tool, BaseTool):
         raise ConfigError(f"a tool is a name or a BaseTool, got {tool!r}. Decorate a function with @tool.")

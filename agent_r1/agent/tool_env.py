@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.guard import RAISED_BY, note
+from agent_r1.agent.guard import RAISED_BY, mended, note
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
@@ -138,9 +138,7 @@ class ToolEnv(AgentEnv):
         )
 
     def _cut(self, text: str) -> str:
-        kept = text[: self._max_result_chars]
-        # Only what is kept is looked at, however long the result. Half a surrogate pair would break every tokenizer.
-        kept = kept.encode("utf-8", errors="replace").decode("utf-8")
+        kept = mended(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
         dropped = len(text) - self._max_result_chars
         return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
 

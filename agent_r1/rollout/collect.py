@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
 from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
@@ -27,6 +28,7 @@ from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
+EpisodeKind = TypeVar("EpisodeKind", bound=Episode)
 
 _PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.cause` ends
 _QUOTED = re.compile(r"(['\"]).*?\1")
@@ -45,15 +47,26 @@ class Collector:
     max_concurrent: int = 1024
     max_error_fraction: float = 0.5  # of one batch; more than this is a broken run, not bad luck
 
-    async def __call__(self, rows: Sequence[TaskRow], *, seed: int, on_episode: OnEpisode | None = None) -> list[Group]:
-        """`seed` fixes all sampling noise of the batch: the same rows, seed and weights give the same trajectories."""
-        gate = asyncio.Semaphore(self.max_concurrent)
+    async def __call__(
+        self,
+        rows: Sequence[TaskRow],
+        *,
+        seed: int,
+        on_episode: OnEpisode | None = None,
+        gate: asyncio.Semaphore | None = None,
+    ) -> list[Group]:
+        """`seed` fixes all sampling noise of the batch: the same rows, seed and weights give the same trajectories.
+
+        `gate` is that of others that play at the same time, where there are any: together they are `max_concurrent`.
+        """
+        gate = gate or self.gate()
         attempts = [(row, attempt) for row in rows for attempt in range(self.group_size)]
 
         async def play(index: int, row: TaskRow, attempt: int) -> Trajectory:
             async with gate:
-                episode_seed = stable_seed(seed, index, row.row_id, attempt)
-                trajectory = await self._play(row, f"{row.row_id}#{attempt}@{seed:x}.{index}", episode_seed)
+                name = f"{row.row_id}#{attempt}@{seed:x}.{index}"
+                episode = self.episode(Episode, name, stable_seed(seed, index, row.row_id, attempt))
+                trajectory = await self.play(row, episode)
             if on_episode is not None:
                 on_episode(trajectory)
             return trajectory
@@ -67,8 +80,13 @@ class Collector:
         size = self.group_size
         return [Group(row=row, trajectories=list(played[i * size : (i + 1) * size])) for i, row in enumerate(rows)]
 
-    async def _play(self, row: TaskRow, episode_id: str, seed: int) -> Trajectory:
-        episode = Episode(
+    def gate(self) -> asyncio.Semaphore:
+        """As many may pass at once as may play at once."""
+        return asyncio.Semaphore(self.max_concurrent)
+
+    def episode(self, kind: type[EpisodeKind], episode_id: str, seed: int) -> EpisodeKind:
+        """One to be played, as all of this collector are."""
+        return kind(
             episode_id=episode_id,
             sampler=self.sampler,
             sampling=self.sampling,
@@ -76,15 +94,18 @@ class Collector:
             limits=self.limits,
             seed=seed,
         )
+
+    async def play(self, row: TaskRow, episode: Episode) -> Trajectory:
+        """Run the row's flow to its end, whatever that is. The episode is closed then."""
         started = time.perf_counter()
         try:
             stop, error = await self._outcome(row, episode)
         finally:
             episode.close()  # code that was left behind must not sample any more
-            self.sampler.release(episode_id)
+            self.sampler.release(episode.episode_id)
         return Trajectory(
             row_id=row.row_id,
-            trajectory_id=episode_id,
+            trajectory_id=episode.episode_id,
             steps=list(episode.steps),
             stop=stop,
             error=error,
@@ -98,22 +119,18 @@ class Collector:
         try:
             stop = await guarded(self.make_flow(row).run(row, episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
+            episode.limit = limit.stop
             return (limit.stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {limit}")
         except TimedOut as late:
             return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
             logger.error("episode %s failed: %s\n%s", episode.episode_id, cause(error), trace(error))
             return StopReason.ERROR, cause(error)
-        return ended(stop, episode)
-
-
-def ended(stop: object, episode: Episode) -> tuple[StopReason, str | None]:
-    """What a flow returned, checked: flows are written by users."""
-    if not isinstance(stop, StopReason):
-        return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
-    if not episode.steps:
-        return StopReason.ERROR, "the flow ended without a single model call"
-    return stop, None
+        if not isinstance(stop, StopReason):  # flows are written by users
+            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+        if not episode.steps:
+            return StopReason.ERROR, "the flow ended without a single model call"
+        return stop, None
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from agent_r1.agent.guard import TimedOut, call, cause, guarded, trace
+from agent_r1.agent.guard import TimedOut, call, cause, guarded, is_async, trace
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import check_failures, with_failure
 from agent_r1.types import Group, TaskRow, Trajectory
@@ -65,10 +65,6 @@ class Scorer:
             logger.error("reward %s failed on %s\n%s", name, trajectory.trajectory_id, trace(error))
             return with_failure(trajectory, f"reward {name!r} failed: {cause(error)}")
         return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
-
-
-def is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def named_components(value: Any) -> dict[str, float]:

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from inspect import isawaitable
 from typing import Any, Literal
 
-from agent_r1.agent.guard import call, describe, guarded
+from agent_r1.agent.guard import call, describe, guarded, is_async
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.attempts import PerLoop
-from agent_r1.rollout.reward import SYNC_THREADS, RewardFunction, check_reward_signature, is_async, named_components
+from agent_r1.rollout.reward import SYNC_THREADS, RewardFunction, check_reward_signature, named_components
 from agent_r1.types import TaskRow, Trajectory
 
 Format = Callable[[TaskRow, Trajectory], float]  # in [0, 1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
 from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, with_text
+from agent_r1.agent.env import AgentEnv, env_class
 from agent_r1.agent.flow import AgentFlowBase
 from agent_r1.agent.rendering import Renderer
 from agent_r1.config import RunConfig, SummaryContext
@@ -28,12 +30,25 @@ def context_maker(config: RunConfig) -> Callable[[], ContextPolicy] | None:
     context = config.context
     if context.policy == "append":
         return None
+    _check_env_repeats(config)
     settings: dict[str, Any] = context.model_dump(exclude={"policy", "demo_summary"})
     if context.policy == "rewrite":
         settings["function"] = message_function(config, "context.function", context.function)
     if context.policy == "summary" and context.demo_summary is not None:
         message_function(config, "context.demo_summary", context.demo_summary)  # found wrong before the run
     return lambda: _POLICIES[context.policy](**settings)
+
+
+def _check_env_repeats(config: RunConfig) -> None:
+    """An env that says "as above" of what is not shown says nothing. What a rewrite shows, only its author knows."""
+    task, policy = config.task, config.context.policy
+    env: type[AgentEnv] = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
+    for name, needed in env.if_forgotten.items():
+        if policy != "rewrite" and task.env_kwargs.get(name) != needed:
+            raise ConfigError(
+                f"context.policy={policy} leaves out earlier messages, and {env.__name__} does not show again what "
+                f"stands in them: set task.env_kwargs.{name}={json.dumps(needed)}, or use context.policy=append"
+            )
 
 
 def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
@@ -49,14 +64,16 @@ def message_function(config: RunConfig, setting: str, name: str) -> Callable[...
 
 
 def check_room(config: RunConfig, renderer: Renderer) -> None:
-    """Settings under which no summary could ever be written are a mistake, and only a tokenizer can tell."""
+    """Settings under which no summary could ever be written, or one before nearly every action, are a mistake, and only
+    a tokenizer can tell."""
     context, limit = config.context, config.rollout.max_context_tokens
     if not isinstance(context, SummaryContext):
         return
     shown: list[Message] = [{"role": "user", "content": "?"}]
-    before, asked = (
+    exchange: list[Message] = [{"role": "assistant", "content": "?"}, *shown]
+    before, asked, stays = (
         len(renderer.render(Observation(messages=messages)))
-        for messages in (shown, with_text(shown, context.instruction))
+        for messages in (shown, with_text(shown, context.instruction), shown + exchange * context.keep_turns)
     )
     needed = context.max_tokens + asked - before + context.summary_tokens
     if needed > limit:
@@ -64,6 +81,12 @@ def check_room(config: RunConfig, renderer: Renderer) -> None:
             f"context.max_tokens ({context.max_tokens}), context.instruction ({asked - before} tokens) and "
             f"context.summary_tokens ({context.summary_tokens}) need {needed} tokens together, and "
             f"rollout.max_context_tokens is {limit}: no summary could be written. Lower context.max_tokens"
+        )
+    if context.max_tokens < stays:
+        raise ConfigError(
+            f"context.max_tokens={context.max_tokens} is less than what no summary takes the place of: the first "
+            f"observation and the last exchanges (context.keep_turns={context.keep_turns}) are {stays} tokens even "
+            "where each says a single one. Raise context.max_tokens"
         )
 
 

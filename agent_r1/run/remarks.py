@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from agent_r1.config import SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.rollout.collect import commonest_failures
 from agent_r1.run.metrics import failed_share
@@ -15,6 +18,8 @@ from agent_r1.run.track import program
 
 Record = Mapping[str, Any]  # the metrics of a step
 
+MANY_SUMMARIES = 0.5  # for each action: prompts are then short of room, not long
+
 
 def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, total: int) -> list[str]:
     """`trained`: of all steps there are. `start`, `steps`: the step this command began after, and the last one it made;
@@ -22,6 +27,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
     return [
         *_going_on(run, total, start=start, steps=steps),
         *_failures(run, trained),
+        *_summaries(run, trained),
         *_nothing_learned(trained),
     ]
 
@@ -44,6 +50,36 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
     where = f"; details in {run.log_file}" if has_text(run.log_file) else ""
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
     return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+
+
+def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
+    """The line on summaries, if the policy did little else than write them."""
+    context = run.config.context
+    if not isinstance(context, SummaryContext):
+        return []
+    attempts = run.config.rollout.group_size
+    written, actions = (
+        round(sum(record.get(name, 0.0) * record["group/count"] * attempts for record in trained))
+        for name in ("context/summaries", "episode/steps")
+    )
+    if written == 0 or written < MANY_SUMMARIES * actions:
+        return []
+    what = f"{written:,} for {actions:,} actions: context.max_tokens={context.max_tokens} leaves little room"
+    return [f"summaries   {what}{_prompts_after_summaries(run, trained)}. Raise context.max_tokens"]
+
+
+def _prompts_after_summaries(run: RunDir, trained: Sequence[Record]) -> str:
+    """In the last step whose episodes are kept."""
+    files = [run.trajectories_file("train", record["step"]) for record in trained]
+    kept = [file for file in files if file.exists()]
+    if not kept:
+        return ""
+    try:
+        episodes = [trajectory.steps for trajectory in read_trajectories(kept[-1])]
+    except DataError as error:  # no reason to end a run that is done
+        return f" ({error})"
+    after = [len(step.prompt_ids) for steps in episodes for last, step in pairwise(steps) if last.is_summary]
+    return f", as prompts right after one have {median(after):,.0f} tokens (median)" if after else ""
 
 
 def _nothing_learned(trained: Sequence[Record]) -> list[str]:

@@ -153,7 +153,8 @@ def test_a_placeholder_has_the_shape_of_what_it_stands_for() -> None:
 
 def test_notes_are_those_of_the_earlier_exchanges_that_bear_on_the_latest_observation() -> None:
     # of ONE and TWO only ONE shares a word with "The vault asks for a code."; "a" is in TWO, but is no rare word
-    noted = said("user", f"Open the vault.\n\n{NOTES_TITLE}\n[1] You: look\nThen: The code is 7319.", from_tool=True)
+    note = f"{NOTES_TITLE}\n[1] You: look\nThen: The code is 7319."
+    noted = said("user", f"Open the vault.\n\n{note}", from_tool=note)
     assert shown(Notes(turns=1, notes=1, note_chars=100)) == [SYSTEM, noted, *THREE]
     assert hidden(Notes(turns=1, notes=1, note_chars=100)) == 5
     both = shown(Notes(turns=1, notes=2, note_chars=9))[1]["content"]
@@ -219,7 +220,8 @@ def test_a_summary_takes_the_place_of_all_but_the_last_exchanges() -> None:
     made = asyncio.run(play())
     last = said("user", "The vault asks for a code.\n\nSum up.")
     assert author.asked == [[*TALK[:-1], last]]  # all it has seen, the observation included
-    noted = said("user", f"Open the vault.\n\n{SUMMARY_TITLE}\ncode 7319", from_tool=True)
+    known = f"{SUMMARY_TITLE}\ncode 7319"
+    noted = said("user", f"Open the vault.\n\n{known}", from_tool=known)
     assert made.messages == [SYSTEM, noted, *THREE]
     assert made.hidden == 5
 
@@ -328,6 +330,9 @@ def test_text_joins_the_users_last_message_or_becomes_one() -> None:
     assert with_text([SYSTEM], "more") == [SYSTEM, said("user", "more")]
     assert with_text([TWO[1]], "more") == [TWO[1], said("user", "more")]  # never in a tool's name
     assert with_text([], "more", from_tool=True) == [said("user", "more", from_tool=True)]
+    assert with_text([TASK], "more", from_tool=True) == [said("user", "Open the vault.\n\nmore", from_tool="more")]
+    result = said("user", "found", from_tool=True)
+    assert with_text([result], "more", from_tool=True) == [said("user", "found\n\nmore", from_tool=True)]
 
 
 contents = st.sampled_from(["", "a red door", "code 7", "code 8", "the door needs a code"])

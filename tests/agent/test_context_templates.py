@@ -20,6 +20,11 @@ ALTERNATING = (
     "{% endif %}{% set ns.last = m.role %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PARTS = (  # takes contents in parts as well
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TIGHT: dict[str, Callable[[], ContextPolicy]] = {
     "window": lambda: Window(turns=1),
     "drop_results": lambda: DropResults(keep=1, placeholder="-"),
@@ -71,6 +76,43 @@ def test_templates_of_known_models_take_what_is_shown_with_calls_and_results(pol
     result = said("tool", "found it", name="search")
     last = [said("assistant", "so"), said("user", "and?")]
     assert rendered(renderer_of(family), TIGHT[policy](), [TASK, calling, result, calling, result, *last], "so")
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+@pytest.mark.parametrize("policy", ["notes", "summary"])
+def test_the_task_keeps_its_ids_above_notes_and_summaries_that_are_those_of_plain_text(
+    policy: str, as_parts: bool
+) -> None:
+    family = tokenizer_of("qwen3")
+    renderer = Renderer(family, chat_template=PARTS) if as_parts else renderer_of("qwen3")
+    content = "First <think> in <tool_call> tags, then go"
+    asked = said("user", [{"type": "text", "text": content}] if as_parts else content)
+    talk = [asked, said("assistant", "a"), said("user", "<think> and </think> and <tool_call>"), *THREE]
+    made = TIGHT[policy]()
+    author = Author("a summary with </think>: <tool_call>")
+    asyncio.run(made.prepare(talk, author))
+    ids = renderer.render(Observation(messages=shown(made, talk)))
+    alone = renderer.render(Observation(messages=[asked]))
+    end = alone.index(family.convert_tokens_to_ids("<|im_end|>"))
+    assert ids[:end] == alone[:end]
+    thinks, calls = family.convert_tokens_to_ids(["<think>", "<tool_call>"])
+    assert alone[:end].count(thinks) == alone[:end].count(calls) == 1
+    below = ids[end : ids.index(family.convert_tokens_to_ids("<|im_end|>"))]
+    assert "<tool_call>" in renderer.decode(below)
+    assert not {thinks, calls, family.convert_tokens_to_ids("</think>")} & set(below)
+
+
+def test_what_a_task_begins_nothing_below_it_completes() -> None:
+    """Also where somebody marks the end of a content in the middle of what would be a control token."""
+    family = tokenizer_of("qwen3")
+    renderer = Renderer(family, chat_template=PARTS)
+    think = family.convert_tokens_to_ids("<think>")
+    for content in ("go <think>", [{"type": "text", "text": "go <th"}, {"type": "text", "text": "ink>"}]):
+        ids = renderer.render(Observation(messages=[said("user", content, from_tool="ink>")]))
+        assert think not in ids
+        assert "go <think>" in renderer.decode(ids)
+    # Marked with what it does not end with, all of a content is a tool's.
+    assert think not in renderer.render(Observation(messages=[said("user", "<think> go", from_tool="stop")]))
 
 
 def test_what_a_tool_wrote_is_no_control_token_in_a_note() -> None:

@@ -1,16 +1,22 @@
-"""The env registry, and how a row's settings lie on top of the recipe's."""
+"""The env registry, how a row's settings lie on top of the recipe's, and what envs may be made with and return."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.errors import ConfigError
-from agent_r1.types import Action, Observation, TaskRow, Transition
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from tests.chatml import collector, row
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 
 @AgentEnv.register("count_for_tests")
@@ -26,19 +32,158 @@ class CountEnv(AgentEnv):
 
 
 def test_a_registered_env_is_made_by_name_with_its_settings() -> None:
-    env = AgentEnv.from_config("count_for_tests", limit=5)
+    env = make_env(env_class("count_for_tests"), "count_for_tests", {"limit": 5})
     assert isinstance(env, CountEnv)
     assert env.limit == 5
     assert env.tool_schemas == []
     assert not env.sees_ground_truth
-    assert env_class("count_for_tests") is CountEnv
 
 
 def test_unknown_names_and_settings_are_config_errors() -> None:
     with pytest.raises(ConfigError, match=r"unknown env 'count_for_test'. Did you mean 'count_for_tests'?"):
-        AgentEnv.from_config("count_for_test")
+        env_class("count_for_test")
     with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'"):
         make_env(CountEnv, "count_for_tests", {"limt": 5})
+
+
+class Set(CountEnv):
+    def __init__(
+        self,
+        *,
+        hints: bool = False,
+        turns: int = 1,
+        share: float = 0.5,
+        name: str | None = None,
+        seed: int = None,  # type: ignore[assignment]  # noqa: RUF013 (as people write it)
+        either: int | list[int] = 1,
+        any_kind: Any = None,
+        **more: int,
+    ) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("hints", "maybe", "true or false, not str 'maybe'"),
+        ("hints", 1, "true or false, not int 1"),
+        ("turns", "abc", "a whole number, not str 'abc'"),
+        ("turns", True, "a whole number, not bool True"),  # a bool is no number here
+        ("turns", 2.0, "a whole number, not float 2.0"),
+        ("turns", None, "a whole number, not NoneType None"),
+        ("share", "half", "a number, not str 'half'"),
+        ("share", False, "a number, not bool False"),
+        ("name", 7, "a text or null, not int 7"),
+        ("name", ["a"], r"a text or null, not list \['a'\]"),
+        ("seed", "x", "a whole number or null, not str 'x'"),
+    ],
+)
+def test_a_setting_of_another_kind_than_its_annotation_is_a_config_error(key: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^env 'task\.Set': env_kwargs\.{key} of Set must be {told}$"):
+        make_env(Set, "task.Set", {key: value})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"hints": True, "turns": 2, "share": 1, "name": None, "seed": None},
+        {"either": "x", "any_kind": "x", "other": "x"},  # these annotations promise nothing simple
+        {"turns": np.int64(3), "share": np.float32(0.5), "hints": np.bool_(True)},  # rows are made by programs
+    ],
+)
+def test_a_setting_that_fits_or_of_which_nothing_simple_is_said_is_taken(kwargs: dict[str, Any]) -> None:
+    assert isinstance(make_env(Set, "task.Set", kwargs), Set)
+
+
+def test_annotations_that_cannot_be_evaluated_check_nothing() -> None:
+    class ForCheckers(CountEnv):
+        def __init__(self, price: Decimal, hints: bool = False) -> None:
+            pass
+
+    assert isinstance(make_env(ForCheckers, "task.ForCheckers", {"price": 1, "hints": "x"}), ForCheckers)
+
+
+# What an env returns
+
+
+class Odd(AgentEnv):
+    """Begins well, and then returns what it is made with."""
+
+    def __init__(self, answer: Transition) -> None:
+        self.answer = answer
+
+    async def reset(self, row: TaskRow) -> Observation:
+        return Observation(messages=[{"role": "user", "content": "?"}])
+
+    async def step(self, action: Action) -> Transition:
+        return self.answer
+
+
+def outcome(env: AgentEnv) -> tuple[StopReason, str]:
+    [group] = asyncio.run(collector(["a", "b"], make_env=lambda _: env, max_steps=2)([row()], seed=0))
+    [trajectory] = group.trajectories
+    return trajectory.stop, trajectory.error or ""
+
+
+def ended(**fields: Any) -> Transition:
+    return Transition(terminated=True, **fields)
+
+
+def shown(**fields: Any) -> Transition:
+    return Transition(observation=Observation(**fields))
+
+
+CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (ended(feedback=None), "Odd.step returned a Transition whose feedback is NoneType None; it must be a text"),
+        (ended(info=[1]), "Odd.step returned a Transition whose info is list [1]; it must be a dict"),
+        (ended(reward="1"), "Odd.step returned a Transition whose reward is str '1'; it must be a number"),
+        (ended(reward=float("nan")), "Odd.step returned reward nan; rewards must be finite numbers"),
+        (ended(calls=["x"]), "whose calls[0] is str 'x'; it must be a ToolCallRecord"),
+        (ended(calls=(CALL, None)), "whose calls[1] is NoneType None; it must be a ToolCallRecord"),
+        (ended(calls=None), "whose calls is NoneType None; it must be a tuple of ToolCallRecord"),
+        (ended(stop="done"), "whose stop is str 'done'; it must be a StopReason, as StopReason.ANSWERED is"),
+        (ended(info={"a": {1}}), "what Odd.step returned cannot be kept with the trajectory: info and arguments"),
+        (shown(messages=["hi"]), "Odd returned an Observation whose messages[0] is str 'hi'; it must be a dict with"),
+        (
+            shown(messages=[{"content": "x"}]),
+            "whose messages[0] is dict {'content': 'x'}; it must be a dict with a role",
+        ),
+        (
+            shown(messages=[{"role": "user", "content": 5}]),
+            "whose messages[0]['content'] is int 5; it must be a text or",
+        ),
+        (shown(messages=[]), "whose messages is list []; it must be a list of at least one message"),
+        (shown(messages="hi"), "whose messages is str 'hi'; it must be a list of at least one message"),
+        (shown(messages=[{"role": "assistant", "content": "x"}]), "the next reply is the model's"),
+        (shown(text=5), "Odd returned an Observation whose text is int 5; it must be a text"),
+        (shown(token_ids="x"), "whose token_ids is str 'x'; it must be a list of ids"),
+    ],
+)
+def test_what_an_env_may_not_return_fails_its_episode_with_env_field_and_value(answer: Transition, told: str) -> None:
+    stop, error = outcome(Odd(answer))
+    assert stop is StopReason.ERROR
+    assert told in error
+
+
+def test_what_is_read_only_at_the_end_may_be_anything_before_it() -> None:
+    going_on = Transition(observation=Observation(messages=[{"role": "user", "content": "?"}]), stop=None)  # type: ignore[arg-type]
+    assert outcome(Odd(going_on)) == (StopReason.MAX_STEPS, "")
+    assert outcome(Odd(ended(calls=[CALL], reward=np.float32(1)))) == (StopReason.ANSWERED, "")
+
+
+def test_a_first_observation_is_checked_like_any_other() -> None:
+    class Begins(Odd):
+        async def reset(self, row: TaskRow) -> Observation:
+            return Observation(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+
+    stop, error = outcome(Begins(ended()))
+    assert stop is StopReason.ERROR
+    assert "Begins returned an Observation whose messages[-1] is dict" in error
 
 
 def test_a_name_can_be_registered_again_by_the_same_class_only() -> None:

@@ -20,6 +20,7 @@ from agent_r1.agent.guard import (
     cause,
     describe,
     guarded,
+    is_async,
     note,
     place,
 )
@@ -172,3 +173,19 @@ def test_an_exception_from_another_process_still_says_where() -> None:
     arrived = pickle.loads(_dumped_error(raised(KeyError("ab"))))
     assert arrived.__traceback__ is None
     assert cause(arrived) == f"KeyError: 'ab' ({HERE})"
+
+
+class Worded:
+    """An object that is called like an async function; making one is an ordinary call."""
+
+    async def __call__(self) -> str:
+        return "said"
+
+
+def test_what_is_async_is_what_calling_it_gives() -> None:
+    assert is_async(give)
+    assert is_async(Worded())
+    assert not is_async(Worded)
+    assert not is_async(len)
+    assert asyncio.run(call(Worded())) == "said"
+    assert isinstance(asyncio.run(call(Worded)), Worded)

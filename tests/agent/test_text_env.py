@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,29 @@ def test_a_reply_that_is_none_is_refused() -> None:
         env = Wrong()
         await env.reset(ROW)
         with pytest.raises(TypeError, match=r"Wrong\.reply returned str instead of a Reply"):
+            await env.step(act("x"))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("text", None, "NoneType None; it must be a text"),
+        ("text", 5, "int 5; it must be a text"),
+        ("info", None, "NoneType None; it must be a dict"),
+        ("reward", "1", "str '1'; it must be a number"),
+    ],
+)
+def test_a_field_of_a_reply_that_is_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
+    class Wrong(Counter):
+        def reply(self, said: str) -> Reply:
+            return Reply(**{field: value})
+
+    async def play() -> None:
+        env = Wrong()
+        await env.reset(ROW)
+        with pytest.raises(TypeError, match=rf"^Wrong\.reply returned a Reply whose {field} is {told}$"):
             await env.step(act("x"))
 
     asyncio.run(play())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.env import env_class, make_env
 from agent_r1.agent.tool import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.agent.tool_calls import FORMATS, RetoolFormat
 from agent_r1.agent.tool_env import ToolEnv
@@ -229,7 +229,7 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
 )  # fmt: skip
 def test_a_wrong_setting_is_a_config_error_that_says_what_to_do(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        AgentEnv.from_config("tool", **kwargs)
+        make_env(env_class("tool"), "tool", kwargs)
 
 
 def test_a_step_outside_an_episode_is_refused() -> None:
@@ -242,7 +242,7 @@ def test_a_step_outside_an_episode_is_refused() -> None:
 
 def test_tools_are_shown_as_openai_schemas_and_come_by_name() -> None:
     BaseTool.register(add)
-    env = AgentEnv.from_config("tool", tools=["add", python])
+    env = ToolEnv(tools=["add", python])
     assert [schema["function"]["name"] for schema in env.tool_schemas] == ["add", "python"]
 
 

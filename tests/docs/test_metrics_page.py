@@ -7,13 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.critic import Critic
-from agent_r1.learn.learner import CriticTraining
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.run.metrics import rollout_metrics
 from agent_r1.types import Trajectory
-from tests.learn.builders import group, step, tiny_model, trajectory
+from tests.learn.builders import correction, group, new_critic, step, tiny_model, trajectory
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 LAYOUT = {"packs", "segments", "packing_efficiency", "trajectories", "lr", "optimizer_steps"}  # speak for themselves
@@ -38,13 +35,14 @@ def test_everything_an_update_reports_is_explained() -> None:
         max_tokens_per_pack=64,
         max_nonfinite_updates=3,
         kl_coef=0.1,
+        kl_estimator="k3",
         reference=policy.copy(),
-        correction=Correction(kind="reject"),
-        critic=CriticTraining(critic=Critic(policy, shared=False), lr=1e-3),
+        correction=correction("reject"),
+        critic=new_critic(policy, shared=False),
     )
     paid = trajectory(replace(step([1, 2], [3, 4]), reward=0.2), name="paid")  # a process reward
     groups = [group(episode("right", 1.0), episode("wrong", 0.0), paid)]
-    shaper = RewardShaper(process="running_std", kl=KLInReward(coef=0.1, target=0.1))
+    shaper = RewardShaper(process="running_std", kl=KLInReward(coef=0.1, target=0.1, horizon=100))
     credited = assign_credit(groups, algorithm, shaper=shaper, values=learner.values, kl=learner.kl_to_reference)
     reported = {*learner.update(credited), *rollout_metrics(groups, success_reward=1.0), *shaper.metrics}
     explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.check import check_env
+from agent_r1.agent.env import make_env
 from agent_r1.config import load_config
-from agent_r1.errors import DataError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.alfworld import data, made, task
 from agent_r1.recipes.alfworld.engine import NOTHING_HAPPENS, World
 from agent_r1.recipes.alfworld.env import AlfWorld
@@ -193,6 +194,11 @@ def test_hints_are_the_admissible_commands() -> None:
     assert shown(first)[0].endswith("\nCommands: " + ", ".join(world.admissible()))
     world.step("go to fridge 1")
     assert shown(step.observation)[-1].endswith("\nCommands: " + ", ".join(world.admissible()))
+
+
+def test_whether_hints_are_given_is_true_or_false() -> None:
+    with pytest.raises(ConfigError, match=r"hints of AlfWorld must be true or false, not str 'maybe'"):
+        make_env(AlfWorld, "task.AlfWorld", {"game": "g", "world": "w", "hints": "maybe"})
 
 
 def test_no_hints_are_given_when_the_game_is_won() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.config import load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop import data, made, task
 from agent_r1.recipes.webshop.buyers import knowing_buyer, query_of, reading_buyer
@@ -18,6 +19,8 @@ from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.shop import BUY, Shop
+from agent_r1.run.build import build_plan
+from agent_r1.run.task import build_task
 from agent_r1.tasks.panel import panel_hash
 from agent_r1.types import Step, StopReason, TaskRow, Trajectory
 from benchmarks import webshop as benchmark
@@ -117,6 +120,28 @@ def test_the_buyer_who_reads_opens_products_until_one_has_what_is_wanted() -> No
     assert "click[B000000004]" not in reading_buyer(Shop(Catalogue.of([dear, red])), GOAL.text, Look())
     assert reading_buyer(Shop(Catalogue.of([replace(SCARF, title="Cap", description="", features=("",), options={})])),
                          "Find me tents", Look()) == ["search[tents]"]  # fmt: skip
+
+
+def test_a_context_policy_that_forgets_needs_full_pages() -> None:
+    window = ["context.policy=window", "context.turns=1"]
+    with pytest.raises(
+        ConfigError, match=r"window leaves out .* MadeShop .*: set task\.env_kwargs\.full_pages=true, or"
+    ):
+        build_task(load_config("webshop/tiny", window))
+    build_task(load_config("webshop/tiny", [*window, "task.env_kwargs.full_pages=true"]))
+    build_task(load_config("webshop/tiny", []))
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("full_pages=perhaps", "full_pages of MadeShop must be true or false, not str 'perhaps'"),
+        ("title_chars=abc", "title_chars of MadeShop must be a whole number, not str 'abc'"),
+    ],
+)
+def test_settings_of_another_kind_are_told_before_the_run(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_plan(load_config("webshop/tiny", [f"task.env_kwargs.{setting}"]))
 
 
 def test_queries_leave_out_courtesies_and_price() -> None:

@@ -186,7 +186,7 @@ def test_a_bad_env_costs_its_own_episode_only(
     assert good.stop is last.stop is StopReason.ANSWERED
     assert bad.stop is stop
     assert bad.error is None if error is None else error in (bad.error or "")
-    assert len(bad.steps) == 1  # what happened before is kept for the viewer
+    assert len(bad.steps) == 1  # what happened before is kept
     assert Echo.closed == closed + 3
     assert sorted(engine.released) == sorted(t.trajectory_id for t in (good, bad, last))
 

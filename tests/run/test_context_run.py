@@ -28,7 +28,7 @@ from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import sft_trajectories
 from agent_r1.run.start import _warm_start_key, base_model
 from agent_r1.run.task import build_task
-from agent_r1.types import StopReason, TaskRow, Trajectory
+from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
 from tests.agent.test_context_episode import POLICIES, Vault
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.rollout.engine_sides import assert_logprobs_match, both, engine
@@ -78,6 +78,12 @@ def nonsense(messages):
 
 def no_arguments():
     return ""
+
+class Terse(Walk):
+    if_forgotten = {"whole": True}
+
+    def __init__(self, whole: bool = False):
+        pass
 
 class Own(AgentFlowBase):
     async def run(self, row, episode):
@@ -260,6 +266,44 @@ def test_settings_under_which_no_summary_could_be_written_are_told_where_tokens_
                 needed = r"instruction \(9 tokens\) and .* \(16\) need 401 tokens together, and .* is 400: no summary"
                 with pytest.raises(ConfigError, match=needed):
                     make(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
+
+
+def test_room_for_less_than_what_always_stays_is_refused(recipe: str) -> None:
+    turn = len("<|im_start|>user\n?<|im_end|>\n")  # characters: each is one token, but the two control tokens
+    for keep_turns in (1, 2):
+        messages = [{"role": "user", "content": "?"}]
+        messages += [{"role": "assistant", "content": "?"}, *messages] * keep_turns
+        least = len(renderer().render(Observation(messages=messages)))
+        assert least < (2 * keep_turns + 2) * turn
+        for max_tokens in (least, least - 1):
+            chosen = config(recipe, "summary", f"context.max_tokens={max_tokens}", f"context.keep_turns={keep_turns}")
+            if max_tokens == least:
+                train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
+                continue
+            told = rf"context\.max_tokens={max_tokens} is less than .*keep_turns={keep_turns}\) are {least} tokens even"
+            with pytest.raises(ConfigError, match=told):
+                train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
+
+
+@pytest.mark.parametrize("policy", [policy for policy in SETTINGS if policy != "rewrite"])
+def test_an_env_that_does_not_repeat_itself_needs_other_settings_where_messages_are_left_out(
+    recipe: str, policy: str
+) -> None:
+    def build(*more: str) -> None:
+        build_task(config(recipe, policy, "task.env=task.Terse", *more))
+
+    build("task.env_kwargs.whole=true")
+    if policy == "append":
+        build()
+        return
+    told = rf"context\.policy={policy} leaves out .*, and Terse does not .*: set task\.env_kwargs\.whole=true, or use"
+    for more in ([], ["task.env_kwargs.whole=false"]):
+        with pytest.raises(ConfigError, match=told):
+            build(*more)
+
+
+def test_what_a_rewrite_leaves_out_is_its_authors_to_know(recipe: str) -> None:
+    build_task(config(recipe, "rewrite", "task.env=task.Terse"))
 
 
 def test_a_row_that_asks_for_a_flow_without_the_policy_is_refused_too(recipe: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from agent_r1.config import load_config
 from agent_r1.run.remarks import remarks
 from agent_r1.run.run_dir import RunDir
-from agent_r1.types import Group, StopReason, TaskRow, Trajectory
+from agent_r1.types import Group, Step, StopReason, SummaryQuality, TaskRow, Trajectory
 
 MINI = str(Path(__file__).parent / "mini")
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -66,6 +66,48 @@ def test_episodes_that_cannot_be_read_cost_the_cause_alone(run: RunDir) -> None:
     run.log_file.unlink(missing_ok=True)
     [line] = said(run, record(1, error=1 / 12))
     assert line.startswith(f"failed      1 of 12 training episodes ({file} line ")
+
+
+def summarising(tmp_path: Path) -> RunDir:
+    settings = [f"context.{setting}" for setting in ("policy=summary", "max_tokens=40", "summary_tokens=8")]
+    return RunDir.create(tmp_path / "summarising", load_config(MINI, ["sft.demos=null", *settings]))
+
+
+def wrote(step: int, *, summaries: float, actions: float) -> dict[str, float]:
+    return {**record(step), "context/summaries": summaries, "episode/steps": actions}
+
+
+def sampled(prompt_tokens: int, summary: SummaryQuality | None = None) -> Step:
+    return Step(prompt_ids=[1] * prompt_tokens, response_ids=[2], response_logprobs=[0.0], summary=summary)
+
+
+def test_many_summaries_are_told_with_what_they_leave_and_what_to_do(tmp_path: Path) -> None:
+    run = summarising(tmp_path)
+    steps = [sampled(30), sampled(50, "whole"), sampled(44), sampled(60, "cut"), sampled(48), sampled(61, "cut")]
+    episode = Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.MAX_TOKENS)
+    run.write_trajectories("train", 2, [Group(row=ROW, trajectories=[episode])])
+    # 3 groups of 4: 12 episodes a step; 12 * (2 + 1) summaries, 12 * (3 + 3) actions; (44 + 48) / 2 tokens
+    [line] = said(run, wrote(1, summaries=2.0, actions=3.0), wrote(2, summaries=1.0, actions=3.0))
+    assert line == (
+        "summaries   36 for 72 actions: context.max_tokens=40 leaves little room, as prompts right after one have 46 "
+        "tokens (median). Raise context.max_tokens"
+    )
+
+
+def test_summaries_now_and_then_are_nothing_to_remark_on(tmp_path: Path, run: RunDir) -> None:
+    assert said(summarising(tmp_path), wrote(1, summaries=1.0, actions=3.0)) == []
+    assert said(summarising(tmp_path / "b"), record(1) | {"episode/steps": 0.0}) == []  # no episode came so far
+    assert said(run, wrote(1, summaries=3.0, actions=3.0)) == []  # not this run's policy
+
+
+def test_without_episodes_that_can_be_read_many_summaries_are_told_all_the_same(tmp_path: Path) -> None:
+    run = summarising(tmp_path)
+    [line] = said(run, wrote(1, summaries=3.0, actions=3.0))
+    assert line.endswith("36 for 36 actions: context.max_tokens=40 leaves little room. Raise context.max_tokens")
+    run.write_trajectories("train", 1, [])
+    run.trajectories_file("train", 1).write_bytes(b"no such thing")
+    [line] = said(run, wrote(1, summaries=3.0, actions=3.0))
+    assert str(run.trajectories_file("train", 1)) in line
 
 
 def test_how_to_go_on(run: RunDir) -> None:

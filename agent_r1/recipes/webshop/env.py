@@ -5,6 +5,8 @@ It never sees what counts as right. What was bought goes into `info["bought"]`, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from agent_r1.agent.text_env import Reply, TextEnv
@@ -21,6 +23,7 @@ class WebShop(TextEnv):
     conversation already is not shown again. The other settings are those of `Shop` and `Look`."""
 
     deterministic: ClassVar[bool] = True
+    if_forgotten: ClassVar[Mapping[str, Any]] = MappingProxyType({"full_pages": True})
     system: ClassVar[str] = (
         "You shop for a customer. Say search[words] to search, click[button] to use a button: they stand in [ ]. "
         "Choose the wanted options, then buy."

@@ -1,0 +1,167 @@
+"""Flows of one's own that play in an env: it sees no ground truth, is always closed, and what it answers is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.flow import AgentFlowBase, Episode, flow_class
+from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
+from tests.chatml import collector, row, tokenizer
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROW = row(reward_model={"ground_truth": 42})
+
+
+class World(AgentEnv):
+    """Ends on "stop"; writes down what it was shown and how often it was closed."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.closed = 0
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.shown.append(row.ground_truth)
+        return Observation(messages=row.prompt)
+
+    async def step(self, action: Action) -> Transition:
+        return Transition(terminated=action.text == "stop", observation=Observation(text="on"), feedback="on")
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Knowing(World):
+    sees_ground_truth = True
+
+
+class Once(AgentFlowBase):
+    """One action."""
+
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        async with self.playing(row) as (env, observation):
+            transition = await episode.step(env, await episode.act(observation))
+            return transition.stop
+
+
+def played(flow: type[AgentFlowBase], env: World, said: str = "stop", **limits: Any) -> Trajectory:
+    engine = ScriptedEngine(lambda call: said, tokenizer=tokenizer())
+    [group] = asyncio.run(collector(engine, make_flow=lambda _: flow(lambda _: env), **limits)([ROW], seed=0))
+    return group.trajectories[0]
+
+
+@pytest.mark.parametrize(("env", "shown"), [(World(), None), (Knowing(), 42)])
+def test_an_env_is_shown_the_ground_truth_only_if_it_says_so_and_is_closed_once(env: World, shown: Any) -> None:
+    assert played(Once, env).stop is StopReason.ANSWERED
+    assert (env.shown, env.closed) == ([shown], 1)
+
+
+class Breaks(AgentFlowBase):
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        async with self.playing(row):
+            raise KeyError("flow bug")
+
+
+class Waits(AgentFlowBase):
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        async with self.playing(row):
+            await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Endless(AgentFlowBase):
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        async with self.playing(row) as (env, observation):
+            while True:
+                await episode.step(env, await episode.act(observation))
+
+
+@pytest.mark.parametrize(
+    ("flow", "stop"),
+    [(Breaks, StopReason.ERROR), (Waits, StopReason.TIMEOUT), (Endless, StopReason.MAX_STEPS)],
+)
+def test_the_env_is_closed_however_the_flow_ends(flow: type[AgentFlowBase], stop: StopReason) -> None:
+    env = World()
+    assert played(flow, env, episode_seconds=0.1 if flow is Waits else 20).stop is stop
+    assert env.closed == 1
+
+
+def odd(**methods: Callable[..., Any]) -> World:
+    """A world with some methods of its own."""
+
+    def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+        async def method(self: World, *args: Any) -> Any:
+            return function(*args)
+
+        return method
+
+    made: World = type("Odd", (World,), {name: as_method(function) for name, function in methods.items()})()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("env", "error"),
+    [
+        (odd(reset=lambda row: 1 / 0), "ZeroDivisionError: division by zero"),
+        (odd(reset=lambda row: row.prompt), "Odd returned list [{'role': 'user', 'content': '?'}] where an Obs"),
+        (odd(step=lambda action: {"reward": 1}), "Odd.step returned dict {'reward': 1} instead of a Transition"),
+        (odd(step=lambda action: Transition(observation="on")), "Odd returned str 'on' where an Observation belongs"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_env_that_fails_or_answers_oddly_is_named_and_closed(env: World, error: str) -> None:
+    trajectory = played(Once, env)
+    assert trajectory.stop is StopReason.ERROR
+    assert error in (trajectory.error or "")
+    assert env.closed == 1
+
+
+def test_an_env_that_cannot_be_closed_does_not_change_how_the_flow_ended() -> None:
+    assert played(Once, odd(close=lambda: 1 / 0)).stop is StopReason.ANSWERED
+
+
+def test_what_is_observed_twice_of_one_step_adds_up() -> None:
+    call = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
+
+    class Twice(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            await episode.act(Observation(messages=row.prompt))
+            first = Transition(terminated=True, reward=0.5, feedback="one", calls=(call,), info={"a": 1, "b": 1})
+            episode.observe(first, seconds=1.5)
+            episode.observe(Transition(terminated=True, reward=0.25), seconds=0.5)  # says nothing: no empty line
+            episode.observe(Transition(terminated=True, feedback="two", calls=(call,), info={"b": 2}), seconds=1.0)
+            return StopReason.ANSWERED
+
+    [step] = played(Twice, World()).steps
+    assert (step.reward, step.env_seconds, step.feedback) == (0.75, 3.0, "one\ntwo")
+    assert (len(step.calls), step.info) == (2, {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(("room", "steps"), [(10, 0), (2048, 1)])
+def test_an_episode_knows_the_budget_that_ended_it_even_before_anything_was_sampled(room: int, steps: int) -> None:
+    engine = ScriptedEngine(lambda call: "on", tokenizer=tokenizer())
+    collect = collector(engine, make_flow=lambda _: Endless(lambda _: World()), max_context_tokens=room, max_steps=1)
+    episode = collect.episode(Episode, "e", 0)
+    trajectory = asyncio.run(collect.play(ROW, episode))
+    assert len(trajectory.steps) == steps
+    assert episode.limit is (StopReason.MAX_STEPS if steps else StopReason.MAX_TOKENS)
+    assert trajectory.stop is (episode.limit if steps else StopReason.ERROR)
+    assert engine.released == ["e"]
+
+
+@pytest.mark.parametrize(("page", "flow"), [("context.md", "two_moves"), ("write-a-flow.md", "second_try")])
+def test_the_flows_that_the_pages_show_keep_the_ground_truth_and_close_what_they_open(page: str, flow: str) -> None:
+    namespace: dict[str, Any] = {"__name__": f"page_{page.removesuffix('.md').replace('-', '_')}"}
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for body in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(body, page, "exec"), namespace)
+    env = World()
+    assert played(flow_class(flow), env).stop is StopReason.ANSWERED
+    assert env.closed == len(env.shown) > 0
+    assert set(env.shown) == {None}
