@@ -52,6 +52,7 @@ app = typer.Typer(
 )
 console = Console()
 ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
+ASKING, ASKING_FORM = ("task.test_split=", "data.path="), "task.test_split, data.path"  # which rows
 
 RecipeArg = Annotated[str, typer.Argument(help=f"A bundled recipe ({', '.join(bundled_recipes())}) or a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")]
@@ -152,7 +153,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     path = new_run_path(config)
     directory = RunDir.create(run or path.with_name(f"{path.name}-sft"), config)
     with _signals_told():
-        run_sft(config, directory, console)
+        run_sft(config, plan.task, directory, console, given=overrides or ())
 
 
 @app.command("collect")
@@ -181,7 +182,7 @@ def collect_command(
     directory = RunDir.create(run or path.with_name(f"{path.name}-collect"), config)
     console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
     with _signals_told():
-        run_collect(config, task, chosen, directory, console)
+        run_collect(config, task, chosen, directory, console, given=overrides or ())
 
 
 @app.command("eval")
@@ -201,7 +202,7 @@ def eval_command(
     from agent_r1.run.run_dir import RunDir
 
     directory = RunDir.open(run)
-    allowed, form = ("eval.", "task.test_split=", "data.path=", ON_DEVICE), "eval.key=value, task.test_split, data.path"
+    allowed, form = ("eval.", *ASKING, ON_DEVICE), f"eval.key=value, {ASKING_FORM}"
     config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
     if split is not None:
         config = config.model_copy(update={"task": config.task.model_copy(update={"test_split": split})})
@@ -232,19 +233,26 @@ def compare_command(
 @app.command("chat")
 def chat_command(
     run: RunArg,
+    overrides: Overrides = None,
     row: Annotated[int, typer.Option(help="The test row whose world the agent lives in.")] = 0,
     ask: Annotated[str | None, typer.Option(help="Ask one question and end; '' asks the row's own.")] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
     from agent_r1.run.chat import ask_once, chat_loop, open_chat
+    from agent_r1.run.log import logging_to
     from agent_r1.run.run_dir import RunDir
 
-    chat = open_chat(RunDir.open(run).config, str(run))
-    chat.enter(row)
-    if ask is not None:
-        asyncio.run(ask_once(chat, ask or chat.question, console))
-    else:
-        chat_loop(chat, console)
+    sampling = ("eval.temperature=", "eval.top_p=", "eval.top_k=")
+    allowed, form = (*sampling, *ASKING, ON_DEVICE), f"eval.temperature, eval.top_p, eval.top_k, {ASKING_FORM}"
+    directory = RunDir.open(run)
+    config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
+    with logging_to(directory.log_file):
+        chat = open_chat(config, str(run))
+        chat.enter(row)
+        if ask is not None:
+            asyncio.run(ask_once(chat, ask or chat.question, console))
+        else:
+            chat_loop(chat, console)
 
 
 @bench.command("engine")
@@ -334,7 +342,7 @@ def _training_plan(config: RunConfig, plan: Plan, done: int | None = None) -> st
 def _warm_start_plan(config: RunConfig) -> str:
     sft = config.sft
     if sft.demos is not None:
-        what = f"{sft.count} demonstrations"
+        what = f"at most {sft.count} demonstrations"
     else:
         what = f"the trajectories of {sft.trajectories} with a reward of at least {sft.min_reward:g}"
     return f"warm start of {sft.epochs} epochs on {what}"

@@ -32,7 +32,7 @@ from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
 from agent_r1.run.context import check_room
-from agent_r1.run.engine import GPU_ONLY
+from agent_r1.run.engine import GPU_ONLY, given_cache
 from agent_r1.run.engine import build_engine as build_engine
 from agent_r1.run.model import Model as Model
 from agent_r1.run.model import find_model as find_model
@@ -40,6 +40,7 @@ from agent_r1.run.model import load_model as load_model
 from agent_r1.run.model import model_device as model_device
 from agent_r1.run.model import model_dtype as model_dtype
 from agent_r1.run.model import save_model as save_model
+from agent_r1.run.records import TRAINED, trajectories_of, trajectory_files
 from agent_r1.run.resolve import recipe_path
 from agent_r1.run.task import Task as Task
 from agent_r1.run.task import build_task as build_task
@@ -302,15 +303,18 @@ def _check_for_this_device(config: RunConfig) -> None:
 
 
 def check_beginning(config: RunConfig) -> None:
-    """Model and warm start, as far as they can be told without loading anything."""
+    """Model, engine and warm start, as far as they can be told without loading anything."""
+    given_cache(config, model_device(config))  # refuses one that is too small
     if config.model.path is not None:
         find_model(config.model.path)
     if config.model.make is not None:
         check_call(config, "model.make", config.model.make, ["directory", "seed"])
     if config.sft.demos is not None:
         check_call(config, "sft.demos", config.sft.demos, ["count", "seed"])
-    if config.sft.trajectories is not None and not Path(config.sft.trajectories).expanduser().exists():
-        raise ConfigError(f"sft.trajectories={config.sft.trajectories!r}: there is no such run, folder or file")
+    if (place := config.sft.trajectories) is not None:
+        if not Path(place).expanduser().exists():
+            raise ConfigError(f"sft.trajectories={place!r}: there is no such run, folder or file")
+        trajectory_files(trajectories_of(place), TRAINED)  # refuses a place without any
 
 
 def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:

@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_r1.agent.context import ContextPolicy
-from agent_r1.agent.flow import Episode, EpisodeLimit
-from agent_r1.agent.guard import TimedOut, cause, guarded
+from agent_r1.agent.flow import AgentFlowBase, Episode
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.collect import Collector, ended
+from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
 from agent_r1.run.build import Task, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.records import answerer
@@ -76,14 +75,15 @@ class ChatEpisode(Episode):
 
 
 class Chat:
-    """A conversation about one row. `collector` says how it is played, `engine` is the sampler it plays with."""
+    """A conversation about one row, played by `collector`. Its sampler, `engine`, and `task` are closed with it."""
 
     def __init__(
         self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], task: Task | None = None
     ) -> None:
-        self._collector = collector
+        self._collector = replace(collector, make_flow=self._flow)
+        self._make_flow = collector.make_flow
         self._engine = engine
-        self._task = task  # closed with the chat
+        self._task = task
         self._rows = rows
         self._asked = 0
         self.enter(0)
@@ -109,41 +109,21 @@ class Chat:
         self._asked += 1
         context = copy(self._context)
         row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
-        episode = ChatEpisode(
-            episode_id=f"chat-{self._asked}",
-            sampler=self._engine,
-            sampling=self._collector.sampling,
-            renderer=self._collector.renderer,
-            limits=self._collector.limits,
-            seed=self._asked,
-        )
-        try:
-            stop, error = await self._outcome(row, episode)
-        finally:
-            episode.close()
-            self._engine.release(episode.episode_id)
-        if episode.steps and not stop.is_failure:
+        episode = self._collector.episode(ChatEpisode, f"chat-{self._asked}", self._asked)
+        trajectory = await self._collector.play(row, episode)
+        if not trajectory.stop.is_failure:
             self.history, self.has_past = episode.conversation(row), True
         else:
             self._context = context
-        full = stop is StopReason.MAX_TOKENS and episode.out_of_room
+        full = episode.limit is StopReason.MAX_TOKENS and episode.out_of_room
         instead = "" if _is_in(text, episode.opening) else str(episode.opening[-1].get("content"))
-        return Turn(steps=list(episode.steps), stop=stop, error=error, full=full, instead=instead)
+        return Turn(steps=trajectory.steps, stop=trajectory.stop, error=trajectory.error, full=full, instead=instead)
 
-    async def _outcome(self, row: TaskRow, episode: ChatEpisode) -> tuple[StopReason, str | None]:
-        """Why the turn ended, and what went wrong if something did."""
-        seconds = self._collector.limits.episode_seconds
-        try:
-            flow = self._collector.make_flow(row)
-            flow.context = self._context = self._context or flow.context
-            stop = await guarded(flow.run(row, episode), seconds=seconds)
-        except EpisodeLimit as limit:
-            return limit.stop, None
-        except TimedOut as late:
-            return StopReason.TIMEOUT, f"the answer was {late} (rollout.episode_seconds)"
-        except Exception as error:  # noqa: BLE001 (tools and envs are other people's code: the chat goes on)
-            return StopReason.ERROR, cause(error)
-        return ended(stop, episode)
+    def _flow(self, row: TaskRow) -> AgentFlowBase:
+        """The recipe's, with what this conversation's context policy has written down."""
+        flow = self._make_flow(row)
+        flow.context = self._context = self._context or flow.context
+        return flow
 
     async def close(self) -> None:
         await self._engine.close()

@@ -5,21 +5,21 @@ Each ends with what to do next. Chat and compare have modules of their own.
 
 from __future__ import annotations
 
-import logging
+import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.text import Text
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
-from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.rollout.collect import OnEpisode
 from agent_r1.run.build import (
     Model,
@@ -30,19 +30,21 @@ from agent_r1.run.build import (
     eval_collector,
     find_model,
     load_model,
+    model_dtype,
     train_collector,
 )
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.interrupt import interruptible
+from agent_r1.run.log import logging_to
 from agent_r1.run.metrics import Metrics, rollout_metrics
 from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
 from agent_r1.run.remarks import has_text, remarks
 from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
-from agent_r1.run.start import base_model, reference_model, sft_progress, starting_model
+from agent_r1.run.start import base_model, needs_reference, reference_model, sft_progress, starting_model
 from agent_r1.run.statistics import standard_error
 from agent_r1.run.track import (
     Display,
@@ -76,7 +78,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
-    with run.locked(), closing(plan.task), _logging_to(run.log_file):
+    with run.locked(), closing(plan.task), logging_to(run.log_file):
         return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
 
@@ -84,21 +86,23 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     began = time.monotonic()
     if run.read_metrics("collect"):
         raise ConfigError(f"{run.path} holds collected episodes, not a training run: train in another directory")
-    seed_all(config.seed)
-    checkpoint = _resume_point(run) if resume else None
-    initial = run.path / "reference"
-    # Adapters continue on the weights they were made for; a checkpoint has them merged already.
-    continued = initial if checkpoint is not None and config.lora is not None else checkpoint
-    model = load_model(config, continued or await starting_model(config, console))
-    start = done = load_state(checkpoint)["step"] if checkpoint is not None else 0
+    checkpoint = _resume_point(config, run) if resume else None
+    if checkpoint is None:
+        start = done = 0
+        weights = await _seeded_start(config, plan.task, console)
+    else:
+        start = done = checkpoint[0]
+        # Adapters continue on the weights they were made for; a checkpoint has them merged already.
+        weights = run.reference if config.lora is not None else checkpoint[1]
+    model = load_model(config, weights)
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
-        reference = reference_model(config, model, initial)
+        reference = reference_model(config, model, run.reference)
         trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
         if config.task.tools:
             for problem in model.template.problems:
                 display.note(f"warning: chat template: {problem}")
         if checkpoint is not None:
-            trainer.restore(load_state(checkpoint))
+            trainer.restore(load_state(checkpoint[1]))
             if done < config.trainer.steps:
                 display.note(f"continuing {run.path} after step {done}")
         trainer.rehearse()
@@ -125,9 +129,25 @@ def _eval_due(config: RunConfig, step: int) -> bool:
     return step % config.trainer.eval_every == 0 or step == config.trainer.steps
 
 
-def _resume_point(run: RunDir) -> Path | None:
-    """The newest checkpoint; None when the run was stopped before its first save, and simply starts over."""
-    return latest_checkpoint(run.checkpoints)[1] if list_checkpoints(run.checkpoints) else None
+async def _seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
+    """Where training begins. The random streams are the same afterwards, whether a warm start drew from them or was
+    found in the cache."""
+    seed_all(config.seed)
+    start = await starting_model(config, task, console)
+    seed_all(config.seed)
+    return start
+
+
+def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
+    """Step and place of the newest checkpoint; None when the run was stopped before its first save, and starts over."""
+    if not list_checkpoints(run.checkpoints):
+        return None
+    if needs_reference(config) and not run.reference.is_dir():
+        raise DataError(
+            f"{run.reference} is gone: the policy before the first step, which this run's KL penalty or adapters need. "
+            f"Put it back, or start a new run from the weights with model.path={run.path}"
+        )
+    return latest_checkpoint(run.checkpoints)
 
 
 def _conclude(
@@ -138,8 +158,8 @@ def _conclude(
     before, after = evaluations[0], evaluations[-1]
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
-    if last is not None and (shown := _show_piece(last, config.task.success_reward)) is not None:
-        console.print(shown)
+    if last is not None:
+        console.print(_show_piece(last, config.task.success_reward))
     console.print(
         f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {steps} "
         f"steps; this took {clock(seconds)} min",
@@ -160,7 +180,7 @@ def _conclude(
     return Outcome(run=run, before=before, after=after)
 
 
-def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
+def _show_piece(evaluation: Evaluation, success_reward: float) -> Panel:
     """The most telling success: the one with the most steps; without any, the first episode."""
     played = [(group, group.trajectories[0]) for group in evaluation.groups]
     won = [pair for pair in played if is_success(pair[1], success_reward)]
@@ -168,48 +188,56 @@ def _show_piece(evaluation: Evaluation, success_reward: float) -> Any:
     return transcript_panel(*chosen)
 
 
-def run_sft(config: RunConfig, run: RunDir, console: Console) -> Path:
-    """The warm start as a command of its own: a run directory whose checkpoint `model.path=` can name."""
+def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, given: Sequence[str] = ()) -> Path:
+    """The warm start as a command of its own: a run directory whose checkpoint `model.path=` can name.
+
+    `given` are the overrides that were typed: the command that goes on from here needs them too.
+    """
 
     def kept() -> str:
         done = bool(list_checkpoints(run.checkpoints))
         return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
 
-    with run.locked(), _logging_to(run.log_file):
-        return interruptible(_sft(config, run, console), config, kept)
+    with run.locked(), closing(task), logging_to(run.log_file):
+        return interruptible(_sft(config, task, run, console, given), config, kept)
 
 
-async def _sft(config: RunConfig, run: RunDir, console: Console) -> Path:
-    with closing(build_task(config)) as task:
-        return await _judged_sft(config, task, base_model(config), run, console)
+async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, given: Sequence[str]) -> Path:
+    path = await _judged_sft(config, task, base_model(config), run, console)
+    before, after = run.read_metrics("eval")
+    going_on = f"{_typed(config, given)} model.path={run.path} sft.demos=null sft.trajectories=null"
+    lines = [
+        f"train from it  {program()} train {going_on}",
+        f"talk to it     {program()} chat {run.path}",
+        f"how sure?      {program()} compare {run.path} --step first,last",
+    ]
+    console.print(f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]", highlight=False)
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    return path
+
+
+def _typed(config: RunConfig, given: Sequence[str]) -> str:
+    """The recipe and what was changed about it, but for where training begins."""
+    begins = ("sft.", "context.demo_summary", "model.path", "model.make")
+    return " ".join([config.recipe, *(shlex.quote(word) for word in given if not word.startswith(begins))])
 
 
 async def _judged_sft(config: RunConfig, task: Task, base: str | Path, run: RunDir, console: Console) -> Path:
     rows = task.test_rows()
 
-    async def held_out(step: int, model: str | Path) -> Metrics:
+    async def held_out(step: int, model: str | Path) -> None:
         # As anyone else would load it: a network that has been prepared for learning is another, and may have adapters.
         result = await _evaluate(config, task, rows, load_model(config, model), console)
         run.append_metrics("eval", step, result.metrics, panel=result.panel)
         run.write_trajectories("eval", step, result.groups)
-        return result.metrics
 
-    before = await held_out(0, base)
-    path, updates = await _imitate(config, base, run, console)
-    after = await held_out(updates, path)
-    console.print(
-        f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]\n"
-        f"  train from it  {program()} train {config.recipe} model.path={run.path} sft.demos=null "
-        f"sft.trajectories=null\n"
-        f"  talk to it     {program()} chat {run.path}\n"
-        f"  how sure?      {program()} compare {run.path} --step first,last",
-        highlight=False,
-        soft_wrap=True,
-    )
+    await held_out(0, base)
+    path, updates = await _imitate(config, task, base, run, console)
+    await held_out(updates, path)
     return path
 
 
-async def _imitate(config: RunConfig, base: str | Path, run: RunDir, console: Console) -> tuple[Path, int]:
+async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir, console: Console) -> tuple[Path, int]:
     """The checkpoint of the warm start, and the updates it took."""
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
@@ -219,7 +247,7 @@ async def _imitate(config: RunConfig, base: str | Path, run: RunDir, console: Co
             run.append_metrics("sft", update, metrics)
             show(update, total, metrics)
 
-        learner = await warm_start(config, model, on_update, display.note)
+        learner = await warm_start(config, task, model, on_update, display.note)
     updates = len(run.read_metrics("sft"))
     state = {"step": updates, "learner": learner.state_dict()}
     path = save_checkpoint(
@@ -232,7 +260,8 @@ def run_eval(
     config: RunConfig, run: RunDir, console: Console, *, model: str | None = None, name: str | None = None
 ) -> Evaluation:
     """Evaluate the run's newest checkpoint, or another `model` in its place, and keep the result in `run`."""
-    return interruptible(_eval(config, run, console, model, name), config, lambda: "the evaluation was not kept")
+    with logging_to(run.log_file):
+        return interruptible(_eval(config, run, console, model, name), config, lambda: "the evaluation was not kept")
 
 
 async def _eval(config: RunConfig, run: RunDir, console: Console, model: str | None, name: str | None) -> Evaluation:
@@ -246,7 +275,8 @@ async def _kept_eval(
 ) -> Evaluation:
     rows = task.test_rows()
     where = str(Path(path).resolve()) if Path(path).exists() else path  # a hub id is no place
-    subject = Subject.of(config, model=where, panel=panel_hash(rows))
+    dtype = str(model_dtype(config)).removeprefix("torch.")
+    subject = Subject.of(config, model=where, panel=panel_hash(rows), dtype=dtype)
     file = eval_file(run.evals, subject, name=name, stem=stem_of(model or path))  # a name that is taken is told now
     result = await _evaluate(config, task, rows, load_model(config, path), console)
     record = EvalRecord(subject=subject, outcomes=_outcomes(result.groups, task.success_reward), metrics=result.metrics)
@@ -301,21 +331,24 @@ def collect_config(config: RunConfig, *, model: str | None, rows: int | None, sa
     return config.model_copy(update={"task": task, "rollout": rollout, "model": start, "sft": sft})
 
 
-def run_collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console) -> Outcomes:
-    """Play rows without training and keep the episodes, for `sft` to imitate the good ones."""
+def run_collect(
+    config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console, *, given: Sequence[str] = ()
+) -> Outcomes:
+    """Play rows without training and keep the episodes, for `sft` to imitate the good ones. `given`: see `run_sft`."""
 
     def kept() -> str:
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
         return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
 
-    with run.locked(), closing(task), _logging_to(run.log_file):
-        return interruptible(_collect(config, task, rows, run, console), config, kept)
+    with run.locked(), closing(task), logging_to(run.log_file):
+        return interruptible(_collect(config, task, rows, run, console, given), config, kept)
 
 
-async def _collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console) -> Outcomes:
+async def _collect(
+    config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console, given: Sequence[str]
+) -> Outcomes:
     began, outcomes, samples = time.monotonic(), Outcomes(), config.rollout.group_size
-    seed_all(config.seed)
-    start = await starting_model(config, console)
+    start = await _seeded_start(config, task, console)
     model = load_model(config, start)
     engine = build_engine(config, model)
     size = max(1, EPISODES_PER_FILE // samples)
@@ -334,13 +367,16 @@ async def _collect(config: RunConfig, task: Task, rows: list[TaskRow], run: RunD
                 display.step(len(outcomes) * samples, f"success {success:.1%}{errors_summary(metrics)}", value=success)
     finally:
         await engine.close()
-    _conclude_collecting(config, run, outcomes, start, console, time.monotonic() - began)
+    _conclude_collecting(config, run, outcomes, console, time.monotonic() - began)
+    if any(row["success"] > 0 for row in outcomes.values()):
+        least = f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
+        policy = f"model.path={start}"  # the one that was sampled: its own words change it least
+        words = f"sft {_typed(config, given)} sft.trajectories={run.path}{least} {policy}"
+        console.print(Text(f"  imitate the good ones  {program()} {words}"), soft_wrap=True)
     return outcomes
 
 
-def _conclude_collecting(
-    config: RunConfig, run: RunDir, outcomes: Outcomes, start: str | Path, console: Console, seconds: float
-) -> None:
+def _conclude_collecting(config: RunConfig, run: RunDir, outcomes: Outcomes, console: Console, seconds: float) -> None:
     success = [row["success"] for row in outcomes.values()]
     solved = sum(value > 0 for value in success)
     mean, error = sum(success) / len(success), standard_error(success)
@@ -350,12 +386,7 @@ def _conclude_collecting(
         highlight=False,
         soft_wrap=True,
     )
-    if solved:
-        least = f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
-        words = f"sft {config.recipe} sft.trajectories={run.path}{least}"
-        policy = f"model.path={start}"  # the one that was sampled: its own words change it least
-        console.print(Text(f"  imitate the good ones  {program()} {words} {policy}"), soft_wrap=True)
-    else:
+    if not solved:
         console.print("  nothing to imitate yet: try more --samples, another --model, or easier rows", highlight=False)
     console.print(Text(f"  look inside            {run.path}/trajectories/"), soft_wrap=True)
 
@@ -373,28 +404,3 @@ def _how(settings: EvalConfig) -> str:
     if settings.temperature == 0:
         return "greedy"
     return f"{settings.samples} sample(s) per row at temperature {settings.temperature:g}"
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Log there, and let an end by too many failures say so."""
-    _log_to(path)
-    try:
-        yield
-    except RolloutError as error:
-        if not has_text(path):  # what only ran out of time has no traceback
-            raise
-        raise RolloutError(f"{error}; details in {path}") from error
-
-
-def _log_to(path: Path) -> None:
-    """Tracebacks of failed episodes and what env processes print go to the run's log, not over the live display."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("agent_r1")
-    for old in [h for h in package.handlers if isinstance(h, logging.FileHandler)]:
-        package.removeHandler(old)
-        old.close()
-    package.addHandler(handler)
-    package.propagate = False
-    logging.getLogger("agent_r1.agent.workers").setLevel(logging.INFO)

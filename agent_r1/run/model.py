@@ -100,10 +100,14 @@ def find_model(path: str) -> str:
         if not saved:
             raise ConfigError(f"the run {path} has no checkpoint yet: its first save is still to come, or never came")
         return str(saved[-1][1])
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if not local.exists() and looks_local:
+    if local.exists():
+        if not (local / "config.json").is_file():
+            what = "holds no config.json" if local.is_dir() else "is a file, and no .gguf"
+            raise ConfigError(f"model {path!r} {what}: name a Hugging Face model directory, a run or a GGUF file")
+        return str(local)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(f"model {path!r}: there is no such directory, and it is not a hub id (owner/name)")
-    return str(local) if local.exists() else path
+    return path
 
 
 def export_model(path: str, directory: Path, report: Callable[[str], None]) -> int:

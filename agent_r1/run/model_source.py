@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
@@ -27,6 +26,7 @@ from rich.text import Text
 
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.cache import cache_root, put
+from agent_r1.tasks.download import Report
 
 PYPI = "pypi:"
 CONVERSION = 1  # goes up when the same source gives other files, so that what was kept is not used again
@@ -68,9 +68,6 @@ class Requirement:
 
     def __str__(self) -> str:
         return self.name if self.version is None else f"{self.name}=={self.version}"
-
-
-Report = Callable[[str], None]
 
 
 def tell(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories on disk: one JSON object per line, with everything the viewer, replay and `sft` need.
+"""Trajectories on disk: one JSON object per line, with everything that people, `compare` and `sft` read.
 
 Ids, log-probs, masks (every response token is trained, nothing else is), rewards and advantages are stored exactly;
 floats round-trip. Files ending in `.gz` are compressed.
@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 from agent_r1.errors import DataError
 from agent_r1.types import Group, Step, StopReason, ToolCallRecord, Trajectory
 
+TRAINED = "train_*"  # the stem of files with training episodes, never evaluations
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
 
 
@@ -59,13 +60,25 @@ def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | N
     part.replace(path)  # a killed run leaves whole files only
 
 
+def trajectories_of(place: str) -> Path:
+    """The folder or file itself; of a run, the folder with its trajectories."""
+    path = Path(place).expanduser()
+    return path / "trajectories" if (path / "trajectories").is_dir() else path
+
+
+def trajectory_files(source: Path, stem: str = "*") -> list[Path]:
+    """The file, or those of a folder whose stem matches. There must be one."""
+    if source.exists() and not source.is_dir():
+        return [source]
+    found = sorted([*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")])
+    if not found:
+        raise DataError(f"no trajectories ({stem}.jsonl or {stem}.jsonl.gz) at {source}")
+    return found
+
+
 def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
     """All trajectories of a file, or of the files of a folder whose stem matches, in name order."""
-    inside = [*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")]
-    paths = sorted(inside) if source.is_dir() else [source]
-    if not paths or not paths[0].exists():
-        raise DataError(f"no trajectories (*.jsonl or *.jsonl.gz) at {source}")
-    for path in paths:
+    for path in trajectory_files(source, stem):
         number = 0
         try:
             with _open(path, "rt") as file:

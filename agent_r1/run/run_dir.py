@@ -1,13 +1,14 @@
 """The run directory: the interface between programs.
 
     config.json                      the resolved description of the run
-    metrics.jsonl                    one object per training step and per evaluation
+    metrics.jsonl                    one object per step (of training, of a warm start, of collecting) and evaluation
     trajectories/train_000012.jsonl.gz, eval_000010.jsonl.gz
     checkpoints/step_000010/         Hugging Face format plus trainer state
+    reference/                       the policy before its first step, where a KL penalty or adapters need it
     evals/NAME.json                  evaluations made afterwards, row by row
     curve.png  run.log
 
-Viewers, replay and tests read these files, never log lines.
+Other programs and tests read these files, never log lines.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.records import Advantages, write_groups
 from agent_r1.types import Group
-
-Metrics = dict[str, float]
 
 
 class RunDir:
@@ -80,6 +79,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        return self.path / "reference"
 
     @property
     def evals(self) -> Path:

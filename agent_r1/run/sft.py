@@ -12,7 +12,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import fmean
 from textwrap import shorten
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown
-from agent_r1.agent.flow import AgentFlowBase
+from agent_r1.agent.flow import AgentFlowBase, Episode
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
 from agent_r1.agent.tool_env import no_tool
@@ -28,23 +27,22 @@ from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.learn.algorithms import as_demonstrations
 from agent_r1.learn.learner import Learner
-from agent_r1.run.build import Model, Task, build_sft_learner, build_task, rehearse, train_collector
+from agent_r1.run.build import Model, Task, build_sft_learner, rehearse, train_collector
 from agent_r1.run.context import message_function
 from agent_r1.run.metrics import Metrics
-from agent_r1.run.records import read_trajectories
+from agent_r1.run.records import TRAINED, read_trajectories, trajectories_of
 from agent_r1.run.task import recipe_function
+from agent_r1.tasks.download import Report
+from agent_r1.tasks.rows import Demo
 from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
 
-Demo = tuple[TaskRow, Sequence[str]]
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
 OnUpdate = Callable[[int, int, Metrics], None]  # update, updates in all, metrics
-Report = Callable[[str], None]
 
 
-async def warm_start(config: RunConfig, model: Model, on_update: OnUpdate, report: Report) -> Learner:
+async def warm_start(config: RunConfig, task: Task, model: Model, on_update: OnUpdate, report: Report) -> Learner:
     """Train `model.network` in place on the recipe's demonstrations or on a run's good trajectories."""
-    with closing(build_task(config)) as task:
-        trajectories = await sft_trajectories(config, task, model.renderer, report)
+    trajectories = await sft_trajectories(config, task, model.renderer, report)
     examples, settings = as_demonstrations(trajectories), config.sft
     per_epoch = math.ceil(len(examples) / settings.batch_size)
     total, update = per_epoch * settings.epochs, 0
@@ -122,17 +120,18 @@ async def _play_demo(
     row, texts = demo
     player = _Replay(renderer, texts)
     collector = train_collector(config, task, renderer, player)
-    collector = replace(collector, make_flow=_expert_flow(config, task, player), group_size=1, max_error_fraction=1.0)
+    collector = replace(collector, make_flow=_expert_flow(config, task, player))
+    episode = collector.episode(Episode, f"{row.row_id}#demo{index}", index)
     async with gate:
-        [group] = await collector([row], seed=index)
-    trajectory = group.trajectories[0]
+        trajectory = await collector.play(row, episode)
     for call in _failed_calls(trajectory):  # first: whatever else went wrong may have come of it
         if (call.error or "").startswith(no_tool(call.name)):
             raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
-    if trajectory.stop.is_failure:
+    stop = episode.limit or trajectory.stop  # a first prompt that is too long fails an episode, and is a limit here
+    if stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
     actions = sum(not step.is_summary for step in trajectory.steps)
-    if trajectory.stop is StopReason.MAX_TOKENS or (trajectory.stop is StopReason.MAX_STEPS and actions < len(texts)):
+    if stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts)):
         return None
     if actions != len(texts):
         raise DataError(
@@ -231,8 +230,7 @@ class _Expert:
 def trajectory_source(config: RunConfig) -> Path:
     """The folder or file of `sft.trajectories`; of a run, its trajectories."""
     assert config.sft.trajectories is not None
-    source = Path(config.sft.trajectories).expanduser()
-    return source / "trajectories" if (source / "trajectories").is_dir() else source
+    return trajectories_of(config.sft.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,8 +270,7 @@ def _quality(item: tuple[float, int, Trajectory]) -> tuple[float, int]:
 def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> list[Trajectory]:
     """A run's own trajectories that earned enough: rejection sampling."""
     source, settings = trajectory_source(config), config.sft
-    stem = "train_*" if source.is_dir() else "*"  # never its evaluations
-    read = read_trajectories(source, stem)
+    read = read_trajectories(source, TRAINED)
     chosen = select(read, min_reward=settings.min_reward, max_per_row=settings.max_per_row)
     if not chosen.trajectories:
         raise DataError(

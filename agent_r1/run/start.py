@@ -14,16 +14,19 @@ from rich.console import Console
 
 from agent_r1 import __version__
 from agent_r1.config import RunConfig, recipe_name
-from agent_r1.run.build import Model, find_model, load_model, model_dtype, save_model
+from agent_r1.run.build import Model, Task, find_model, load_model, model_dtype, save_model
 from agent_r1.run.cache import cache_root, put
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.model_source import as_directory
-from agent_r1.run.resolve import recipe_files, recipe_path, resolve
+from agent_r1.run.resolve import data_name, recipe_files, recipe_path, resolve
 from agent_r1.run.sft import trajectory_source, warm_start
 from agent_r1.run.track import Display
+from agent_r1.tasks.download import data_dir
+
+READ_WHOLE = 16 * 2**20  # bytes; of larger files of a recipe, size and time are looked at
 
 
-async def starting_model(config: RunConfig, console: Console) -> str | Path:
+async def starting_model(config: RunConfig, task: Task, console: Console) -> str | Path:
     """Where RL begins: the model as it is, or warm-started; a warm start is made once and cached."""
     base = base_model(config)
     if config.sft.demos is None and config.sft.trajectories is None:
@@ -35,7 +38,7 @@ async def starting_model(config: RunConfig, console: Console) -> str | Path:
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
         progress = sft_progress(display, at_most=config.sft.target_loss is not None)
-        learner = await warm_start(config, model, progress, display.note)
+        learner = await warm_start(config, task, model, progress, display.note)
     put(cached, lambda folder: save_model(model, folder, learner.policy))
     return cached
 
@@ -53,10 +56,15 @@ def base_model(config: RunConfig) -> str | Path:
     return folder
 
 
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a run keeps its initial policy: for the KL penalty, or because adapters are added to it."""
+    return config.algorithm.kl_coef != 0 or config.lora is not None
+
+
 def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | None:
     """The initial policy, for the KL penalty. It is kept in the run, so that a resumed run compares with the same one
     and adapters are added to the same one; with adapters it needs no model of its own."""
-    if config.algorithm.kl_coef == 0 and config.lora is None:
+    if not needs_reference(config):
         return None
     if not folder.is_dir():
         put(folder, lambda part: save_model(initial, part))
@@ -84,7 +92,7 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
         recipe_path(template, recipe=config.recipe).read_text(encoding="utf-8") if template is not None else None,
         config.model.template_kwargs,
         config.sft.model_dump(),
-        _files_digest(Path(config.data.path).expanduser()) if config.data.path is not None else None,
+        _data_digest(config),
         config.lora.model_dump() if config.lora is not None else None,
         str(model_dtype(config)),
         config.learner.model_dump(include={"betas", "weight_decay", "max_grad_norm"}),
@@ -98,13 +106,30 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
 
 
 def _recipe_digest(config: RunConfig) -> str:
-    return _digest(*(hashlib.sha256(path.read_bytes()).hexdigest() for path in recipe_files(config.recipe)))
+    return _digest(*((path.name, _content(path)) for path in recipe_files(config.recipe)))
+
+
+def _content(path: Path) -> object:
+    """Where reading it takes no time, what it holds: a copy of a recipe is the same recipe."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= READ_WHOLE else _signature(path)
+
+
+def _data_digest(config: RunConfig) -> str | None:
+    """Of the user's copy of the data, or of those that the recipe keeps."""
+    if config.data.path is not None:
+        return _files_digest(Path(config.data.path).expanduser())
+    name = data_name(config.recipe)
+    return None if name is None else _files_digest(data_dir(name))
 
 
 def _files_digest(folder: Path) -> str:
-    """Names, sizes and times: what a file holds cannot change without one of them."""
     files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
-    return _digest(str(folder.resolve()), [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    return _digest(str(folder.resolve()), [_signature(path) for path in files])
+
+
+def _signature(path: Path) -> tuple[str, int, int]:
+    """Name, size and time: what a file holds cannot change without one of them."""
+    return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
 
 def _digest(*parts: object) -> str:

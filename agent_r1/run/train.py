@@ -17,7 +17,7 @@ from agent_r1.types import CreditedTrajectory, Group
 
 
 class Parts(Protocol):
-    """What the loop is made of. `build.py` makes it from a config, tests from fakes."""
+    """What the loop is made of. `Trainer` is it for a run; tests make it of fakes."""
 
     async def collect(self, step: int) -> list[Group]: ...
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]: ...

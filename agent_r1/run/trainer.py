@@ -58,6 +58,7 @@ class Trainer:
     eval_collector: Collector
     display: Display
     last_evaluation: Evaluation | None = None
+    streams: dict[str, Any] | None = None  # as they were before what is unfinished, which is made again after a save
 
     @classmethod
     def build(
@@ -92,6 +93,7 @@ class Trainer:
         With several sampling rounds, rows whose attempts all had the same return are made up for by further rows. They
         stay in the result, so that what is reported is what the policy does and not what was picked.
         """
+        self.streams = rng_state()
         groups: list[Group] = []
         for number in range(self.plan.algorithm.sampling_rounds):
             rows = self._rows(step, number, groups)
@@ -109,7 +111,7 @@ class Trainer:
     def _rows(self, step: int, number: int, groups: list[Group]) -> list[TaskRow]:
         """Of this round: as many as are missing, and none that this step has played."""
         wanted = self.config.rollout.rows_per_step
-        missing = wanted - sum(not is_uniform(group) for group in groups)
+        missing = wanted - sum(not is_uniform(group, self.shaper) for group in groups)
         seed = stable_seed(self.config.seed, "round", number) if number else self.config.seed
         rows = rows_for_step(self.plan.train_rows, step=step, count=wanted, seed=seed)
         played = {group.row.row_id for group in groups}
@@ -119,9 +121,10 @@ class Trainer:
         counter = self._counter(len(rows) * self.collector.group_size)
         if self.greedy_collector is None:
             return await self.scorer(await self.collector(rows, seed=seed, on_episode=counter))
+        gate = self.collector.gate()
         both = [
-            asyncio.create_task(self.collector(rows, seed=seed, on_episode=counter)),
-            asyncio.create_task(self.greedy_collector(rows, seed=stable_seed(seed, "greedy"))),
+            asyncio.create_task(self.collector(rows, seed=seed, on_episode=counter, gate=gate)),
+            asyncio.create_task(self.greedy_collector(rows, seed=stable_seed(seed, "greedy"), gate=gate)),
         ]
         try:
             sampled, greedy = await asyncio.gather(*both)
@@ -154,6 +157,7 @@ class Trainer:
         self.engine.load_weights(self.learner.weights(), version)
 
     async def evaluate(self, step: int) -> None:
+        self.streams = rng_state()
         seed = stable_seed(self.config.seed, EVAL_SEED)
         counter = self._counter(len(self.plan.test_rows) * self.eval_collector.group_size)
         self.last_evaluation = await evaluate(
@@ -166,6 +170,7 @@ class Trainer:
         )
         self.run.append_metrics("eval", step, self.last_evaluation.metrics, panel=self.last_evaluation.panel)
         self.run.write_trajectories("eval", step, self.last_evaluation.groups)
+        self.streams = None
         self.display.note(f"step {step:4d}  held-out success {eval_summary(self.last_evaluation.metrics)}")
 
     def save(self, step: int) -> None:
@@ -185,14 +190,15 @@ class Trainer:
         if step % self.config.trainer.dump_every == 0:
             advantages = {item.trajectory.trajectory_id: item.advantages for item in credited}
             self.run.write_trajectories("train", step, groups, advantages)
+        self.streams = None
         self.display.step(step, step_summary(metrics), value=metrics["success"])
 
     def rehearse(self) -> None:
         """Say what training will take, and find out before the first step if that is too much."""
         self.display.note(rehearse(self.config, self.learner))
 
-    def restore(self, state: dict[str, Any]) -> int:
-        """Continue exactly where the checkpoint was taken; returns its step."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue exactly where the checkpoint was taken."""
         if "rng" not in state:
             raise ConfigError(
                 f"{self.run.path} is a supervised warm start, not a training run: start from it with "
@@ -206,9 +212,7 @@ class Trainer:
         self.learner.load_state_dict(state["learner"])
         self.shaper.load_state_dict(state["shaper"])
         restore_rng(state["rng"])
-        step: int = state["step"]
-        self.sync_weights(step)
-        return step
+        self.sync_weights(state["step"])
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
@@ -216,7 +220,7 @@ class Trainer:
             "step": step,
             "learner": self.learner.state_dict(),
             "shaper": self.shaper.state_dict(),
-            "rng": rng_state(),
+            "rng": self.streams or rng_state(),
         }
 
     def _counter(self, total: int) -> Any:

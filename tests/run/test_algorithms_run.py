@@ -22,6 +22,7 @@ from agent_r1.run.build import build_algorithm, build_plan, greedy_collector
 from agent_r1.run.checkpoint import list_checkpoints
 from agent_r1.run.commands import run_training
 from agent_r1.run.records import read_trajectories
+from agent_r1.run.resolve import resolve
 from agent_r1.run.run_dir import RunDir
 from agent_r1.types import StopReason, TaskRow
 
@@ -40,8 +41,8 @@ def one_warm_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["AGENT_R1_CACHE"] = before
 
 
-def trained(path: Path, *overrides: str, resume: bool = False) -> RunDir:
-    config = load_config(MINI, overrides)
+def trained(path: Path, *overrides: str, resume: bool = False, recipe: str = MINI) -> RunDir:
+    config = load_config(recipe, overrides)
     run = RunDir.open(path) if resume else RunDir.create(path, config)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         run_training(run.config, build_plan(run.config), run, Console(file=nowhere), resume=resume)
@@ -103,6 +104,24 @@ def test_dynamic_sampling_makes_up_for_rows_that_teach_nothing(tmp_path: Path) -
     assert len(set(rows)) == len(rows) / 4  # no row twice in one step
     once = trained(tmp_path / "once", *cold)
     assert once.read_metrics("train")[0]["group/count"] == 3
+
+
+def test_dynamic_sampling_makes_up_for_rows_whose_differences_are_not_trained_on(tmp_path: Path) -> None:
+    recipe = tmp_path / "mini"
+    shutil.copytree(MINI, recipe)
+    with (recipe / "task.py").open("a", encoding="utf-8") as task:
+        task.write("\n\ndef nothing(row: TaskRow, trajectory: Trajectory) -> float:\n    return 0.0\n")
+    rewarded = ["task.reward=task.nothing", *ENDLESS, "algorithm.name=dapo", "trainer.steps=1"]
+
+    def first_step(process: str) -> dict[str, Any]:
+        run = trained(tmp_path / process, f"rewards.process={process}", *rewarded, recipe=str(recipe))
+        return run.read_metrics("train")[0]
+
+    # The world pays attempts at a row differently on the way (by chance not those of every row), and all of them the
+    # same at the end.
+    paid, ignored = first_step("raw"), first_step("ignored")
+    assert (paid["empty_update"], ignored["empty_update"]) == (0, 1)
+    assert 3 <= paid["group/count"] < ignored["group/count"]
 
 
 def test_an_episode_cut_at_max_steps_remembers_where_it_would_have_gone_on(tmp_path: Path) -> None:
@@ -181,3 +200,38 @@ def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path: Path) -> N
     torch.save(state, path)
     with pytest.raises(ConfigError, match=r"another version of agent-r1 .* model.path="):
         trained(tmp_path / "run", resume=True)
+
+
+COUNTED = """
+import asyncio
+
+from agent_r1.agent import AgentEnv
+from agent_r1.types import Observation, Transition
+
+
+class Counted(AgentEnv):
+    alive = most = 0
+
+    async def reset(self, row):
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+        await asyncio.sleep(0.01)
+        return Observation(messages=list(row.prompt))
+
+    async def step(self, action):
+        return Transition(terminated=True)
+
+    async def close(self):
+        Counted.alive -= 1
+"""
+
+
+@pytest.mark.parametrize("name", ["grpo", "remax"])
+def test_no_more_episodes_are_played_at_once_than_may_be_greedy_ones_included(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(MINI, recipe, ignore=shutil.ignore_patterns("__pycache__"))
+    (recipe / "world.py").write_text(COUNTED, encoding="utf-8")
+    world = ("task.env=world.Counted", "task.tools=[]", "sft.demos=null", f"algorithm.name={name}")
+    limits = ("rollout.max_concurrent=3", "rollout.max_response_tokens=4", "trainer.steps=1")
+    trained(tmp_path / "run", *world, *limits, recipe=str(recipe))
+    assert resolve("world.Counted", recipe=str(recipe)).most == 3

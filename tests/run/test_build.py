@@ -16,7 +16,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import AgentR1Error, ConfigError, DataError
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.run.build import build_plan, build_task, eval_collector, eval_sampling
-from agent_r1.run.engine import episodes_at_once
+from agent_r1.run.engine import build_engine, episodes_at_once, most_cached
 from agent_r1.run.model import find_model, load_model, save_model
 from agent_r1.run.resolve import resolve
 from agent_r1.run.run_dir import RunDir
@@ -310,4 +310,31 @@ def test_data_errors_stay_data_errors(recipe: Recipe) -> None:
     ],
 )
 def test_an_engine_is_made_for_as_many_episodes_as_there_can_be(changes: list[str], most: int) -> None:
-    assert episodes_at_once(load_config("quickstart", changes)) == most
+    config = load_config("quickstart", changes)
+    assert episodes_at_once(config) == most
+    # a context is up to 1,000 tokens, in 32 blocks of 32
+    assert most_cached(load_config("quickstart", [*changes, "rollout.max_context_tokens=1000"])) == most * 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        # 16 blocks of 32 are 512
+        (["engine.max_cached_tokens=530", "rollout.max_context_tokens=530"], r"of 530 tokens holds 512 .* have 530"),
+        (["engine.max_cached_tokens=300"], r"holds 288 .* have 4096: raise engine\.max_cached_tokens, or lower"),
+        (["rollout.max_context_tokens=131073"], r"holds 131072 .* have 131073: raise engine\.max_cached_tokens"),
+        (["engine.max_cached_tokens=544", "rollout.max_context_tokens=530"], None),
+        (["rollout.max_context_tokens=131072"], None),
+    ],
+)
+def test_a_cache_that_one_context_would_outgrow_is_refused(
+    recipe: Recipe, model_folder: Path, sizes: list[str], message: str | None
+) -> None:
+    model = load_model(recipe.config("model.device=cpu", "rollout.max_context_tokens=512"), model_folder)
+    config = recipe.config("model.device=cpu", *sizes)
+    for make in (build_plan, lambda config: build_engine(config, model)):
+        if message is None:
+            make(config)
+        else:
+            with pytest.raises(ConfigError, match=message):
+                make(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import pty
 import signal
@@ -152,7 +153,10 @@ def test_an_answer_cut_by_a_full_conversation_is_given_again_in_a_fresh_one() ->
 
 def test_a_question_too_long_even_alone_and_an_answer_too_long_are_limits_not_full_conversations() -> None:
     chat, _ = scripted("word " * 9, max_response_tokens=10, max_context_tokens=100)
-    assert shown(chat, "x" * 100) == ["(stopped: max_tokens)"]
+    size = prompt_size(said("user", "x" * 100))
+    assert shown(chat, "x" * 100) == [
+        f"(failed: nothing was sampled: the prompt has {size} tokens, max_context_tokens is 100)"
+    ]
     assert shown(chat, "talk") == ["agent word word", "(stopped: max_tokens)"]
     assert chat.history == [said("user", "talk"), said("assistant", "word word ")]
 
@@ -174,6 +178,17 @@ def test_a_failing_tool_is_shown_and_the_chat_goes_on_without_that_turn() -> Non
     assert engine.released == ["chat-1", "chat-2", "chat-3"]
 
 
+def test_what_failed_is_logged_with_its_traceback_as_in_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("agent_r1"), "propagate", True)  # a run of another test may have ended that
+    chat, _ = scripted(CALL % "fail")
+    shown(chat, "fail!")
+    [record] = caplog.records
+    assert record.getMessage().startswith("episode chat-1 failed: tool 'echo' raised RuntimeError: broken [/pipe]")
+    assert f'test_chat.py", line {BROKEN_LINE}' in record.getMessage()
+
+
 class Hangs(AgentFlowBase):
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         await asyncio.Event().wait()
@@ -193,7 +208,7 @@ class ReturnsNone(AgentFlowBase):
 @pytest.mark.parametrize(
     ("flow", "message"),
     [
-        (Hangs, "(failed: the answer was not finished after 0.01 s (rollout.episode_seconds))"),
+        (Hangs, "(failed: the episode was not finished after 0.01 s (rollout.episode_seconds))"),
         (SaysNothing, "(failed: the flow ended without a single model call)"),
         (ReturnsNone, "(failed: the flow returned NoneType instead of a StopReason)"),
         (AgentEnvLoop, f"(failed: AssertionError: this test's flow needs no env (chatml.py:{NO_ENV_LINE}))"),

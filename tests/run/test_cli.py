@@ -61,7 +61,7 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
     settings, _, plan = ended.out.rpartition("plan: ")
     assert parse_config(yaml.safe_load(settings)).model.template_kwargs == {"note": note}
     assert plan == (
-        "warm start of 2 epochs on 8 demonstrations, then 4 steps of grpo, 3 rows x 4 attempts each, "
+        "warm start of 2 epochs on at most 8 demonstrations, then 4 steps of grpo, 3 rows x 4 attempts each, "
         "evaluated every 2 on 4 held-out rows\n"
     )
     assert "then 4 steps or 2.5 minutes of grpo" in cli("train", MINI, "--dry-run", "trainer.max_minutes=2.5").out
@@ -70,7 +70,10 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
 def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, described: Path) -> None:
     ended = cli("sft", MINI, "--dry-run", "eval.rows=null")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.endswith("plan: warm start of 2 epochs on 8 demonstrations, evaluated on 20 held-out rows\n")
+    plan = "plan: warm start of 2 epochs on at most 8 demonstrations, evaluated on 20 held-out rows\n"
+    assert ended.out.endswith(plan)
+    (described / "trajectories").mkdir()
+    (described / "trajectories" / "train_000000.jsonl").touch()  # what is in it is read when it is imitated
     own = ("sft.demos=null", f"sft.trajectories={described}", "sft.min_reward=0.5")
     plan = f"warm start of 2 epochs on the trajectories of {described} with a reward of at least 0.5, evaluated on"
     assert plan in cli("sft", MINI, "--dry-run", *own).out
@@ -102,6 +105,10 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
         ),
         (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
         (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),
+        (
+            ("chat", described, "eval.samples=3"),  # which would do nothing
+            "only eval.temperature, eval.top_p, eval.top_k, task.test_split, data.path and model.device can be changed",
+        ),
         (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N, trainer"),
         (
             ("train", "--resume", described, MINI),

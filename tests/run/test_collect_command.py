@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,12 @@ def test_no_row_has_more_than_its_share_and_nothing_better_was_left_out(
     )
 
 
+def going_on(said: str, title: str) -> list[str]:
+    """The words of the command that is proposed under this title."""
+    [line] = [line for line in said.splitlines() if line.strip().startswith(title)]
+    return shlex.split(line.partition(title)[2])
+
+
 def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path: Path) -> None:
     own, warm, rl = tmp_path / "own", tmp_path / "warm", tmp_path / "rl"
     ended = cli("collect", MINI, *SHORT, "--rows", 5, "--samples", 3, "--run", own)
@@ -86,8 +93,20 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
     assert record["episodes"] == 15
 
     best = ("sft.epochs=1", f"sft.trajectories={own}", "sft.min_reward=0.01", "sft.max_per_row=1")
-    ended = cli("sft", MINI, *SHORT, *best, "--run", warm)
+    ended = cli("sft", MINI, *SHORT, *best, "rollout.max_steps=3", "task.tools=[task.double]", "--run", warm)
     assert (ended.code, ended.err) == (0, "")
+    words = going_on(ended.out, "train from it")  # with what was typed, but for where training begins
+    assert words[1:] == [
+        "train",
+        f"{MINI}/base.yaml",
+        *(word for word in SHORT if not word.startswith("sft.")),
+        "rollout.max_steps=3",
+        "task.tools=[task.double]",
+        f"model.path={warm}",
+        "sft.demos=null",
+        "sft.trajectories=null",
+    ]
+    assert cli(*words[1:], "--dry-run").code == 0
     rows = {t.row_id for t in collected if t.total_reward >= 0.01}
     assert f"imitating {len(rows)} of 15 trajectories" in ended.out
     assert ended.out.count("% of 4 rows") == 2  # held-out success before and after
@@ -109,7 +128,7 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
     )
     assert (ended.code, ended.err) == (0, "")
     assert RunDir.open(rl).read_metrics("eval")[0]["reward/mean"] == pytest.approx(evaluations[1]["reward/mean"])
-    assert cli("chat", warm, "--ask", "double 3").code == 0
+    assert cli("chat", warm, "model.device=cpu", "--ask", "double 3").code == 0
     ended = cli("compare", warm, rl)
     assert (ended.code, ended.err) == (0, "")
     assert f"panel {evaluations[0]['panel']}, 4 rows" in ended.out
@@ -123,6 +142,7 @@ def test_an_evaluation_is_kept_with_its_panel_and_its_rows(cli: Cli, tmp_path: P
     assert (ended.code, ended.err) == (0, "")
     record = EvalRecord.load(run / "evals" / "step_000001.json")
     assert record.subject.panel == last["panel"]
+    assert record.subject.settings["dtype"] == "float32"  # what auto comes to on a CPU
     assert f"panel                      {last['panel']} (split test)" in ended.out
     assert sorted(record.outcomes) == [f"test-{i}" for i in range(4)]
     assert record.mean_and_error("reward")[0] == pytest.approx(last["reward/mean"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ MINI = str(Path(__file__).with_name("mini"))
 RENDERER = Renderer(tokenizer())
 
 
-def played(*overrides: str) -> tuple[list[Trajectory], list[str]]:
-    config, said = load_config(MINI, overrides), list[str]()
+def played(*overrides: str, recipe: str = MINI) -> tuple[list[Trajectory], list[str]]:
+    config, said = load_config(recipe, overrides), list[str]()
     trajectories = asyncio.run(sft_trajectories(config, build_task(config), RENDERER, said.append))
     return trajectories, said
 
@@ -60,3 +61,19 @@ def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
     assert len(played("sft.count=1", f"rollout.max_context_tokens={needed}")[0]) == 1
     with pytest.raises(DataError, match="1 of 1 demonstrations do not fit"):
         played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
+
+
+def test_one_whose_first_prompt_is_too_long_is_left_out_and_counted_too(tmp_path: Path) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(
+            "def mine(count, seed):\n"
+            "    long = TaskRow(prompt=[{'role': 'user', 'content': '1' * 600}], row_id='long')\n"
+            "    return [*demos(3, seed), (long, ['it is long']), *demos(2, seed)]\n"
+        )
+    trajectories, said = played("sft.demos=task.mine", "rollout.max_context_tokens=512", recipe=str(recipe))
+    assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in (0, 1, 2, 0, 1)]
+    assert said == [
+        "1 of 6 demonstrations do not fit into the limits of rollout and are left out; the first is of long"
+    ]
+    assert len({trajectory.trajectory_id for trajectory in trajectories}) == 5  # rows may be shown more than once

@@ -133,3 +133,13 @@ def test_a_run_that_learned_nothing_says_why(cli: Cli, folder: Path, tmp_path: P
     alike = cli("train", folder, *short, "rollout.temperature=0.001", "--run", tmp_path / "alike").out
     assert "  learned     nothing: attempts at the same row never earned different rewards" in alike
     assert "  learned " not in cli("train", folder, *short, "--run", tmp_path / "run").out
+
+
+def test_an_evaluation_logs_the_failures_of_its_episodes_to_the_run(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert cli("train", folder, *MOODY, "trainer.steps=0", "eval.rows=1", "--run", run).code == 0  # row 0 is known
+    (run / "run.log").unlink(missing_ok=True)
+    ended = cli("eval", run, "eval.rows=3")
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.out + ended.err
+    assert "KeyError" in (run / "run.log").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agent_r1.config import load_config
-from agent_r1.run.build import build_plan
+from agent_r1.run.build import build_plan, build_task
 from agent_r1.run.commands import run_eval, run_sft, run_training
 from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.run_dir import RunDir
@@ -84,7 +84,7 @@ def test_parts_are_set_aside_while_a_run_plays_and_not_after_it(recipe: Path, tm
     run_eval(config, run, console())
     assert min(seen(recipe)) > 10_000
     assert gc.get_freeze_count() == 0
-    run_sft(config, RunDir.create(tmp_path / "sft", config), console())
+    run_sft(config, build_task(config), RunDir.create(tmp_path / "sft", config), console())
     assert min(seen(recipe)) > 10_000
     assert gc.get_freeze_count() == 0
 

@@ -26,7 +26,7 @@ from agent_r1.cli_data import app
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run import model_source
-from agent_r1.run.build import build_plan
+from agent_r1.run.build import build_plan, build_task
 from agent_r1.run.model import export_model, find_model, load_model
 from agent_r1.run.model_source import PACKAGES, Package, is_source, materialise
 from agent_r1.run.resolve import TEMPLATES
@@ -267,11 +267,11 @@ def test_a_known_package_with_other_weights_is_an_error(
 def test_a_run_starts_from_a_source_and_its_warm_start_knows_which(gguf: Path) -> None:
     config = mini(f"model.path={gguf}", "sft.count=2", "sft.epochs=1")
     assert base_model(config) == str(made(str(gguf))[0])
-    quiet = Console(quiet=True)
-    first = asyncio.run(starting_model(config, quiet))
-    assert asyncio.run(starting_model(config, quiet)) == first
+    task, quiet = build_task(config), Console(quiet=True)
+    first = asyncio.run(starting_model(config, task, quiet))
+    assert asyncio.run(starting_model(config, task, quiet)) == first
     os.utime(gguf, ns=(0, 0))
-    assert asyncio.run(starting_model(config, quiet)) != first
+    assert asyncio.run(starting_model(config, task, quiet)) != first
 
 
 def test_a_model_is_loaded_straight_from_a_source(gguf: Path) -> None:
@@ -337,7 +337,10 @@ def test_a_hub_id_is_fetched_from_the_hub(gguf: Path, tmp_path: Path, monkeypatc
 def test_a_directory_without_a_model_is_an_error_that_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"no model with config\.json and safetensors; it holds pytorch_model\.bin"):
+    with pytest.raises(ConfigError, match=r"holds no config\.json: name a Hugging Face model directory"):
+        command(str(tmp_path / "dir"), str(tmp_path / "out"))
+    (tmp_path / "dir" / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"and safetensors; it holds config\.json, pytorch_model\.bin"):
         command(str(tmp_path / "dir"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, load_model
+from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
 from agent_r1.run.chat import answer, open_chat
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
 from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
@@ -207,7 +207,7 @@ def test_evaluation_reports_success_with_its_error_and_pass_at_k(finished: Path)
 
 def test_sft_writes_a_checkpoint_that_rl_can_start_from(tmp_path: Path) -> None:
     config = mini()
-    path = run_sft(config, RunDir.create(tmp_path / "sft", config), console())
+    path = run_sft(config, build_task(config), RunDir.create(tmp_path / "sft", config), console())
     losses = [record["loss"] for record in numbers(tmp_path / "sft") if record["kind"] == "sft"]
     assert len(losses) == 4  # 8 demonstrations / 4 per update x 2 epochs
     assert losses[-1] < losses[0]
@@ -221,13 +221,13 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
     source = [f"sft.trajectories={finished}", "sft.demos=null", "sft.epochs=1", "sft.batch_size=1000"]
     best = max(t.total_reward for t in read_trajectories(finished / "trajectories", "train_*"))
     config = mini(*source, f"sft.min_reward={best / 2}")
-    run_sft(config, RunDir.create(tmp_path / "own", config), console())
+    run_sft(config, build_task(config), RunDir.create(tmp_path / "own", config), console())
     good = [t for t in read_trajectories(finished / "trajectories", "train_*") if t.total_reward >= best / 2]
     [record] = [record for record in numbers(tmp_path / "own") if record["kind"] == "sft"]
     assert record["trajectories"] == len(good)
     config = mini(*source, "sft.min_reward=99")
     with pytest.raises(DataError, match=r"no trajectory under .* reward of at least 99"):
-        run_sft(config, RunDir.create(tmp_path / "none", config), console())
+        run_sft(config, build_task(config), RunDir.create(tmp_path / "none", config), console())
 
 
 def test_trajectories_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
@@ -240,13 +240,13 @@ def test_trajectories_of_another_tokenizer_are_refused(finished: Path, tmp_path:
     (source / "train_000001.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     config = mini(f"sft.trajectories={tmp_path / 'other'}", "sft.demos=null", "sft.min_reward=-1")
     with pytest.raises(DataError, match="was sampled with another tokenizer"):
-        run_sft(config, RunDir.create(tmp_path / "run", config), console())
+        run_sft(config, build_task(config), RunDir.create(tmp_path / "run", config), console())
 
 
 def test_a_warm_start_cannot_be_resumed_as_a_training_run(tmp_path: Path) -> None:
     config = mini("sft.count=4", "sft.epochs=1")
     run = RunDir.create(tmp_path / "sft", config)
-    run_sft(config, run, console())
+    run_sft(config, build_task(config), run, console())
     with pytest.raises(
         ConfigError, match=r"is a supervised warm start, not a training run: start from it with model\.path"
     ):
@@ -314,7 +314,8 @@ def test_test_rows_that_are_trained_on_are_refused(tmp_path: Path) -> None:
 def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
     for path, message in (
         ("./nowhere", "there is no such directory, and it is not a hub id"),
-        (str(tmp_path), "cannot load a causal language model from"),
+        (str(tmp_path), "holds no config.json: name a Hugging Face model directory, a run or a GGUF file"),
+        (str(Path(__file__)), "is a file, and no .gguf: name a Hugging Face model directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             trained(tmp_path / f"run{len(path)}", f"model.path={path}", "sft.demos=null")

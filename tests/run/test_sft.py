@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from agent_r1.agent.rendering import Renderer
-from agent_r1.config import load_config
+from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
+from agent_r1.run.build import build_task, check_beginning
+from agent_r1.run.records import write_groups
 from agent_r1.run.sft import LOSS_WINDOW, sft_trajectories
 from agent_r1.run.start import starting_model
-from agent_r1.run.task import build_task
-from tests.chatml import tokenizer
+from agent_r1.types import Group, Step, StopReason, Trajectory
+from tests.chatml import row, tokenizer
 
 MINI = Path(__file__).with_name("mini")
 GOOD = '<tool_call>{"name": "double", "arguments": {"number": 1}}</tool_call>'
@@ -77,7 +79,8 @@ def warm_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *overrides: st
     """The lines of a warm start of 30 updates: 8 demonstrations in batches of 4, 15 times."""
     monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
     console = Console(file=io.StringIO(), width=200)
-    asyncio.run(starting_model(load_config(str(MINI), ["sft.epochs=15", *overrides]), console))
+    config = load_config(str(MINI), ["sft.epochs=15", *overrides])
+    asyncio.run(starting_model(config, build_task(config), console))
     assert isinstance(console.file, io.StringIO)
     return [re.sub(r"loss \d+\.\d+|\d+:\d\d", "#", line) for line in console.file.getvalue().splitlines()]
 
@@ -103,3 +106,39 @@ def test_one_that_makes_all_its_updates_was_not_stopped(
     # 10 epochs are 20 updates: the target is reached with the very last.
     last = warm_started(monkeypatch, tmp_path, *settings)[-1]
     assert re.fullmatch(r"warm start (\d+)/\1  #  # left", last)
+
+
+def with_one_trajectory(folder: Path, name: str, given: str = "") -> RunConfig:
+    """A config that imitates the folder, or `given` in it, which holds one good trajectory in a file of that name."""
+    ids = Renderer(tokenizer()).encode_response("x")
+    step = Step(prompt_ids=[1], response_ids=ids, response_logprobs=[0.0] * len(ids), action_text="x")
+    good = Trajectory(row_id="r", trajectory_id="t", steps=[step], stop=StopReason.ANSWERED, outcome_reward=1.0)
+    write_groups(folder / name, [Group(row=row(), trajectories=[good])])
+    return load_config(str(MINI), ["sft.demos=null", f"sft.trajectories={folder / given}"])
+
+
+def imitated(config: RunConfig) -> list[Trajectory]:
+    return asyncio.run(sft_trajectories(config, build_task(config), Renderer(tokenizer()), lambda line: None))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("train_1.jsonl", ""), ("train_1.jsonl.gz", ""), ("trajectories/train_1.jsonl", ""), ("any.jsonl", "any.jsonl")],
+)
+def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitated(
+    tmp_path: Path, name: str, given: str
+) -> None:
+    config = with_one_trajectory(tmp_path, name, given)
+    check_beginning(config)
+    assert len(imitated(config)) == 1
+
+
+@pytest.mark.parametrize("name", ["best.jsonl.gz", "eval_1.jsonl"])
+def test_a_folder_without_training_episodes_is_refused_before_the_run_as_it_would_be_in_it(
+    tmp_path: Path, name: str
+) -> None:
+    config = with_one_trajectory(tmp_path, name)
+    for look in (check_beginning, imitated):
+        with pytest.raises(DataError) as raised:
+            look(config)
+        assert str(raised.value) == f"no trajectories (train_*.jsonl or train_*.jsonl.gz) at {tmp_path}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from agent_r1.config import RunConfig, load_config
 from agent_r1.run import start
 from agent_r1.run.cache import put
+from agent_r1.run.run_dir import RunDir
 from agent_r1.run.start import base_model
 
 MINI = str(Path(__file__).parent / "mini")
@@ -84,6 +86,55 @@ def test_other_data_under_the_same_path_give_another_key(tmp_path: Path) -> None
     before = key(f"data.path={tmp_path}")
     (tmp_path / "train.jsonl").write_text("two more", encoding="utf-8")
     assert key(f"data.path={tmp_path}") != before
+
+
+def copied(folder: Path) -> Path:
+    """A recipe that reads its demonstrations from a file."""
+    shutil.copytree(MINI, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "task.py").open("a", encoding="utf-8") as file:
+        file.write("\n\ndef written(count, seed):\n    return Path(__file__).with_name('demos.json').read_text()\n")
+    (folder / "demos.json").write_text("one", encoding="utf-8")
+    return folder
+
+
+def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept = copied(tmp_path / "mine"), tmp_path / "data" / "mine_data"
+    (folder / "data.py").write_text("FOLDER = 'mine_data'\n", encoding="utf-8")
+    monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
+    config = load_config(str(folder), ["sft.demos=task.written"])
+
+    def now() -> str:
+        return start._warm_start_key(config, "owner/model")
+
+    seen = [now()]
+    (folder / "demos.json").write_text("two", encoding="utf-8")
+    seen.append(now())
+    kept.mkdir(parents=True)
+    (kept / "train.jsonl").write_text("one", encoding="utf-8")
+    seen.append(now())
+    (kept / "train.jsonl").write_text("other", encoding="utf-8")
+    seen.append(now())
+    assert len(set(seen)) == 4
+    monkeypatch.setattr(start, "READ_WHOLE", 2)  # of files that are large, the size is enough
+    large = now()
+    (folder / "demos.json").write_text("three", encoding="utf-8")
+    assert now() != large
+
+
+def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(tmp_path / "mine")
+    monkeypatch.setenv("AGENT_R1_CACHE", str(folder / "cache"))
+    config = load_config(str(folder))
+    before = start._warm_start_key(config, base_model(config))
+    RunDir.create(folder / "out", config)
+    (folder / "README.md").write_text("how to", encoding="utf-8")
+    (folder / "run.log").write_text("said", encoding="utf-8")
+    (folder / "other.yaml").write_text("base: base.yaml\ntrainer: {steps: 9}\n", encoding="utf-8")
+    assert start._warm_start_key(config, base_model(config)) == before
 
 
 def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
