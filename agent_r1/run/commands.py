@@ -78,7 +78,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
-    with run.locked(), closing(plan.task), logging_to(run.log_file):
+    with run.locked(), logging_to(run.log_file), closing(plan.task):
         return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
 
 
@@ -198,7 +198,7 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
         done = bool(list_checkpoints(run.checkpoints))
         return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
 
-    with run.locked(), closing(task), logging_to(run.log_file):
+    with run.locked(), logging_to(run.log_file), closing(task):
         return interruptible(_sft(config, task, run, console, given), config, kept)
 
 
@@ -340,7 +340,7 @@ def run_collect(
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
         return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
 
-    with run.locked(), closing(task), logging_to(run.log_file):
+    with run.locked(), logging_to(run.log_file), closing(task):
         return interruptible(_collect(config, task, rows, run, console, given), config, kept)
 
 

@@ -13,24 +13,22 @@ from agent_r1.run.remarks import has_text
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Log there, and let an end by too many failures say so."""
-    log_to(path)
+    """Tracebacks of failed episodes and what env processes print go there; an end by too many failures says so."""
+    package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
+    before = package.propagate, workers.level
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package.addHandler(handler)
+    package.propagate = False
+    workers.setLevel(logging.INFO)
     try:
         yield
     except RolloutError as error:
         if not has_text(path):  # what only ran out of time has no traceback
             raise
         raise RolloutError(f"{error}; details in {path}") from error
-
-
-def log_to(path: Path) -> None:
-    """Tracebacks of failed episodes and what env processes print go to the run's log, not over the live display."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("agent_r1")
-    for old in [h for h in package.handlers if isinstance(h, logging.FileHandler)]:
-        package.removeHandler(old)
-        old.close()
-    package.addHandler(handler)
-    package.propagate = False
-    logging.getLogger("agent_r1.agent.workers").setLevel(logging.INFO)
+    finally:
+        package.removeHandler(handler)
+        handler.close()
+        package.propagate, level = before
+        workers.setLevel(level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import logging
 import os
 import pty
 import signal
@@ -178,10 +177,7 @@ def test_a_failing_tool_is_shown_and_the_chat_goes_on_without_that_turn() -> Non
     assert engine.released == ["chat-1", "chat-2", "chat-3"]
 
 
-def test_what_failed_is_logged_with_its_traceback_as_in_training(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("agent_r1"), "propagate", True)  # a run of another test may have ended that
+def test_what_failed_is_logged_with_its_traceback_as_in_training(caplog: pytest.LogCaptureFixture) -> None:
     chat, _ = scripted(CALL % "fail")
     shown(chat, "fail!")
     [record] = caplog.records

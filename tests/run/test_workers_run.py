@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.run.build import build_plan
 from agent_r1.run.commands import run_training
-from agent_r1.run.log import log_to
+from agent_r1.run.log import logging_to
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.task import build_task
@@ -187,18 +186,12 @@ def test_a_leak_fails_the_episodes_that_leak_and_no_other(folder: Path, tmp_path
 
 
 def test_what_env_processes_print_is_in_the_log_of_the_run(tmp_path: Path) -> None:
-    package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
-    before = package.handlers[:], package.propagate, workers.level
     pool = EnvPool(processes=1, step_seconds=60)
     try:
-        log_to(tmp_path / "log")
-        asyncio.run(play(pool.env(Counting, "counting", {}), ["print", "1"]))
+        with logging_to(tmp_path / "log"):
+            asyncio.run(play(pool.env(Counting, "counting", {}), ["print", "1"]))
     finally:
         pool.close()
-        for handler in package.handlers:
-            handler.close()
-        package.handlers[:], package.propagate = before[:2]
-        workers.setLevel(before[2])
     assert "a line from an env" in (tmp_path / "log").read_text(encoding="utf-8")
 
 
