@@ -227,6 +227,9 @@ def with_text(messages: list[Message], text: str, *, from_tool: bool = False) ->
         return [*messages, {**alone, "from_tool": True} if from_tool else alone]
     content = last.get("content")
     longer = [*content, _part(text)] if isinstance(content, list) else f"{content}\n\n{text}" if content else text
+    before = last.get("from_tool")
+    if isinstance(before, str) and isinstance(content, str):  # what was added before stays marked, too
+        return [*messages[:-1], {**last, "content": longer, "from_tool": f"{before}\n\n{text}"}]
     mark = {"from_tool": text} if from_tool and not is_from_tool(last) else {}
     return [*messages[:-1], {**last, "content": longer, **mark}]
 

@@ -68,6 +68,12 @@ def env_class(env_type: str) -> type[AgentEnv]:
 
 
 def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv:
+    check_settings(cls, name, kwargs)
+    return cls(**kwargs)
+
+
+def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
+    """ConfigError for settings that the class does not take, or takes as something else."""
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
@@ -80,7 +86,6 @@ def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv
             raise ConfigError(
                 f"env {name!r}: env_kwargs.{key} of {cls.__name__} must be {wanted}, not {_brief(kwargs[key])}"
             )
-    return cls(**kwargs)
 
 
 # What a config or a row spells out; other objects, a row's numpy numbers among them, are their class's to judge.

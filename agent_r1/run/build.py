@@ -45,6 +45,7 @@ from agent_r1.run.resolve import recipe_path
 from agent_r1.run.task import Task as Task
 from agent_r1.run.task import build_task as build_task
 from agent_r1.run.task import check_call, is_data_source
+from agent_r1.tasks.rows import FORMATS
 from agent_r1.types import TaskRow
 
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack takes the host as long for a small
@@ -354,7 +355,7 @@ def _check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[
 
 
 def _how_to_split(task: TaskConfig) -> str:
-    if is_data_source(task.rows) and task.rows.endswith((".parquet", ".jsonl")) and "{split}" not in task.rows:
+    if is_data_source(task.rows) and task.rows.endswith(FORMATS) and "{split}" not in task.rows:
         return f"Both splits are read from {task.rows!r}: use {{split}} in task.rows, as in data/{{split}}.jsonl"
     if task.train_split == task.test_split:
         return f"Both splits are {task.test_split!r}: set task.test_split to one that is not trained on"

@@ -142,6 +142,10 @@ def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
     """Step and place of the newest checkpoint; None when the run was stopped before its first save, and starts over."""
     if not list_checkpoints(run.checkpoints):
         return None
+    if run.read_metrics("sft"):
+        raise ConfigError(
+            f"{run.path} is a supervised warm start, not a training run: start from it with model.path={run.path}"
+        )
     if needs_reference(config) and not run.reference.is_dir():
         raise DataError(
             f"{run.reference} is gone: the policy before the first step, which this run's KL penalty or adapters need. "

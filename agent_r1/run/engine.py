@@ -11,6 +11,7 @@ import torch
 from agent_r1.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
+from agent_r1.learn import ALGORITHMS
 from agent_r1.rollout.engine import Engine
 from agent_r1.rollout.engines.gpu_attention import bytes_per_token
 from agent_r1.rollout.engines.local import BLOCK_SIZE, LocalEngine
@@ -49,7 +50,8 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
 
 def episodes_at_once(config: RunConfig) -> int:
     """The most there will be. On a GPU every size of a batch up to it is captured beforehand, so not more."""
-    training = config.rollout.rows_per_step * config.rollout.group_size
+    attempts = config.rollout.group_size + ALGORITHMS[config.algorithm.name].needs_greedy
+    training = config.rollout.rows_per_step * attempts
     most = config.rollout.max_concurrent
     evaluation = most if config.eval.rows is None else config.eval.rows * config.eval.samples
     return min(most, max(training, evaluation))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agent_r1.errors import RolloutError
-from agent_r1.run.remarks import has_text
 
 
 @contextmanager
@@ -16,7 +15,11 @@ def logging_to(path: Path) -> Iterator[None]:
     """Tracebacks of failed episodes and what env processes print go there; an end by too many failures says so."""
     package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
     before = package.propagate, workers.level
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler: logging.Handler
+    try:
+        handler, size = logging.FileHandler(path, encoding="utf-8"), path.stat().st_size
+    except OSError:  # somebody else's run, which may be evaluated and talked to but not written to
+        handler, size = logging.StreamHandler(), 0
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package.addHandler(handler)
     package.propagate = False
@@ -24,7 +27,7 @@ def logging_to(path: Path) -> Iterator[None]:
     try:
         yield
     except RolloutError as error:
-        if not has_text(path):  # what only ran out of time has no traceback
+        if not path.is_file() or path.stat().st_size == size:  # what only ran out of time has no traceback
             raise
         raise RolloutError(f"{error}; details in {path}") from error
     finally:

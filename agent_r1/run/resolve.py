@@ -35,7 +35,9 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 _NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
-_TOLD = re.compile(r"README|LICENSE|.*\.(md|rst|log|png|jpe?g|gif|svg|webp|pdf)$", re.IGNORECASE)  # for people alone
+# What code reads. Not what people read, nor what a program left beside it (nohup.out, logs, pictures).
+_READ = (".py", ".jinja", ".j2", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
+_KEEPS_DATA = re.compile(r"^(FOLDER\b.*=|from .* import .*\bFOLDER\b)", re.MULTILINE)
 
 
 def resolve(name: str, *, recipe: str) -> Any:
@@ -81,13 +83,18 @@ def recipe_files(recipe: str) -> list[Path]:
     and all of our recipes and tools, because recipes borrow from each other. Without the descriptions of runs: of
     their settings, those that matter are known one by one."""
     own = recipe_file(recipe).resolve()
-    found = {path for folder in (own.parent, RECIPES.resolve(), TOOLS.resolve()) for path in _files_in(folder)}
-    return sorted(path for path in found if not (_TOLD.match(path.name) or path == own or _is_description(path)))
+    # Each folder by itself, so that the order does not depend on where the recipe lies.
+    found = [path for folder in (own.parent, RECIPES.resolve(), TOOLS.resolve()) for path in sorted(_files_in(folder))]
+    return [path for path in dict.fromkeys(found) if path != own and not _is_description(path)]
 
 
 def data_name(recipe: str) -> str | None:
-    """Under which the recipe's data are kept, if it has any: the `FOLDER` of its `data.py`."""
-    name: str | None = getattr(_recipe_module("data", recipe_folder(recipe)), "FOLDER", None)
+    """Under which the recipe's data are kept, if it has any: the `FOLDER` of its `data.py`. Another file of that name
+    is not imported."""
+    file = recipe_folder(recipe) / "data.py"
+    if not file.is_file() or not _KEEPS_DATA.search(file.read_text(encoding="utf-8")):
+        return None
+    name: str | None = getattr(_recipe_module("data", file.parent), "FOLDER", None)
     return name
 
 
@@ -96,11 +103,15 @@ def recipe_folder(recipe: str) -> Path:
 
 
 def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """What lies in it, however deep, but nothing hidden and nothing that was left there. Links are followed, though
-    not in circles."""
+    """What code may read in it, however deep, but nothing hidden and nothing that was left there. Links are followed,
+    though not in circles; what may not be looked into has no part in the recipe."""
     above |= {folder.resolve()}
-    for path in folder.iterdir():
-        if path.is_file() and not path.name.startswith("."):
+    try:
+        inside = list(folder.iterdir())
+    except OSError:
+        return
+    for path in inside:
+        if path.suffix in _READ and path.is_file() and not path.name.startswith((".", "README", "LICENSE")):
             yield path
         elif path.is_dir() and path.resolve() not in above and not _is_left(path):
             yield from _files_in(path, above)
@@ -108,9 +119,12 @@ def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Pa
 
 def _is_left(folder: Path) -> bool:
     """By a run, by our cache, or by Python."""
-    if folder.name.startswith((".", "__pycache__")) or (folder / "pyvenv.cfg").is_file():
+    if folder.name.startswith((".", "__pycache__")) or folder.resolve() == cache_root().resolve():
         return True
-    return folder.resolve() == cache_root().resolve() or _is_run(folder)
+    try:
+        return (folder / "pyvenv.cfg").is_file() or _is_run(folder)
+    except OSError:
+        return True
 
 
 def _is_run(folder: Path) -> bool:
@@ -127,7 +141,7 @@ def _is_description(path: Path) -> bool:
         return False
     try:
         described = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return False
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
         return False

@@ -74,7 +74,11 @@ class RunDir:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise DataError(f"{path} is not JSON: {error}") from error
-        return tree if isinstance(tree, dict) else {}
+        if not isinstance(tree, dict):
+            return {}
+        if isinstance(lora := tree.get("lora"), dict) and lora.get("dropout") == 0:
+            del lora["dropout"]  # it could be set once, to nothing but this
+        return tree
 
     @property
     def checkpoints(self) -> Path:

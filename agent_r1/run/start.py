@@ -111,7 +111,10 @@ def _recipe_digest(config: RunConfig) -> str:
 
 def _content(path: Path) -> object:
     """Where reading it takes no time, what it holds: a copy of a recipe is the same recipe."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= READ_WHOLE else _signature(path)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size <= READ_WHOLE else _signature(path)
+    except OSError:  # gone again, or nobody's to read: no code can depend on it
+        return None
 
 
 def _data_digest(config: RunConfig) -> str | None:

@@ -20,7 +20,7 @@ from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.run.context import check_flow, context_maker
 from agent_r1.run.resolve import import_recipe, make_importable, recipe_folder, resolve
-from agent_r1.tasks.rows import load_rows
+from agent_r1.tasks.rows import FORMATS, load_rows
 from agent_r1.types import TaskRow
 
 
@@ -133,7 +133,7 @@ def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseToo
 
 
 def is_data_source(rows: str) -> bool:
-    return rows.startswith("hf:") or rows.endswith((".parquet", ".jsonl")) or "/" in rows
+    return rows.startswith("hf:") or rows.endswith(FORMATS) or "/" in rows
 
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:

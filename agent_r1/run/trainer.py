@@ -199,11 +199,6 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue exactly where the checkpoint was taken."""
-        if "rng" not in state:
-            raise ConfigError(
-                f"{self.run.path} is a supervised warm start, not a training run: start from it with "
-                f"model.path={self.run.path}"
-            )
         if state.get("format") != STATE_FORMAT:
             raise ConfigError(
                 f"{self.run.path} was written by another version of agent-r1 and cannot be continued exactly. Start a "

@@ -23,7 +23,7 @@ from agent_r1.types import Message, TaskRow
 
 Demo = tuple[TaskRow, list[str]]  # what is asked, and what an expert says, turn by turn
 
-_FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
+FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 _COLUMNS = {"prompt", "agent_name", "reward_model", "env_kwargs", "data_source", "extra_info", "row_id"}
 
 
@@ -98,8 +98,8 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     if found is None:
         raise DataError(f"no data file at {' or '.join(dict.fromkeys(map(str, places)))}")  # often the same place
     path = _split_file(found, split) if found.is_dir() else found
-    if not path.name.endswith(_FORMATS):
-        raise DataError(f"{path} is none of {', '.join(_FORMATS)}")
+    if not path.name.endswith(FORMATS):
+        raise DataError(f"{path} is none of {', '.join(FORMATS)}")
     return _read_parquet(path) if path.suffix == ".parquet" else json_lines(path)
 
 
@@ -114,7 +114,7 @@ def _filled(source: str, split: str) -> str:
 
 
 def _split_file(folder: Path, split: str) -> Path:
-    names = [f"{split}{suffix}" for suffix in _FORMATS]
+    names = [f"{split}{suffix}" for suffix in FORMATS]
     for name in names:
         if (folder / name).exists():
             return folder / name

@@ -19,6 +19,7 @@ import pytest
 
 from agent_r1.agent.guard import Escaped
 from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvStartError, process
+from agent_r1.errors import ConfigError
 from agent_r1.types import Transition
 from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import (
@@ -364,3 +365,9 @@ def test_nothing_is_left_when_the_parent_ends(trick: str) -> None:
     parent.wait(30)
     parent.stdout.close()
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_settings_are_checked_for_every_env_and_not_only_for_the_first_of_a_kind(impatient: EnvPool) -> None:
+    impatient.env(Counting, "counting", {"start": 1})
+    with pytest.raises(ConfigError, match=r"env_kwargs\.start of Counting must be a whole number, not str '3'"):
+        impatient.env(Counting, "counting", {"start": "3"})

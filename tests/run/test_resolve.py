@@ -13,7 +13,7 @@ import pytest
 from agent_r1.agent.env import env_class
 from agent_r1.config import RECIPES
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.resolve import TEMPLATES, import_recipe, recipe_files, recipe_path, resolve
+from agent_r1.run.resolve import TEMPLATES, data_name, import_recipe, recipe_files, recipe_path, resolve
 
 ENV = """
 from agent_r1.agent import AgentEnv
@@ -254,6 +254,7 @@ def test_whatever_a_recipe_may_read_counts_but_not_what_runs_and_people_leave_be
         "notes.md": "x",
         "curve.PNG": "x",
         "train.log": "x",
+        "nohup.out": "x",
         ".hidden": "x",
         ".git/config": "x",
         "__pycache__/task.pyc": "x",
@@ -272,3 +273,17 @@ def test_whatever_a_recipe_may_read_counts_but_not_what_runs_and_people_leave_be
     (folder / "linked" / "back").symlink_to(folder)  # in a circle
     own = {str(path.relative_to(folder)) for path in recipe_files(name) if path.is_relative_to(folder)}
     assert own == {"task.py", "linked/rows.jsonl", *matter}
+
+
+def test_a_copy_of_a_recipe_has_the_same_files_in_the_same_order(tmp_path: Path) -> None:
+    names = []
+    for place in ("aaa", "zzz/deeper"):
+        name = recipe(tmp_path / place, task="", b="")
+        names.append([path.name for path in recipe_files(name)])
+    assert names[0] == names[1]
+
+
+def test_a_file_that_only_happens_to_be_called_data_is_not_run(tmp_path: Path) -> None:
+    assert data_name(recipe(tmp_path / "stray", task="", data="raise SystemExit('run')")) is None
+    assert data_name(recipe(tmp_path / "mine", task="", data="FOLDER = 'mine'  # under which they are kept")) == "mine"
+    assert data_name("gsm8k_tool") == data_name("gsm8k") == "gsm8k"  # one borrows it

@@ -201,3 +201,11 @@ def test_a_damaged_trajectory_file_is_a_clear_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"train_000001\.jsonl\.gz line"):
         list(read_trajectories(path))
+
+
+def test_a_setting_that_could_only_be_nothing_does_not_shut_out_runs_that_have_it(tmp_path: Path) -> None:
+    described = CONFIG.model_dump(mode="json") | {"lora": {"rank": 4, "dropout": 0.0}}
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    lora = RunDir.open(tmp_path).config.lora
+    assert lora is not None
+    assert lora.rank == 4

@@ -12,7 +12,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.run.build import build_plan
 from agent_r1.run.data import prepare_data
-from agent_r1.run.task import build_task, recipe_function
+from agent_r1.run.task import build_task, is_data_source, recipe_function
 from tests.run.conftest import Cli
 
 TASK = '''
@@ -212,3 +212,18 @@ def test_a_recipe_without_data_says_so(folder: Path, cli: Cli) -> None:
     assert f"{folder} has no data to fetch: there is no data.py in" in ended.err
     with pytest.raises(ConfigError, match="quickstart has no data to fetch"):
         prepare_data("quickstart", None, print)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_file"),
+    [
+        ("train.parquet", True),
+        ("{split}.jsonl", True),
+        ("{split}.jsonl.gz", True),
+        ("data/", True),
+        ("hf:gsm8k", True),
+        ("task.rows", False),
+    ],
+)
+def test_rows_are_a_file_or_a_function_by_their_name(rows: str, is_file: bool) -> None:
+    assert is_data_source(rows) is is_file

@@ -143,7 +143,7 @@ def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(i
             SearchTool(url=url, top_k=9)
         tool = SearchTool(url=url)
     assert pickle.loads(pickle.dumps(tool)).max_batch == 50
-    with pytest.raises(SearchUnavailable, match=f"no search server at {url}: .*agent-r1 search serve"):
+    with pytest.raises(SearchUnavailable, match=f"no search server of ours answers at {url}: .*agent-r1 search serve"):
         SearchTool(url=url)
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
-from agent_r1.agent.env import AgentEnv, make_env
+from agent_r1.agent.env import AgentEnv, check_settings, make_env
 from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.front import WorkerEnv, front_class
 from agent_r1.agent.workers.hosting import Call, Host, Hosted, out_of_memory, read_answer
@@ -94,9 +94,10 @@ class EnvPool:
 
     def env(self, cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> WorkerEnv:
         """An env of this class and these settings; ConfigError if it cannot be made. Costs no process yet."""
+        check_settings(cls, name, kwargs)
         kind = (cls, *sorted(kwargs))
         if kind not in self._known:
-            make_env(cls, name, kwargs)  # which only checks settings: what costs begins in `reset`
+            make_env(cls, name, kwargs)  # which costs little: what costs begins in `reset`
             self._known.add(kind)
         hosted = Hosted(number=next(self._numbers), cls=cls, made=dump_env(cls, name, kwargs))
         return front_class(cls)(self, hosted)
@@ -356,7 +357,8 @@ class EnvPool:
         assert call.hosted is not None
         host.is_retired = True
         if not call.hosted.can_replay or call.hosted.host is not host:
-            self._advise(call.hosted.cls)
+            if not call.hosted.closed:  # else nothing is lost
+                self._advise(call.hosted.cls)
             return False
         leaving = [hosted for hosted in host.hosted.values() if hosted.can_replay]
         heaviest = max(host.hosted.values(), key=lambda hosted: hosted.grown_bytes)

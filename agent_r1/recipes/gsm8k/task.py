@@ -12,7 +12,7 @@ from agent_r1.types import StopReason, TaskRow, Trajectory
 
 SYSTEM = "Solve the problem step by step. End with #### and the answer, a number."
 CALCULATION = re.compile(r"<<[^<>]*>>")
-NUMBER = re.compile(r"-?(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(r"-?(?:(?:(?<![\d,])\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+)")
 # A number with this after it is only a part of something: 1/2, 3 - 5, 2*(3+4), 3:30, 2**3, 1e3, 7,2, 1.2.3 or 3 1/2.
 GOES_ON = r"\d|[.,]\d|[ \t]*[-+*/^:x\u00d7\u00f7eE]{1,2}[ \t]*\(?\d|[ \t]+\d+/\d"
 FINAL = re.compile(rf"[\s:*_`$€£]*({NUMBER.pattern})(?!{GOES_ON})")  # markup and currency may stand before it

@@ -141,11 +141,11 @@ def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
         health = Health.read(answer.json())
     except (httpx.RequestError, ValueError) as error:
         raise SearchUnavailable(
-            f"there is no search server at {url}: {error}. Start one there: agent-r1 search serve INDEX"
+            f"no search server of ours answers at {url}: {error}. Start one there: agent-r1 search serve INDEX"
         ) from error
     if kind is not None and kind not in health.kinds:
         raise ConfigError(f"the server {url} can be searched by {', '.join(health.kinds)}, not by {kind!r}")
-    if not 1 <= top_k <= health.max_top_k:
+    if health.max_top_k is not None and not 1 <= top_k <= health.max_top_k:
         raise ConfigError(f"the server {url} finds 1 to {health.max_top_k} passages per query, got top_k={top_k}")
     return health
 

@@ -261,7 +261,7 @@ def serve(
     )
     with _bound(host, port) as listener:
         index.search(["warm up"], 1)  # loads what ranks, so that a damaged index is found before a client finds it
-        listener.listen(config.backlog)  # only now: a client that connected earlier would hang while it loads
+        _listening(listener, config.backlog)  # only now: a client that connected earlier would hang while it loads
         if announce is not None:
             shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
             announce(f"http://{shown}:{listener.getsockname()[1]}")
@@ -272,8 +272,16 @@ def serve(
                 raise RuntimeError("the search server did not start; its log says why")
 
 
+def _listening(listener: socket.socket, backlog: int) -> None:
+    try:
+        listener.listen(backlog)
+    except OSError as error:  # another server that began at the same time was quicker
+        host, port = listener.getsockname()[:2]
+        raise ConfigError(f"cannot listen at {host}, port {port}: {error}. Choose another address or port") from error
+
+
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has its address: a busy one is found out before an index is loaded."""
+    """A socket that has its address: one that is listened at already is found out before an index is loaded."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended server leaves does not matter

@@ -51,17 +51,21 @@ class Health:
     num_passages: int
     corpus_sha256: str
     kinds: list[str]  # ways its index can be searched
-    max_queries: int  # it takes in one request
-    max_top_k: int
     waiting: int  # queries, at this moment
+    max_queries: int | None = None  # it takes in one request; None here and below: it does not say
+    max_top_k: int | None = None
 
     @classmethod
     def read(cls, body: Any) -> Health:
         """ValueError for what no search server says."""
+        if not isinstance(body, Mapping) or not isinstance(kinds := body.get("kinds"), list):
+            raise ValueError(f"not the health of a search server: {body!r:.200}")
+        if not all(isinstance(kind, str) for kind in kinds):
+            raise ValueError(f"not the health of a search server: its kinds are {kinds!r:.200}")
         try:
-            return cls(**{name: body[name] for name in cls.__slots__})
-        except (LookupError, TypeError) as error:
-            raise ValueError(f"not the health of a search server: {error!r}") from error
+            return cls(**{name: body[name] for name in cls.__slots__ if name in body})
+        except TypeError as error:  # one is missing
+            raise ValueError(f"not the health of a search server: {error}") from error
 
     def write(self) -> dict[str, Any]:
         return {"status": "ok", **asdict(self)}
