@@ -6,7 +6,6 @@ checkpoint of a run) is decided here too. Names of what has to be fetched or con
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from agent_r1.run.cache import put
 from agent_r1.run.checkpoint import Saveable, list_checkpoints
 from agent_r1.run.model_source import as_directory, check_source, is_source, without_hub
 from agent_r1.run.resolve import recipe_path
+from agent_r1.run.run_dir import is_run
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
 
@@ -95,7 +95,7 @@ def find_model(path: str) -> str:
         check_source(path)
         return path
     local = Path(path).expanduser()
-    if _is_run(local):
+    if is_run(local):
         saved = list_checkpoints(local / "checkpoints")
         if not saved:
             raise ConfigError(f"the run {path} has no checkpoint yet: its first save is still to come, or never came")
@@ -132,14 +132,6 @@ def export_model(path: str, directory: Path, report: Callable[[str], None]) -> i
 def _parameters(weights: Path) -> int:
     with safe_open(str(weights), framework="pt") as tensors:
         return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())  # noqa: SIM118
-
-
-def _is_run(path: Path) -> bool:
-    """Models have a config.json too, but only a run's names a recipe."""
-    try:
-        return "recipe" in json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
 
 
 def _check_context(config: RunConfig, network: Any) -> None:

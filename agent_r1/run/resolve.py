@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib
-import json
 import re
 import sys
 import traceback
@@ -29,6 +28,7 @@ from agent_r1.agent.guard import describe, mended
 from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 from agent_r1.run.cache import cache_root
+from agent_r1.run.run_dir import is_run
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -122,17 +122,9 @@ def _is_left(folder: Path) -> bool:
     if folder.name.startswith((".", "__pycache__")) or folder.resolve() == cache_root().resolve():
         return True
     try:
-        return (folder / "pyvenv.cfg").is_file() or _is_run(folder)
+        return (folder / "pyvenv.cfg").is_file() or is_run(folder)
     except OSError:
         return True
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(described, dict) and {"recipe", "task", "model"} <= described.keys()
 
 
 def _is_description(path: Path) -> bool:

@@ -131,6 +131,15 @@ class RunDir:
         return path
 
 
+def is_run(folder: Path) -> bool:
+    """Models have a config.json too, but only a run's says which recipe is played with which model."""
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(described, dict) and {"recipe", "task", "model"} <= described.keys()
+
+
 def new_run_path(config: RunConfig, root: Path = Path("runs")) -> Path:
     stem = f"{recipe_name(config.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
     path, number = root / stem, 2

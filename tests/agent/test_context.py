@@ -327,6 +327,10 @@ def test_text_joins_the_users_last_message_or_becomes_one() -> None:
     assert with_text([TASK], "more") == [said("user", "Open the vault.\n\nmore")]
     assert with_text([said("user", "")], "more") == [said("user", "more")]
     assert with_text([said("user", [{"type": "image"}])], "more")[0]["content"][1] == {"type": "text", "text": "more"}
+    noted = with_text([TASK], "a note", from_tool=True)
+    assert noted == [{**said("user", "Open the vault.\n\na note"), "from_tool": "a note"}]  # the task is not
+    both = {**said("user", "Open the vault.\n\na note\n\nmore"), "from_tool": "a note\n\nmore"}
+    assert with_text(noted, "more") == [both]
     assert with_text([SYSTEM], "more") == [SYSTEM, said("user", "more")]
     assert with_text([TWO[1]], "more") == [TWO[1], said("user", "more")]  # never in a tool's name
     assert with_text([], "more", from_tool=True) == [said("user", "more", from_tool=True)]

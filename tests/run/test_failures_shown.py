@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 
+from agent_r1.run.log import logging_to
 from tests.run.conftest import Cli
 
 MINI = Path(__file__).parent / "mini"
@@ -143,3 +145,9 @@ def test_an_evaluation_logs_the_failures_of_its_episodes_to_the_run(cli: Cli, fo
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.out + ended.err
     assert "KeyError" in (run / "run.log").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_logged_to_the_run_is_still_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_to(tmp_path / "read only" / "run.log"):
+        logging.getLogger("agent_r1.rollout").error("episode 3 failed")
+    assert "episode 3 failed" in capsys.readouterr().err
