@@ -236,19 +236,25 @@ def test_a_build_reports_its_stages_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "import jax"])
-def test_lexical_search_does_not_start_jax(before: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "search",
+    [
+        "from agent_r1.tools.search.lexical import import_bm25s; assert import_bm25s() is import_bm25s()",
+        "from agent_r1.recipes.webshop.made import shop; shop()",
+    ],
+)
+def test_lexical_search_does_not_start_jax(search: str, before: str, tmp_path: Path) -> None:
     """bm25s does, where it is installed; and JAX takes three quarters of the GPU's memory."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("started = True\n")
     (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX was started')\n")
     program = (
         f"{before}\n"
-        "from agent_r1.tools.search.lexical import import_bm25s\n"
-        "assert import_bm25s() is import_bm25s()\n"
+        f"{search}\n"
         "import jax; assert jax.started\n"  # whoever wants it still gets it
     )
-    search = os.pathsep.join([str(tmp_path), str(Path(agent_r1.__file__).parents[1])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(agent_r1.__file__).parents[1])])
     ended = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": search}, capture_output=True, check=False
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=False
     )
     assert ended.returncode == 0, ended.stderr.decode()
