@@ -1,6 +1,7 @@
 """One recipe with several context policies: what each is worth, and what it costs.
 
     python -m benchmarks.context alfworld/summary --policies append,window,summary --for window:context.turns=3
+    python -m benchmarks.context alfworld/summary --draw         # picture and table into docs/context.md
 
 Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds, with what `--set` changes for all of them
 and `--for` for one. Where the recipe has a warm start, it is made with the policy too, so that it learns from the
@@ -24,9 +25,11 @@ from agent_r1.errors import ConfigError
 from agent_r1.run.run_dir import RunDir
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import (
+    ROOT,
     Job,
     as_they_end,
     facts_of,
+    fill,
     gain_cell,
     keep,
     markdown,
@@ -103,25 +106,66 @@ def setting(results: Mapping[str, Any]) -> str:
     """What the numbers are of."""
     first = results["runs"][0]
     rows = f"{first['held_out'][0]['rows']:.0f} held-out rows, panel `{first['panel']}`"
+    shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
     return (
-        f"{results['accelerator']}, commit `{results['commit']}`, {rows}. Tokens shown and sampled: per episode; "
-        f"tokens computed, and seconds: per training step. `{results['command']}`"
+        f"{results['accelerator']}{shared}, commit `{results['commit']}`, {rows}. Tokens shown and sampled: per "
+        f"episode; tokens computed, and seconds: per training step. `{results['command']}`"
     )
+
+
+def draw(results: Mapping[str, Any], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = results["runs"][::-1]  # bars are drawn from below
+    several = len({run["seed"] for run in runs}) > 1
+    names = [f"{run['name']} {run['seed']}" if several else run["name"] for run in runs]
+    figure, (success, tokens, seconds) = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    for place, when, color, above in ((0, "before RL", "C7", 0.2), (-1, "after", "C0", -0.2)):
+        judged = [run["held_out"][place] for run in runs]
+        success.barh(
+            [index + above for index in range(len(runs))],
+            [100 * each["success"] for each in judged],
+            xerr=[100 * each["success_stderr"] for each in judged],
+            height=0.38,
+            color=color,
+            label=when,
+        )
+    success.set_yticks(range(len(runs)), names)
+    success.set(xlabel="success on held-out rows, %", xlim=(0, 100))
+    success.legend(fontsize=8, loc="lower left")
+    tokens.barh(names, [run["shown_tokens"] for run in runs], color="C1")
+    tokens.set(xlabel="tokens shown in an episode")
+    collecting = [run["collect_seconds"] for run in runs]
+    seconds.barh(names, collecting, color="C2", label="collecting")
+    seconds.barh(names, [run["update_seconds"] for run in runs], left=collecting, color="C3", label="update")
+    seconds.set(xlabel="seconds of a training step")
+    seconds.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
 
 
 def main(words: Sequence[str]) -> None:
     parser = parser_of("context", compared="policy")
     parser.add_argument("--policies", default="append,window,drop_results,notes,summary")
-    parser.add_argument("--show", action="store_true", help="measure nothing; print the table of what was measured")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the docs")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"context_{name}.json"
-    if not options.show:
-        facts = facts_of("context", words)
-        for measured in measure(options, new_folder(options.runs, f"context-{Path(name).name}")):
-            keep(out, facts | measured)
-    results = json.loads(out.read_text(encoding="utf-8"))
-    print(f"{table(results)}\n\n{setting(results)}")
+    if options.draw:
+        results = json.loads(out.read_text(encoding="utf-8"))
+        picture = ROOT / "docs" / f"{out.stem}.png"
+        draw(results, picture)
+        shown = f"![Success, tokens and seconds of each policy]({picture.name})"
+        fill(ROOT / "docs" / "context.md", out.name, f"\n{table(results)}\n\n{shown}\n\n{setting(results)}\n")
+        return
+    facts = facts_of("context", words)
+    for results in measure(options, new_folder(options.runs, f"context-{Path(name).name}")):
+        keep(out, facts | results)
+        print(f"{table(facts | results)}\n\n{setting(facts | results)}", flush=True)
 
 
 if __name__ == "__main__":
