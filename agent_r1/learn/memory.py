@@ -26,6 +26,7 @@ SEGMENT_TOKENS = 512
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 RESERVE = 0.05  # of the device's memory: what the allocator loses between blocks
+WORTH_SAYING = 2 * 2**30  # bytes; contexts and kernels take some hundreds of MiB wherever CUDA runs
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes none of them
 
 
@@ -57,6 +58,7 @@ class Measured:
     bytes_per_token: float
     bytes_once: float  # whatever the size of the pack
     available: int
+    elsewhere: int  # what other processes have of the device, or other libraries in this one
     first_seconds: float  # of the first of two equal passes, in which layers are compiled
     second_seconds: float
 
@@ -98,6 +100,13 @@ def readable(size: float) -> str:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def held_by_others(size: int) -> str:
+    """To be added where memory is short: a pack of the right size may not fit because of a neighbour."""
+    if size < WORTH_SAYING:
+        return ""
+    return f". {readable(size)} of the GPU are held by other processes or libraries (see nvidia-smi)"
 
 
 def synthetic_batch(num_rows: int, vocabulary: int, *, with_values: bool, shared: bool) -> list[CreditedTrajectory]:
@@ -147,7 +156,7 @@ def measure(learner: Learner) -> Measured:
         raise ConfigError(
             f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
             "engine's cache. Set learner.activation_checkpointing=true, learner.offload_optimizer=true or a section "
-            "lora, or lower engine.gpu_memory_share"
+            f"lora, or lower engine.gpu_memory_share{held_by_others(_elsewhere(learner.policy.device))}"
         ) from error
     slope, once = max(line_through((low.rows, low.peak), (high.rows, high.peak)) for low, high in points)
     available = _available(learner)
@@ -157,6 +166,7 @@ def measure(learner: Learner) -> Measured:
         bytes_per_token=slope,
         bytes_once=once,
         available=available,
+        elsewhere=_elsewhere(learner.policy.device),
         first_seconds=sum(each.seconds for each in first),
         second_seconds=sum(low.seconds for low, _ in points),
     )
@@ -189,6 +199,11 @@ def _available(learner: Learner) -> int:
     return int(free - missing - RESERVE * total)
 
 
+def _elsewhere(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: int) -> str:
     """One line about it; an error if a pack as large as allowed would not fit."""
     if measured is None:
@@ -199,6 +214,7 @@ def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: 
             f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: beside {fixed} and "
             f"the engine's cache there is room for packs of {fitting} tokens, at "
             f"{readable(measured.bytes_per_token)} each. Lower it, or set learner.activation_checkpointing=true"
+            f"{held_by_others(measured.elsewhere)}"
         )
     return (
         f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
@@ -216,7 +232,7 @@ def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
             f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. Set "
             "learner.activation_checkpointing=true, learner.offload_optimizer=true or a section lora, or lower "
             "engine.gpu_memory_share or rollout.max_context_tokens. If no episode gets that long, say so with a "
-            "learner.max_tokens_per_pack"
+            f"learner.max_tokens_per_pack{held_by_others(measured.elsewhere)}"
         )
     if fitting >= wanted:
         return wanted

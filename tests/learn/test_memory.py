@@ -31,7 +31,12 @@ from tests.learn.builders import VOCABULARY, learner_for, tiny_model
 
 FIXED = Fixed(weights=2**30, gradients=2**30, optimizer=2**31, reference=0, critic=0)
 MEASURED = Measured(
-    bytes_per_token=2.0**20, bytes_once=2.0**28, available=2**33 + 2**28, first_seconds=31.4, second_seconds=0.25
+    bytes_per_token=2.0**20,
+    bytes_once=2.0**28,
+    available=2**33 + 2**28,
+    elsewhere=2**29,
+    first_seconds=31.4,
+    second_seconds=0.25,
 )
 
 
@@ -63,6 +68,19 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
     )
     with pytest.raises(ConfigError, match=r"max_tokens_per_pack=8193 does not fit .* room for packs of 8192 tokens"):
         check_fits(FIXED, MEASURED, max_tokens_per_pack=8193)
+
+
+def test_a_neighbour_that_holds_memory_is_named_where_it_is_short() -> None:
+    crowded = replace(MEASURED, available=0, elsewhere=116 * 2**30)
+    for refuse in (
+        lambda measured: check_fits(FIXED, measured, max_tokens_per_pack=8192),
+        lambda measured: fitting_pack(measured, wanted=8192, longest=4096),
+    ):
+        with pytest.raises(ConfigError, match=r"\. 116\.0 GiB of the GPU are held by other processes"):
+            refuse(crowded)
+        with pytest.raises(ConfigError) as alone:
+            refuse(replace(crowded, elsewhere=2**30))
+        assert "held by" not in str(alone.value)
 
 
 def test_packs_are_made_smaller_until_they_fit_by_hand() -> None:
