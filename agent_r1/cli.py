@@ -54,7 +54,10 @@ console = Console()
 ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
 ASKING, ASKING_FORM = ("task.test_split=", "data.path="), "task.test_split, data.path"  # which rows
 
-RecipeArg = Annotated[str, typer.Argument(help=f"A bundled recipe ({', '.join(bundled_recipes())}) or a YAML file.")]
+RecipeArg = Annotated[
+    str,
+    typer.Argument(help=f"A bundled recipe ({', '.join(bundled_recipes())}), a YAML file, or a folder with base.yaml."),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")]
 RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
@@ -73,7 +76,9 @@ Only = Annotated[str | None, typer.Option(help="Measure this group of rows alone
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[str | None, typer.Argument(help="A bundled recipe, or a YAML file.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A bundled recipe, a YAML file, or a folder with base.yaml.")
+    ] = None,
     overrides: Overrides = None,
     run: RunOption = None,
     resume: Annotated[

@@ -23,7 +23,10 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # No setting of ours may be infinite; one of a user's env may, and is read back as such.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
 
 def _switch(value: Any) -> Any:
@@ -31,6 +34,7 @@ def _switch(value: Any) -> Any:
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class WorkersConfig(Section):
@@ -225,7 +229,7 @@ class EngineConfig(Section):
 
 class LearnerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -243,7 +247,7 @@ class LearnerConfig(Section):
 class TrainerConfig(Section):
     steps: int = Field(default=100, ge=0)
     # counted from the first step, evaluations included; the step in which they run out is the last of the command
-    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_minutes: float | None = Field(default=None, gt=0)
     eval_every: int = Field(default=10, ge=1)
     save_every: int = Field(default=10, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -262,7 +266,7 @@ class EvalConfig(Section):
 
 class RunConfig(Section):
     recipe: str  # where the YAML came from: a name under recipes/, or a file
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)  # what numpy takes
     task: TaskConfig
     data: DataConfig = DataConfig()
     model: ModelConfig
@@ -385,6 +389,12 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_training(config: RunConfig) -> None:
+    played = config.rollout.rows_per_step * config.rollout.group_size
+    if config.learner.num_minibatches > played:
+        raise ConfigError(
+            f"learner.num_minibatches={config.learner.num_minibatches} is more than the {played} episodes of a step "
+            "(rollout.rows_per_step times rollout.group_size)"
+        )
     if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
         raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
     if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":

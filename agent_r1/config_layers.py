@@ -42,7 +42,9 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
         try:
             OmegaConf.from_dotlist([item])
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
-            raise ConfigError(f"override {item!r} cannot be read: {error}") from error
+            quoted = f"{key}=\"...\"" if "{" in item or "[" in item else ""
+            hint = f". Text with brackets is quoted, once more than for the shell: '{quoted}'" if quoted else ""
+            raise ConfigError(f"override {item!r} cannot be read: {error}{hint}") from error
     return OmegaConf.from_dotlist(list(overrides))
 
 

@@ -164,12 +164,10 @@ def _conclude(
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({_how(config.eval)})")
     if last is not None:
         console.print(_show_piece(last, config.task.success_reward))
-    console.print(
-        f"\n[bold]held-out success {before['success']:.1%} -> {after['success']:.1%}[/] in {steps} "
-        f"steps; this took {clock(seconds)} min",
-        highlight=False,
-        soft_wrap=True,
-    )
+    went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} steps"
+    if before.get("panel") != after.get("panel"):  # numbers of different rows are never compared
+        went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than at the start"
+    console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)
     logged = f", {run.log_file}" if has_text(run.log_file) else ""
     trained = [record for record in records if record["kind"] == "train"]
     lines = [

@@ -35,16 +35,23 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        if (path / "config.json").exists():
-            raise ConfigError(f"{path} already holds a run; continue it with --resume {path}, or choose another folder")
+        """A start that failed before it had anything to show does not stand in the way of the next one."""
+        run = cls(path)
+        if (path / "config.json").exists() and not (is_run(path) and run.is_bare()):
+            raise ConfigError(
+                f"{path} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train "
+                f"--resume {path} continues"
+            )
         path.mkdir(parents=True, exist_ok=True)
-        _write_atomic(path / "config.json", config.model_dump_json(indent=2))
-        return cls(path)
+        with run.locked():
+            _write_atomic(path / "config.json", config.model_dump_json(indent=2))
+        return run
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} is not a run directory: it has no config.json")
+            lacks = "it has no config.json" if path.exists() else "there is no such folder"
+            raise ConfigError(f"{path} is not a run directory: {lacks}")
         run = cls(path)
         if "recipe" not in run._description():
             raise ConfigError(f"{path} is not a run directory: its config.json describes a model, not a run")
@@ -57,6 +64,11 @@ class RunDir:
     def update_config(self, config: RunConfig) -> None:
         """Describe the run anew, for example with more steps."""
         _write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
+
+    def is_bare(self) -> bool:
+        """Nothing was measured, played or saved."""
+        kept = ("checkpoints", "reference", "trajectories", "evals")
+        return not self.read_metrics() and not any(any((self.path / name).glob("*")) for name in kept)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

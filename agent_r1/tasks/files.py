@@ -25,6 +25,6 @@ def json_lines(path: Path) -> Iterator[Any]:
             for line in lines:
                 number += 1
                 if line.strip():
-                    yield json.loads(line.decode("utf-8"))
+                    yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # Windows marks the start
     except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} line {number} cannot be read: {error}") from error

@@ -42,7 +42,8 @@ def load_rows(
         raw, where = _read(source, split, beside), source
     rows = []
     for index, item in enumerate(islice(raw, count)):
-        row = item if isinstance(item, TaskRow) else row_from_record(item, index=index, where=where)
+        place = f"row {index} of {where}"
+        row = _checked(item, place) if isinstance(item, TaskRow) else row_from_record(item, place=place)
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} gave no rows for split {split!r}")
@@ -50,24 +51,43 @@ def load_rows(
     return rows
 
 
-def row_from_record(record: Mapping[str, Any], *, index: int, where: str) -> TaskRow:
+def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     """One published-style record (a dict, as parquet and JSON give it) as a `TaskRow`."""
-    place = f"row {index} of {where}"
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
     if record.get("prompt") is None:
         raise DataError(f"{place} has no 'prompt'; its columns are {sorted(record)}. A prompt is text or messages")
+    if record.get("ground_truth") is not None:  # under extra_info the env would see it, and the reward would not
+        raise DataError(
+            f"{place}: ground_truth belongs into reward_model: {{'ground_truth': ...}}, where no env sees it"
+        )
     extra = dict(_mapping(record.get("extra_info"), "extra_info", place))
     extra |= {key: value for key, value in record.items() if key not in _COLUMNS and value is not None}
     return TaskRow(
         prompt=_messages(record["prompt"], place),
-        row_id=str(record.get("row_id") or ""),
+        row_id=_name(record.get("row_id")),
         agent_name=record.get("agent_name"),
         reward_model=_mapping(record.get("reward_model"), "reward_model", place),
         env_kwargs=_mapping(record.get("env_kwargs"), "env_kwargs", place),
         data_source=str(record.get("data_source") or "unknown"),
         extra_info=extra,
     )
+
+
+def _checked(row: TaskRow, place: str) -> TaskRow:
+    """As `row_from_record` would have made it. A world that says everything itself may have rows without a prompt."""
+    return replace(
+        row,
+        prompt=_messages(row.prompt, place) if row.prompt else [],
+        row_id=_name(row.row_id),
+        reward_model=_mapping(row.reward_model, "reward_model", place),
+        env_kwargs=_mapping(row.env_kwargs, "env_kwargs", place),
+        extra_info=_mapping(row.extra_info, "extra_info", place),
+    )
+
+
+def _name(row_id: Any) -> str:
+    return "" if row_id is None else str(row_id)
 
 
 def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) -> list[TaskRow]:
@@ -158,11 +178,18 @@ def _messages(prompt: Any, place: str) -> list[Message]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     messages = list(prompt) if isinstance(prompt, Sequence) else None
-    if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+    if not messages or not all(map(_is_message, messages)):
         raise DataError(
             f"{place}: prompt must be text or a non-empty list of {{role, content}}, got {str(prompt)[:120]}"
         )
     return [dict(message) for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+    """Its content is text, parts, or nothing beside tool calls."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        return False
+    return isinstance(message["content"], str | Sequence | None)
 
 
 def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:

@@ -67,6 +67,22 @@ def test_a_wrong_setting_is_an_error_that_helps(recipe: str, override: str, mess
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task.success_reward=.nan", "task.success_reward=nan: input should be a finite number"),
+        ("learner.lr=.inf", "learner.lr=inf: input should be a finite number"),
+        ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
+        ("seed=4294967296", "seed=4294967296: input should be less than 4294967296"),
+        ("learner.betas=[0.9,1.0]", "learner.betas.1=1.0: input should be less than 1"),
+        ("learner.num_minibatches=129", "learner.num_minibatches=129 is more than the 128 episodes of a step"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(recipe, [override])
+
+
+@pytest.mark.parametrize(
     ("settings", "idle"),
     [
         (["sft.demos=task.demos", "sft.min_reward=0.5"], "sft.min_reward"),

@@ -93,12 +93,36 @@ def test_a_file_that_is_not_trajectories_is_a_clear_error(tmp_path: Path) -> Non
 
 
 def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
-    RunDir.create(tmp_path, CONFIG)
-    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+    RunDir.create(tmp_path, CONFIG).append_metrics("eval", 0, {"success": 0.5})
+    with pytest.raises(ConfigError, match="already holds a run; choose another folder"):
         RunDir.create(tmp_path, CONFIG)
     assert RunDir.open(tmp_path).config == CONFIG
     with pytest.raises(ConfigError, match="is not a run directory"):
         RunDir.open(tmp_path / "nowhere")
+
+
+def test_a_start_that_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
+    other = CONFIG.model_copy(update={"seed": 7})
+    run = RunDir.create(tmp_path, CONFIG)
+    with run.locked(), pytest.raises(ConfigError, match="another process is writing"):
+        RunDir.create(tmp_path, other)  # it may have only just begun
+    assert RunDir.open(tmp_path).config == CONFIG
+    assert RunDir.create(tmp_path, other).config == other
+    run.write_trajectories("collected", 1, [Group(row=ROW, trajectories=[TRAJECTORY])])
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunDir.create(tmp_path, CONFIG)
+
+
+def test_a_model_is_not_taken_for_such_a_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunDir.create(tmp_path, CONFIG)
+
+
+def test_a_setting_of_an_env_may_be_infinite(tmp_path: Path) -> None:
+    task = CONFIG.task.model_copy(update={"env_kwargs": {"patience": float("inf")}})
+    RunDir.create(tmp_path, CONFIG.model_copy(update={"task": task}))
+    assert RunDir.open(tmp_path).config.task.env_kwargs == {"patience": float("inf")}
 
 
 def test_a_torn_last_line_is_ignored_and_later_steps_are_forgotten(tmp_path: Path) -> None:

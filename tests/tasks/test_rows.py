@@ -95,7 +95,7 @@ def test_a_generator_function_gives_rows_or_records() -> None:
 
 
 def test_the_ground_truth_can_be_taken_off_a_row() -> None:
-    row = row_from_record(PUBLISHED, index=0, where="here")
+    row = row_from_record(PUBLISHED, place="row 0 of here")
     assert row.without_ground_truth().ground_truth is None
     assert row.without_ground_truth().prompt == row.prompt
 
@@ -109,11 +109,31 @@ def test_the_ground_truth_can_be_taken_off_a_row() -> None:
         ({"prompt": "x", "env_kwargs": "{broken"}, "env_kwargs is a string but not JSON"),
         ({"prompt": "x", "reward_model": 3}, "reward_model must be a mapping"),
         (["prompt"], "is list, not a mapping"),
+        ({"prompt": [{"role": "user", "content": 4}]}, "role, content"),
+        ({"prompt": "x", "ground_truth": 0}, "ground_truth belongs into reward_model"),
     ],
 )
 def test_a_bad_row_names_its_place_and_fault(record: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        row_from_record(record, index=0, where="f.jsonl")
+        row_from_record(record, place="row 0 of f.jsonl")
+
+
+def test_rows_made_in_code_are_checked_as_those_of_files_are() -> None:
+    made = [TaskRow(prompt="two", row_id=0), TaskRow(prompt=[{"role": "user", "content": "three"}])]  # type: ignore[arg-type]
+    loaded = load_rows(lambda split: made, split="train")
+    assert [row.prompt[0]["content"] for row in loaded] == ["two", "three"]
+    assert [row.row_id for row in loaded] == ["0", "train-1"]
+    [row] = load_rows(lambda split: [TaskRow(prompt=[])], split="train")
+    assert row.prompt == []  # a world may say everything itself
+    bad = TaskRow(prompt=["text"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match=r"row 0 of .*: prompt must be text or a non-empty list"):
+        load_rows(lambda split: [bad], split="train")
+
+
+def test_a_file_may_begin_with_the_mark_that_windows_writes(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
+    assert [row.prompt[0]["content"] for row in load_rows(str(file), split="train")] == ["x"]
 
 
 def test_unreadable_sources_are_clear_errors(tmp_path: Path) -> None:
