@@ -42,7 +42,7 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
         try:
             OmegaConf.from_dotlist([item])
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
-            quoted = f"{key}=\"...\"" if "{" in item or "[" in item else ""
+            quoted = f'{key}="..."' if "{" in item or "[" in item else ""
             hint = f". Text with brackets is quoted, once more than for the shell: '{quoted}'" if quoted else ""
             raise ConfigError(f"override {item!r} cannot be read: {error}{hint}") from error
     return OmegaConf.from_dotlist(list(overrides))

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv, make_env, merge_env_kwargs
+from agent_r1.agent.env import AgentEnv, ask, make_env, merge_env_kwargs
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_run import run_tool
 from agent_r1.types import Action, Observation, TaskRow, Transition
@@ -43,7 +43,7 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
     before = deepcopy(row)
     first, second = [await _play(make, row, actions) for _ in range(2)]
     changed = [name for name in TaskRow.__dataclass_fields__ if getattr(row, name) != getattr(before, name)]
-    assert not changed, f"the env changed the {changed[0]} of row {row.row_id!r}; other episodes share it, so copy it"
+    assert not changed, f"the env changed the {changed[0]} of row {row.row_id!r}; a flow may play it again, so copy it"
     for index, (one, other) in enumerate(zip(first.observations, second.observations, strict=False)):
         assert one == other, (
             f"env is not deterministic for row {row.row_id!r}: same actions, different observation {index}: "
@@ -77,9 +77,12 @@ def _advise(cls: type[AgentEnv]) -> None:
 
 
 def _maker(env: type[AgentEnv], row: TaskRow) -> Callable[[], AgentEnv]:
-    kwargs = merge_env_kwargs({}, row)
-    kwargs.pop("env_type", None)
-    return lambda: make_env(env, env.__name__, kwargs)
+    def make() -> AgentEnv:
+        kwargs = merge_env_kwargs({}, row)  # for each env its own, as in a run
+        kwargs.pop("env_type", None)
+        return make_env(env, env.__name__, kwargs)
+
+    return make
 
 
 async def check_tool(
@@ -118,12 +121,12 @@ async def _play(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Sequenc
     given: list[Observation] = []
     env = make_env()
     try:
-        given.append(await env.reset(row.without_ground_truth() if hide and not env.sees_ground_truth else row))
+        given.append(await ask(env, row.without_ground_truth() if hide and not env.sees_ground_truth else row))
         _check_observation(given[-1], "reset returned")
         play.observations.append(deepcopy(given[-1]))
         json.dumps(env.tool_schemas)
         for index, text in enumerate(actions):
-            transition = await env.step(Action(text=text, token_ids=[]))
+            transition = await ask(env, Action(text=text, token_ids=[]))
             _check_transition(transition, text, f"step {index} returned")
             play.rewards.append(transition.reward)
             play.ends.append((transition.terminated, transition.stop if transition.terminated else ""))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import cache
 from numbers import Real
 from types import MappingProxyType, NoneType, UnionType
@@ -72,6 +73,16 @@ def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv
     return cls(**kwargs)
 
 
+async def ask(env: AgentEnv, given: TaskRow | Action) -> Any:
+    """`reset` for a row, `step` for an action. Envs are written by users: what comes back may be anything."""
+    method = "reset" if isinstance(given, TaskRow) else "step"
+    answer: object = getattr(env, method)(given)
+    if not inspect.isawaitable(answer):
+        source = f"{type(env).__name__}.{method}"
+        raise TypeError(f"{source} gave {type(answer).__name__}, which cannot be awaited: write `async def {method}`")
+    return await answer
+
+
 def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
     """ConfigError for settings that the class does not take, or takes as something else."""
     try:
@@ -126,11 +137,23 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def own_row(row: TaskRow) -> TaskRow:
+    """The row for one episode: the same, and what is done to its messages and tables is done to no other's."""
+    return replace(row, **{each.name: _copied(getattr(row, each.name)) for each in fields(row)})
+
+
 def _copied(value: Any) -> Any:
     """Containers anew, so that what an episode does to its table stays in the episode; the objects in them are kept."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        made = value.copy()  # of its own kind, as a defaultdict is
+        for key, item in value.items():
+            made[key] = _copied(item)
+        return made
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if type(value) is tuple:  # which cannot be changed, but a list in it can
+        return tuple(map(_copied, value))
+    return value.copy() if isinstance(value, set) else value
 
 
 def check_observation(value: object, source: str) -> None:

@@ -10,6 +10,7 @@ enforces every limit, so no flow can train on something other than what was samp
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -24,8 +25,8 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
-from agent_r1.agent.env import AgentEnv, check_observation, check_transition
-from agent_r1.agent.guard import guarded, mended, trace
+from agent_r1.agent.env import AgentEnv, ask, check_observation, check_transition
+from agent_r1.agent.guard import CANCEL_SECONDS, guarded, mended, trace
 from agent_r1.agent.registry import Registry
 from agent_r1.agent.rendering import Conversation, Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
@@ -86,18 +87,22 @@ class Episode:
         self.messages: list[Message] = []  # the conversation that was last responded to, all of it
         self.opening: list[Message] = []  # the first one
         self.limit: StopReason | None = None  # the budget that ended it, even before anything was sampled
+        self.fault: str | None = None  # who ended it as failed, where nothing was raised
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
         self._conversation: Conversation | None = None
         self._tools: list[dict[str, Any]] | None = None
         self._begun: list[ContextPolicy] = []  # those that know their first observation
-        self._acting = False
+        self._acting: asyncio.Task[Any] | None = None  # the one in which `act` runs
         self._closed = False
 
-    def close(self) -> None:
-        """Nothing is sampled for this episode any more."""
+    async def close(self) -> None:
+        """Nothing is sampled for this episode any more. A call that its flow has left behind is cancelled, and over."""
         self._closed = True
+        if self._acting is not None:
+            self._acting.cancel()
+            await asyncio.wait({self._acting}, timeout=CANCEL_SECONDS)
 
     async def act(
         self,
@@ -110,18 +115,17 @@ class Episode:
 
         One call at a time: the steps of a trajectory have an order.
         """
-        if self._closed or self._acting:
-            raise RuntimeError(
-                f"episode.act was called {'after the episode had ended' if self._closed else 'while another call runs'}"
-            )
-        self._acting = True
+        if self._closed or self._acting is not None:
+            when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
+            raise RuntimeError(f"episode.act was called {when}")
+        self._acting = asyncio.current_task()
         try:
             if self.num_actions >= self.limits.max_steps:
                 self.next_prompt_ids = await self._unanswered(observation, tools or [], context)
                 raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
             return await self._act(observation, tools or [], context)
         finally:
-            self._acting = False
+            self._acting = None
 
     async def _act(
         self, observation: Observation, tools: list[dict[str, Any]], context: ContextPolicy | None
@@ -129,7 +133,7 @@ class Episode:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
-            self.opening = self.opening or deepcopy(observation.messages)
+            self.opening = self.opening or _kept(observation.messages)
         if context is not None:
             shown = await self._shown(observation, context, _Author(self, tools))
             observation, hidden = Observation(messages=shown.messages), shown.hidden
@@ -195,7 +199,7 @@ class Episode:
     async def step(self, env: AgentEnv, action: Action) -> Transition:
         """What the env answers to the action, checked, timed and attached to the step just taken."""
         started = time.perf_counter()
-        transition = await env.step(action)
+        transition: Transition = await ask(env, action)
         seconds = time.perf_counter() - started
         self.observe(transition, seconds=seconds, source=f"{type(env).__name__}.step")
         if not transition.terminated and self.num_actions < self.limits.max_steps:  # somebody will see it
@@ -221,6 +225,8 @@ class Episode:
             env_seconds=last.env_seconds + seconds,
             info={**last.info, **_plain(transition.info, source)},
         )
+        if transition.terminated and transition.stop.is_failure:
+            self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
     def _render(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
         size = _text_size([observation.messages, observation.text]) + len(observation.token_ids or [])
@@ -308,7 +314,7 @@ class AgentFlowBase(ABC):
         """
         env = self.make_env(row)
         try:
-            observation = await env.reset(row if env.sees_ground_truth else row.without_ground_truth())
+            observation: Observation = await ask(env, row if env.sees_ground_truth else row.without_ground_truth())
             check_observation(observation, type(env).__name__)
             yield env, observation
         finally:
@@ -381,6 +387,15 @@ def _text_size(value: object) -> int:
     if isinstance(value, dict | Mapping):  # nearly always a dict, which is told much faster
         return sum(map(_text_size, value.values()))
     return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def _kept(value: Any) -> Any:
+    """A copy of messages for people, with all text fit to be printed."""
+    if isinstance(value, str):
+        return mended(value)
+    if isinstance(value, dict | Mapping):
+        return {key: _kept(item) for key, item in value.items()}
+    return [_kept(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)
 
 
 def _finite(reward: object, source: str) -> float:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
+from agent_r1.agent.guard import mended
 from agent_r1.agent.messages import is_from_tool, is_parsed_from, joined, says, schema_as_json, told_apart, with_slot
 from agent_r1.agent.remember import remembering
 from agent_r1.agent.tokenizing import decoder, encoder
@@ -318,7 +319,7 @@ class Renderer:
         return list(self._ids_of(text))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        return tuple(token for piece in text.split(CUT) if piece for token in self._encoder(piece))
+        return tuple(token for piece in mended(text).split(CUT) if piece for token in self._encoder(piece))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._text_of(tuple(ids))

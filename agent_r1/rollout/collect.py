@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from agent_r1.agent.env import own_row
 from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
 from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
 from agent_r1.agent.rendering import Renderer
@@ -96,13 +97,16 @@ class Collector:
         )
 
     async def play(self, row: TaskRow, episode: Episode) -> Trajectory:
-        """Run the row's flow to its end, whatever that is. The episode is closed then."""
+        """Run the row's flow to its end, whatever that is. The episode is closed then.
+
+        It is played with a row of its own: what a flow or an env does to that, others do not see.
+        """
         started = time.perf_counter()
         try:
             stop, error = await self._outcome(row, episode)
         finally:
-            episode.close()  # code that was left behind must not sample any more
             self.sampler.release(episode.episode_id)
+            await episode.close()  # code that was left behind must not sample any more
         return Trajectory(
             row_id=row.row_id,
             trajectory_id=episode.episode_id,
@@ -117,7 +121,9 @@ class Collector:
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:
         """Why the episode ended, and what went wrong if something did."""
         try:
-            stop = await guarded(self.make_flow(row).run(row, episode), seconds=self.limits.episode_seconds)
+            own = own_row(row)
+            flow = self.make_flow(own)
+            stop = await guarded(flow.run(own, episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
             episode.limit = limit.stop
             return (limit.stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {limit}")
@@ -128,6 +134,8 @@ class Collector:
             return StopReason.ERROR, cause(error)
         if not isinstance(stop, StopReason):  # flows are written by users
             return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+        if stop.is_failure:  # as somebody has said, who raised nothing
+            return stop, episode.fault or f"{type(flow).__name__}.run returned StopReason.{stop.name}"
         if not episode.steps:
             return StopReason.ERROR, "the flow ended without a single model call"
         return stop, None

@@ -127,7 +127,7 @@ class WrongSpan(Growing):
         return Transition(terminated=True, calls=(call,))
 
 
-def env_check(make_env: Callable[[], AgentEnv], row: TaskRow = ROW, actions: tuple[str, ...] = ("1", "2")) -> None:
+def env_check(make_env: Callable[..., AgentEnv], row: TaskRow = ROW, actions: tuple[str, ...] = ("1", "2")) -> None:
     asyncio.run(check_env(make_env, row, list(actions)))
 
 
@@ -192,6 +192,20 @@ def test_an_env_that_changes_its_row_is_caught() -> None:
     row = TaskRow(prompt=[{"role": "user", "content": "x"}], row_id="r2")
     with pytest.raises(AssertionError, match="the env changed the prompt of row 'r2'"):
         env_check(ChangesRow, row)
+
+
+def test_an_env_may_use_up_its_settings_as_each_episode_has_its_own() -> None:
+    class Bag(Growing):
+        deterministic = True
+
+        def __init__(self, items: list[str]) -> None:
+            super().__init__()
+            self.items = items
+
+        def reply(self, text: str) -> str:
+            return self.items.pop()
+
+    env_check(Bag, TaskRow(prompt=ROW.prompt, env_kwargs={"items": ["a", "b", "c"]}))
 
 
 def test_a_tool_that_tells_the_answer_is_caught_through_its_env() -> None:

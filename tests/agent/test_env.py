@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.errors import ConfigError
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
-from tests.chatml import collector, row
+from tests.chatml import collector, renderer, row, tokenizer
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -184,6 +186,64 @@ def test_a_first_observation_is_checked_like_any_other() -> None:
     stop, error = outcome(Begins(ended()))
     assert stop is StopReason.ERROR
     assert "Begins returned an Observation whose messages[-1] is dict" in error
+
+
+def test_an_env_that_ends_its_episode_as_failed_is_named() -> None:
+    told = "Odd.step ended the episode itself, with StopReason."
+    assert outcome(Odd(ended(stop=StopReason.ERROR))) == (StopReason.ERROR, f"{told}ERROR")
+    assert outcome(Odd(ended(stop=StopReason.TIMEOUT))) == (StopReason.TIMEOUT, f"{told}TIMEOUT")
+
+
+def test_half_a_surrogate_pair_is_mended_for_the_tokenizer_and_for_people() -> None:
+    first = {"role": "user", "content": "a\ud800b"}
+    said, more = {"role": "assistant", "content": "x"}, {"role": "user", "content": "\udfff"}
+
+    class Begins(Odd):
+        async def reset(self, row: TaskRow) -> Observation:
+            return Observation(messages=[first])
+
+    env = Begins(shown(messages=[first, said, more]))
+    [group] = asyncio.run(collector(["x", "y"], make_env=lambda _: env, max_steps=2)([row()], seed=0))
+    [trajectory] = group.trajectories
+    assert (trajectory.stop, trajectory.error) == (StopReason.MAX_STEPS, None)
+    begun, went_on = [tokenizer().decode(step.prompt_ids) for step in trajectory.steps]
+    assert "a?b" in begun
+    assert went_on.startswith(begun)  # appended to, id by id
+    assert "?" in went_on[len(begun) :]
+    assert trajectory.opening == [{"role": "user", "content": "a?b"}]
+    assert renderer().render(Observation(text="a\ud800b")) == tokenizer().encode("a?b")
+
+
+def test_a_reset_or_step_that_cannot_be_awaited_is_named() -> None:
+    class HastyReset(CountEnv):
+        def reset(self, row: TaskRow) -> Observation:  # type: ignore[override]
+            return Observation(text="0")
+
+    class HastyStep(CountEnv):
+        def step(self, action: Action) -> Transition:  # type: ignore[override]
+            return Transition(terminated=True)
+
+    told = "TypeError: Hasty{} gave {}, which cannot be awaited: write `async def {}`"
+    stop, error = outcome(HastyReset())
+    assert stop is StopReason.ERROR
+    assert told.format("Reset.reset", "Observation", "reset") in error
+    stop, error = outcome(HastyStep())
+    assert stop is StopReason.ERROR
+    assert told.format("Step.step", "Transition", "step") in error
+
+
+def test_reset_and_step_may_be_decorated() -> None:
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def inner(*args: Any) -> Any:
+            return method(*args)
+
+        return inner
+
+    class Timed(CountEnv):
+        step = timed(CountEnv.step)
+
+    assert outcome(make_env(Timed, "task.Timed", {})) == (StopReason.ANSWERED, "")
 
 
 def test_a_name_can_be_registered_again_by_the_same_class_only() -> None:

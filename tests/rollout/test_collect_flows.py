@@ -143,6 +143,14 @@ def test_what_is_observed_twice_of_one_step_adds_up() -> None:
     assert (len(step.calls), step.info) == (2, {"a": 1, "b": 2})
 
 
+def test_a_flow_that_gives_up_is_named() -> None:
+    class GivesUp(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            return StopReason.ERROR
+
+    assert played(GivesUp, World()).error == "GivesUp.run returned StopReason.ERROR"
+
+
 @pytest.mark.parametrize(("room", "steps"), [(10, 0), (2048, 1)])
 def test_an_episode_knows_the_budget_that_ended_it_even_before_anything_was_sampled(room: int, steps: int) -> None:
     engine = ScriptedEngine(lambda call: "on", tokenizer=tokenizer())

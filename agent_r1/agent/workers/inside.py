@@ -25,7 +25,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.env import AgentEnv, ask
 from agent_r1.agent.guard import RAISED_AT, Escaped, describe, note, place, trace
 from agent_r1.agent.workers.wire import (
     MAX_BYTES,
@@ -195,7 +195,7 @@ def _is_memory(error: BaseException) -> bool:
 
 async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
     """Checked here, where a wrong value can still be named."""
-    value: object = await (env.reset(given) if isinstance(given, TaskRow) else env.step(given))
+    value: object = await ask(env, given)
     method, wanted = ("reset", Observation) if isinstance(given, TaskRow) else ("step", Transition)
     if isinstance(value, wanted):
         return value

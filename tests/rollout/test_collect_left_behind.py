@@ -1,0 +1,137 @@
+"""A model call that a flow leaves behind ends with the episode, so nothing of it runs when the weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from agent_r1.agent import flow as flow_module
+from agent_r1.agent.env import AgentEnv
+from agent_r1.agent.flow import AgentFlowBase, Episode
+from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
+from tests.chatml import collector, row, tokenizer
+from tests.rollout.engine_sides import both, make_engine
+from tests.rollout.tiny_models import tiny
+
+ASKED = Observation(text="x")
+
+
+class Slow(ScriptedEngine):
+    """Answers the first call of an episode and never another one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda call: "a", tokenizer=tokenizer())
+        self.running = 0
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session=session)
+        if self.calls[-1].turn:
+            self.running += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.running -= 1
+        return completion
+
+
+def no_env(row: TaskRow) -> AgentEnv:
+    raise AssertionError
+
+
+async def begun(act: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.create_task(act)
+    for _ in range(3):  # it renders and asks the engine
+        await asyncio.sleep(0)
+    return task
+
+
+async def not_awaited(episode: Episode) -> None:
+    await begun(episode.act(ASKED))
+
+
+async def at_once(episode: Episode) -> None:
+    await asyncio.gather(episode.act(ASKED), episode.act(ASKED))
+
+
+async def given_up(episode: Episode) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(episode.act(ASKED), 0.01)
+
+
+async def stubborn(episode: Episode) -> None:
+    async def go_on() -> None:
+        with suppress(asyncio.CancelledError):
+            await episode.act(ASKED)
+        await asyncio.sleep(60)
+
+    await begun(go_on())
+
+
+def flow(second: Callable[[Episode], Coroutine[Any, Any, None]]) -> Callable[[TaskRow], AgentFlowBase]:
+    """An answer, and in the episode of row `r` something else after it."""
+
+    class Flow(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            await episode.act(Observation(messages=row.prompt))
+            if row.row_id == "r":
+                await second(episode)
+            return StopReason.ANSWERED
+
+    return lambda _: Flow(no_env)
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        (not_awaited, None),
+        (given_up, None),
+        (stubborn, None),
+        (at_once, "RuntimeError: episode.act was called while another call runs; await that one first"),
+    ],
+)
+def test_nothing_of_an_episode_is_sampled_any_more_when_it_has_been_played(
+    second: Callable[[Episode], Coroutine[Any, Any, None]], error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_module, "CANCEL_SECONDS", 0.2)  # who is stubborn is left behind then
+    engine = Slow()
+
+    async def main() -> list[Trajectory]:
+        groups = await collector(engine, make_flow=flow(second))([row(), row("other")], seed=0)
+        assert engine.running == 0
+        return [group.trajectories[0] for group in groups]
+
+    mine, other = asyncio.run(main())
+    assert mine.stop is (StopReason.ANSWERED if error is None else StopReason.ERROR)
+    assert error in (mine.error or "") if error else mine.error is None
+    assert len(mine.steps) == 1
+    assert (other.stop, other.error) == (StopReason.ANSWERED, None)
+    assert len(engine.calls) == 3  # one each, and the one left behind
+    assert sorted(engine.released) == sorted([mine.trajectory_id, other.trajectory_id])
+
+
+@both
+def test_new_weights_can_be_loaded_after_a_call_was_left_behind(side: dict[str, Any]) -> None:
+    model = tiny("llama", vocab_size=300)
+    engine = make_engine(model, max_cached_tokens=1024, **side)
+
+    class Hasty(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            await not_awaited(episode)
+            assert engine.num_requests == 1
+            return StopReason.ANSWERED
+
+    async def main() -> None:
+        collect = collector(engine, make_flow=lambda _: Hasty(no_env), max_response_tokens=60, max_context_tokens=120)
+        [group] = await collect([row()], seed=0)
+        assert group.trajectories[0].error == "the flow ended without a single model call"
+        assert engine.num_requests == 0
+        engine.load_weights(dict(model.named_parameters()), version=1)
+        await engine.close()
+
+    asyncio.run(main())
