@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from agent_r1.agent import guard
 from agent_r1.agent.guard import Escaped
 from agent_r1.agent.tool import BaseTool, Returned, ToolCall, ToolError, ToolResult, tool
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
@@ -287,7 +288,9 @@ def test_a_batch_that_raises_what_no_tool_should_answers_every_waiting_call(erro
     assert all(isinstance(outcome, Escaped) for outcome in outcomes)
 
 
-def test_a_tool_that_swallows_its_cancellation_cannot_outlive_its_timeout() -> None:
+def test_a_tool_that_swallows_its_cancellation_cannot_outlive_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CANCEL_SECONDS", 0.2)
+
     @tool(timeout=0.1)
     async def deaf() -> str:
         """Do not listen."""

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.context import main, setting, table
+from benchmarks.machine import RESULTS
+from benchmarks.recipes import ROOT, marks
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -29,8 +32,13 @@ def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
     assert written in capsys.readouterr().out
     assert len(written.splitlines()) == 2 + 2
     assert results["commit"] in setting(results)
-    main([*words, "--out", str(out), "--show"])
-    assert written in capsys.readouterr().out
+    page = tmp_path / "docs" / "context.md"
+    page.parent.mkdir()
+    page.write_text("<!-- results: results.json -->\n", encoding="utf-8")
+    monkeypatch.setattr("benchmarks.context.ROOT", tmp_path)
+    main([*words, "--out", str(out), "--draw"])
+    assert written in page.read_text(encoding="utf-8")
+    assert (page.parent / "results.png").stat().st_size > 1000
 
 
 def test_a_policy_that_cannot_be_trained_with_is_told_before_the_first_run(tmp_path: Path) -> None:
@@ -43,3 +51,12 @@ def test_a_policy_that_cannot_be_trained_with_is_told_before_the_first_run(tmp_p
 def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not of the form NAME:override with one of append"):
         main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])
+
+
+def test_the_page_shows_the_recorded_results() -> None:
+    page, recorded = (ROOT / "docs" / "context.md").read_text(encoding="utf-8"), "context_alfworld.json"
+    results = json.loads((RESULTS / recorded).read_text(encoding="utf-8"))
+    begin, end = marks(recorded)
+    shown = page.partition(begin)[2].partition(end)[0]
+    assert table(results) in shown
+    assert setting(results) in shown

@@ -15,6 +15,7 @@ MINI = str(Path(__file__).parents[1] / "run" / "mini")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_every_algorithm_starts_from_one_warm_start_and_is_told_as_it_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

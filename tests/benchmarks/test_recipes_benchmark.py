@@ -29,6 +29,7 @@ from benchmarks.recipes import (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_it_measures_the_start_and_every_algorithm_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,8 @@
-"""One of two ranks: trains every algorithm on its share and leaves what it saw in a file. Started by test_parallel.py.
-
-python -m tests.learn.rank RANK FOLDER
-"""
+"""One of two ranks of test_parallel.py: trains every algorithm on its share and leaves what it saw in a file."""
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +101,3 @@ def main(rank: int, folder: Path) -> None:
     results = train_all(ranks) | {"partial": partial_gradients(ranks, rank), "gathered": ranks.gather((rank, None))}
     torch.save(results, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

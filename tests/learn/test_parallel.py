@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from agent_r1.learn.parallel import OneProcess
-from tests.learn.rank import CASES, WORLD, train_all
+from tests.forked import start
+from tests.learn.rank import CASES, WORLD, main, train_all
 
-ROOT = Path(__file__).parents[2]
 CASE_NAMES = [f"{name} {shared}" for name, shared in CASES]
 # What a layout says of itself: two ranks fill other packs than one process.
 LAYOUT = {"packs", "packing_efficiency"}
@@ -25,16 +21,11 @@ LAYOUT = {"packs", "packing_efficiency"}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(what one process did, what each of two ranks did)"""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learn.rank", str(rank), str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]
+    ranks = [start(main, rank, folder) for rank in range(WORLD)]
     one = train_all(OneProcess())
-    assert [rank.wait(timeout=240) for rank in ranks] == [0] * WORLD
+    for rank in ranks:
+        rank.join(240)
+    assert [rank.exitcode for rank in ranks] == [0] * WORLD
     return one, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

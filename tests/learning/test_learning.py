@@ -30,8 +30,8 @@ def rewards(path: Path, *overrides: str) -> list[float]:
             "rollout.rows_per_step=8",
             "rollout.group_size=8",
             "rollout.max_response_tokens=8",
-            "learner.lr=3e-3",
-            "trainer.steps=25",
+            "learner.lr=1e-2",  # high, so that few steps are enough
+            "trainer.steps=14",
             "trainer.eval_every=100",
             "trainer.save_every=100",
             *overrides,
@@ -52,7 +52,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "overrides",
     [
         [],
-        ["learner.num_minibatches=2", "learner.num_epochs=2", "learner.lr=1e-3"],
+        ["learner.num_minibatches=2", "learner.num_epochs=2", "learner.lr=3e-3"],
         ["algorithm.kl_coef=0.01"],
         ["rollout.temperature=0.8", "algorithm.settings.clip_high=0.28"],
     ],
@@ -61,13 +61,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grpo_learns_to_write_letters(tmp_path: Path, overrides: list[str]) -> None:
     curve = rewards(tmp_path / "run", *overrides)
     assert fmean(curve[:3]) < 0.30
-    assert fmean(curve[-3:]) > 0.40
+    assert fmean(curve[-3:]) > 0.45
 
 
 # Where the default does not suit this little world.
 SUITED = {
     "dapo": ["algorithm.settings.overlong_penalty=0"],  # every response here is as long as it may be
-    "remax": ["trainer.steps=50"],  # what random bytes do greedily is a poor baseline: unbiased, and noisy
+    "remax": ["trainer.steps=26"],  # what random bytes do greedily is a poor baseline: unbiased, and noisy
     "ppo": ["critic.lr=3e-3"],  # ten times the policy's learning rate is too much where that one is as high as here
     "steppo": ["critic.lr=3e-3"],
 }
@@ -77,7 +77,7 @@ SUITED = {
 def test_every_algorithm_learns_to_write_letters(tmp_path: Path, name: str) -> None:
     curve = rewards(tmp_path / "run", f"algorithm.name={name}", *SUITED.get(name, []))
     assert fmean(curve[:3]) < 0.30
-    assert fmean(curve[-3:]) > 0.40
+    assert fmean(curve[-3:]) > 0.45
 
 
 def test_without_a_gradient_nothing_is_learned(tmp_path: Path) -> None:

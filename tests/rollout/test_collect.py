@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent_r1.agent import guard
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.flow import AgentFlowBase, Episode, SingleStepFlow
 from agent_r1.agent.sampler import Completion, Sampling
@@ -172,8 +173,9 @@ async def not_json(_: Action) -> Any:
     ],
 )
 def test_a_bad_env_costs_its_own_episode_only(
-    behave: Callable[[Action], Any], stop: StopReason, error: str | None
+    behave: Callable[[Action], Any], stop: StopReason, error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard, "CANCEL_SECONDS", 0.2)  # who is stubborn has had its chance
     closed = Echo.closed
 
     def make_env(row: TaskRow) -> AgentEnv:
@@ -228,7 +230,8 @@ def test_a_first_prompt_that_does_not_fit_is_a_failure_that_says_so() -> None:
     )
 
 
-def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more() -> None:
+def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CANCEL_SECONDS", 0.2)
     late: list[BaseException] = []
 
     class Zombie(AgentFlowBase):
@@ -236,7 +239,7 @@ def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more() -> None:
             await episode.act(Observation(messages=row.prompt))
             for _ in range(3):  # swallows every cancellation it gets while the collector still waits
                 try:
-                    await asyncio.sleep(1.2)
+                    await asyncio.sleep(0.15)
                 except asyncio.CancelledError:
                     continue
             try:
@@ -250,7 +253,7 @@ def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more() -> None:
     async def main() -> Trajectory:
         played = collector(engine, make_flow=lambda _: Zombie(lambda _: Echo()), episode_seconds=0.1)
         [group] = await played([row()], seed=0)
-        await asyncio.sleep(2.5)
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)  # those who were left behind
         return group.trajectories[0]
 
     trajectory = asyncio.run(main())

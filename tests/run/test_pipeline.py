@@ -9,10 +9,9 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from agent_r1.run.records import read_trajectories, trajectory_to_json
 from agent_r1.run.rng import restore_rng, rng_state, seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.start import base_model
+from tests.forked import start_program
 
 ROOT = Path(__file__).parents[2]
 MINI = str(ROOT / "tests" / "run" / "mini")
@@ -112,50 +112,61 @@ def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
     assert numbers(tmp_path / "other") != numbers(finished)
 
 
-def start(path: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "agent_r1.cli", "train", MINI, "--run", str(path), *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+EIGHT = "trainer.steps=8"
 
 
-def wait_for_step(path: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run of eight steps that nobody disturbed; how often it saves is no part of its numbers."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    trained(path, EIGHT)
+    return path
+
+
+def start(path: Path, log: Path, *overrides: str) -> BaseProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return start_program(["train", MINI, "--run", str(path), *overrides], environment, log)
+
+
+def wait_for_step(path: Path, step: int, process: BaseProcess, log: Path) -> None:
     for _ in range(1200):
         metrics = path / "metrics.jsonl"
         if metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text(encoding="utf-8"):
             return
-        if process.poll() is not None:
+        if not process.is_alive():
             break
         time.sleep(0.05)
-    raise AssertionError(f"step {step} never came: {process.stderr.read().decode() if process.stderr else ''}")
+    raise AssertionError(f"step {step} never came: {log.read_text(encoding='utf-8')}")
 
 
-def test_a_run_killed_without_warning_resumes_exactly(tmp_path: Path) -> None:
-    trained(tmp_path / "whole", "trainer.steps=8", "trainer.save_every=2")
-    process = start(tmp_path / "killed", "trainer.steps=8", "trainer.save_every=2")
-    wait_for_step(tmp_path / "killed", 3, process)
+def test_a_run_killed_without_warning_resumes_exactly(whole: Path, tmp_path: Path) -> None:
+    path, log = tmp_path / "killed", tmp_path / "log"
+    process = start(path, log, EIGHT, "trainer.save_every=2")
+    wait_for_step(path, 3, process, log)
     process.kill()
-    process.wait()
-    run = RunDir.open(tmp_path / "killed")
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    run = RunDir.open(path)
     saved, _ = latest_checkpoint(run.checkpoints)
     assert saved < 8
     resumed(run)
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert numbers(path) == numbers(whole)
 
 
-def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactly(tmp_path: Path) -> None:
-    settings = ("trainer.steps=8", "trainer.save_every=100")
-    trained(tmp_path / "whole", *settings)
-    process = start(tmp_path / "stopped", *settings)
-    wait_for_step(tmp_path / "stopped", 2, process)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert re.search(rb"stopped by SIGTERM; saved after step \d+; continue with: agent-r1 train --resume", errors)
-    run = RunDir.open(tmp_path / "stopped")
+def test_a_polite_signal_saves_the_last_finished_step_and_the_run_resumes_exactly(whole: Path, tmp_path: Path) -> None:
+    path, log = tmp_path / "stopped", tmp_path / "log"
+    process = start(path, log, EIGHT, "trainer.save_every=100")
+    wait_for_step(path, 2, process, log)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM
+    said = log.read_text(encoding="utf-8")
+    assert re.search(r"stopped by SIGTERM; saved after step \d+; continue with: agent-r1 train --resume", said)
+    run = RunDir.open(path)
     done, _ = latest_checkpoint(run.checkpoints)
     assert 2 <= done < 8
     resumed(run)
-    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+    assert numbers(path) == numbers(whole)
 
 
 def test_a_run_that_is_out_of_minutes_is_judged_and_saved_and_goes_on_exactly(finished: Path, tmp_path: Path) -> None:
