@@ -16,10 +16,11 @@ import torch
 
 from agent_r1.agent.env import env_class
 from agent_r1.agent.flow import AgentEnvLoop, Limits
+from agent_r1.agent.guard import cause
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.config import CriticConfig, EvalConfig, LoRAConfig, RolloutConfig, RunConfig, TaskConfig
-from agent_r1.errors import ConfigError
+from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.critic import Critic
@@ -333,8 +334,10 @@ def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:
                 flow.make_env(row)
             elif env_type is not None:
                 env_class(env_type)
-        except (TypeError, ValueError) as error:  # our own errors are ValueErrors too
+        except AgentR1Error as error:
             raise ConfigError(f"row {row.row_id!r} cannot be played: {error}") from error
+        except Exception as error:  # the constructors of flows and envs are other people's code
+            raise ConfigError(f"row {row.row_id!r} cannot be played: {cause(error)}") from error
 
 
 def _check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:

@@ -6,6 +6,7 @@ checkpoint of a run) is decided here too. Names of what has to be fetched or con
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.config import RunConfig
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.run.cache import put
 from agent_r1.run.checkpoint import Saveable, list_checkpoints
 from agent_r1.run.model_source import as_directory, check_source, is_source, without_hub
@@ -31,6 +34,9 @@ transformers_logging.disable_progress_bar()  # it would draw over our own displa
 
 # What makes a model, among trainer state, weights in formats that can run code, and the like.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "README*")
+
+WRITTEN_BY_US = {"messages", "tools", "add_generation_prompt"}  # what a template reads and no setting gives
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,7 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     _check_context(config, network)
     if config.model.chat_template is not None:  # on the tokenizer, so that it is saved with every checkpoint
         tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
+    _check_template_kwargs(config, tokenizer)
     renderer = Renderer(
         tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
     )
@@ -141,6 +148,30 @@ def _check_context(config: RunConfig, network: Any) -> None:
             f"rollout.max_context_tokens={config.rollout.max_context_tokens} is more than the {positions} positions "
             "the model has; lower it"
         )
+
+
+def _check_template_kwargs(config: RunConfig, tokenizer: Any) -> None:
+    """A setting that the template never looks at is a mistake. One that it looks at in some case only is not."""
+    given, template = config.model.template_kwargs, tokenizer.chat_template
+    if not given or not template:  # without one, more than this is wrong
+        return
+    sources = template.values() if isinstance(template, dict) else [template]
+    try:
+        read = set[str]().union(*map(_variables, sources)) - WRITTEN_BY_US
+    except TemplateError:  # which rendering will tell
+        return
+    unread = [name for name in given if name not in read]
+    if unread:
+        theirs = did_you_mean(unread[0], read - set(tokenizer.special_tokens_map))
+        raise ConfigError(f"model.template_kwargs.{unread[0]}: the chat template does not read it.{theirs}")
+
+
+def _variables(template: str) -> set[str]:
+    """What it reads and does not itself define in all branches. Its tags are those that transformers knows: Jinja's,
+    loop controls, and `generation`, which only marks a part."""
+    language = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found = find_undeclared_variables(language.parse(_GENERATION_TAG.sub("", template)))
+    return found - language.globals.keys() - {"raise_exception", "strftime_now"}
 
 
 def _generation_stop_ids(network: Any) -> list[int]:

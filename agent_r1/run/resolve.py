@@ -13,8 +13,9 @@ import hashlib
 import importlib
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -30,9 +31,11 @@ from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 from agent_r1.run.cache import cache_root
 from agent_r1.run.run_dir import is_run
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
-TOOLS = Path(__file__).parents[1] / "tools"
+PACKAGE = Path(__file__).resolve().parents[1]
+TEMPLATES = PACKAGE / "templates"
+TOOLS = PACKAGE / "tools"
 
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 _NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
 # What code reads. Not what people read, nor what a program left beside it (nohup.out, logs, pictures).
@@ -42,13 +45,10 @@ _KEEPS_DATA = re.compile(r"^(FOLDER\b.*=|from .* import .*\bFOLDER\b)", re.MULTI
 
 def resolve(name: str, *, recipe: str) -> Any:
     """The object called `module.attribute`, looked up in the recipe's folder first."""
-    module_name, dot, attribute = name.rpartition(".")
-    if not dot:
-        raise ConfigError(f"{name!r} is not of the form module.name, for example task.reward")
-    module = _recipe_module(module_name, recipe_folder(recipe)) or _importable(module_name, name)
+    module, attribute = _named_module(name, recipe), name.rpartition(".")[2]
     if not hasattr(module, attribute):
         public = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(f"{name!r}: {module_name} has no {attribute!r}.{did_you_mean(attribute, public)}")
+        raise ConfigError(f"{name!r}: {name.rpartition('.')[0]} has no {attribute!r}.{did_you_mean(attribute, public)}")
     return getattr(module, attribute)
 
 
@@ -86,6 +86,26 @@ def recipe_files(recipe: str) -> list[Path]:
     # Each folder by itself, so that the order does not depend on where the recipe lies.
     found = [path for folder in (own.parent, RECIPES.resolve(), TOOLS.resolve()) for path in sorted(_files_in(folder))]
     return [path for path in dict.fromkeys(found) if path != own and not _is_description(path)]
+
+
+def borrowed_files(names: Iterable[str], *, recipe: str) -> list[Path]:
+    """The Python files that dotted names of a config lead to outside the recipe, the package and what is installed.
+
+    Of the module that a name means and of the one that defines the object: all of its top-level package, or, where it
+    is in none, all that lie beside it. Not what these import from further away, nor data that they read."""
+    found: list[Path] = []
+    for name in names:
+        definer = getattr(resolve(name, recipe=recipe), "__module__", None)
+        for module in (_named_module(name, recipe), sys.modules.get(str(definer))):
+            file = Path(getattr(module, "__file__", None) or __file__).resolve()  # one without a file is no user's
+            if module is None or _is_installed(file) or file.is_relative_to(recipe_folder(recipe)):
+                continue
+            folders = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", None)
+            if folders is None:
+                found += sorted(path for path in file.parent.glob("*.py") if path.is_file())
+            for folder in folders or ():
+                found += sorted(path for path in _files_in(Path(folder)) if path.suffix == ".py")
+    return list(dict.fromkeys(found))
 
 
 def data_name(recipe: str) -> str | None:
@@ -138,6 +158,20 @@ def _is_description(path: Path) -> bool:
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
         return False
     return "base" in described or {"task", "model"} <= described.keys()
+
+
+def _is_installed(file: Path) -> bool:
+    """By pip or with Python, or this package: nothing that a user edits between two runs."""
+    if file.is_relative_to(PACKAGE) or file.is_relative_to(_STANDARD_LIBRARY):
+        return True
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def _named_module(name: str, recipe: str) -> ModuleType:
+    module_name, dot, _ = name.rpartition(".")
+    if not dot:
+        raise ConfigError(f"{name!r} is not of the form module.name, for example task.reward")
+    return _recipe_module(module_name, recipe_folder(recipe)) or _importable(module_name, name)
 
 
 def _recipe_module(module_name: str, folder: Path) -> ModuleType | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from textwrap import shorten
+from typing import Any
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown
 from agent_r1.agent.flow import AgentFlowBase, Episode
@@ -31,7 +32,7 @@ from agent_r1.run.build import Model, Task, build_sft_learner, rehearse, train_c
 from agent_r1.run.context import message_function
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.records import TRAINED, read_trajectories, trajectories_of
-from agent_r1.run.task import recipe_function
+from agent_r1.run.task import recipe_function, told_in_a_line
 from agent_r1.tasks.download import Report
 from agent_r1.tasks.rows import Demo
 from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
@@ -77,13 +78,16 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
     settings = config.sft
     if settings.trajectories is not None:
         return _own_trajectories(config, renderer, report)
-    assert settings.demos is not None  # callers check
-    demos: list[Demo] = list(recipe_function(settings.demos, config)(count=settings.count, seed=config.seed))
-    if not demos:
-        raise DataError(f"sft.demos={settings.demos!r} gave no demonstrations")
-    gate = asyncio.Semaphore(config.rollout.max_concurrent)
-    plays = [_play_demo(config, task, renderer, index, demo, gate) for index, demo in enumerate(demos)]
-    played = await asyncio.gather(*plays)
+    demos, gate = _demos(config), asyncio.Semaphore(config.rollout.max_concurrent)
+    try:
+        async with asyncio.TaskGroup() as group:  # where one cannot be played, the others end and close their envs
+            plays = [
+                group.create_task(_play_demo(config, task, renderer, index, demo, gate))
+                for index, demo in enumerate(demos)
+            ]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    played = [play.result() for play in plays]
     fitting = [trajectory for trajectory in played if trajectory is not None]
     if len(fitting) < len(demos):
         first = demos[played.index(None)][0].row_id
@@ -95,6 +99,38 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
         report(f"{what} and are left out; the first is of {first}")
     _tell_failed_calls(fitting, report)
     return fitting
+
+
+def _demos(config: RunConfig) -> list[Demo]:
+    name = config.sft.demos
+    assert name is not None  # callers check
+    with told_in_a_line(f"sft.demos={name!r}"):
+        made = recipe_function(name, config)(count=config.sft.count, seed=config.seed)
+        demos = list(made) if isinstance(made, Iterable) else None
+    if demos is None:
+        raise DataError(f"sft.demos={name!r} returned {made!r:.80}, not demonstrations")
+    if not demos:
+        raise DataError(f"sft.demos={name!r} gave no demonstrations")
+    for index, demo in enumerate(demos):
+        if (flaw := _flaw(demo)) is not None:
+            raise DataError(
+                f"demonstration {index} of sft.demos={name!r} {flaw}; wanted is a pair: a TaskRow, and a list of the "
+                "expert's texts, one for each turn"
+            )
+    return demos
+
+
+def _flaw(demo: Any) -> str | None:
+    """Of its form: the functions that make demonstrations are other people's code."""
+    if not isinstance(demo, tuple | list) or len(demo) != 2:
+        return f"is {type(demo).__name__} {demo!r:.80}"
+    row, texts = demo
+    if not isinstance(row, TaskRow):
+        return f"has {type(row).__name__} {row!r:.80} for a row"
+    if not isinstance(texts, tuple | list):  # a text is a sequence too, of letters
+        return f"({row.row_id}) has {type(texts).__name__} {texts!r:.80} for a list of texts"
+    others = [text for text in texts if not isinstance(text, str)]
+    return f"({row.row_id}) has {type(others[0]).__name__} {others[0]!r:.80} among its texts" if others else None
 
 
 def _tell_failed_calls(played: Sequence[Trajectory], report: Report) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_r1 import __version__
-from agent_r1.config import RunConfig, recipe_name
+from agent_r1.config import RewriteContext, RunConfig, SummaryContext, recipe_name
 from agent_r1.run.build import Model, Task, find_model, load_model, model_dtype, save_model
 from agent_r1.run.cache import cache_root, put
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.model_source import as_directory
-from agent_r1.run.resolve import data_name, recipe_files, recipe_path, resolve
+from agent_r1.run.resolve import borrowed_files, data_name, recipe_files, recipe_path, resolve
 from agent_r1.run.sft import trajectory_source, warm_start
+from agent_r1.run.task import is_data_source
 from agent_r1.run.track import Display
 from agent_r1.tasks.download import data_dir
 
@@ -84,7 +85,8 @@ def sft_progress(display: Display, *, at_most: bool = False) -> Callable[[int, i
 
 
 def _warm_start_key(config: RunConfig, base: str | Path) -> str:
-    """Everything the warm start depends on: model, template, demonstrations or trajectories, world, optimizer, seed."""
+    """Everything the warm start depends on: model, template, demonstrations or trajectories, world, optimizer, seed.
+    Of code, that of the recipe, of ours that it may borrow, and of the user's modules that the config names."""
     template = config.model.chat_template
     world = config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"})
     return _digest(
@@ -105,8 +107,28 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
     )
 
 
-def _recipe_digest(config: RunConfig) -> str:
-    return _digest(*((path.name, _content(path)) for path in recipe_files(config.recipe)))
+def code_digest(config: RunConfig) -> str:
+    """Of the code that decides what a run plays and pays."""
+    task = config.task
+    return _recipe_digest(config, task.reward, *([] if is_data_source(task.rows) else [task.rows]))
+
+
+def _recipe_digest(config: RunConfig, *others: str) -> str:
+    """`others`: names of code, besides that of a warm start."""
+    names = [*_named(config), *others]
+    files = [*recipe_files(config.recipe), *borrowed_files(names, recipe=config.recipe)]
+    return _digest(*((path.name, _content(path)) for path in files))
+
+
+def _named(config: RunConfig) -> list[str]:
+    """The code of a warm start that is named by module; other names are registered by the recipe's own files."""
+    task, context = config.task, config.context
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
+    if isinstance(context, SummaryContext):
+        names.append(context.demo_summary)
+    if isinstance(context, RewriteContext):
+        names.append(context.function)
+    return [name for name in names if name is not None and "." in name]
 
 
 def _content(path: Path) -> object:

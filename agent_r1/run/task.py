@@ -6,17 +6,20 @@ Names become objects here (`resolve.py` finds them), and are called with what th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
 from agent_r1.agent.flow import AgentFlowBase, SingleStepFlow, flow_class
+from agent_r1.agent.guard import cause
 from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RunConfig
-from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
+from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.run.context import check_flow, context_maker
 from agent_r1.run.resolve import import_recipe, make_importable, recipe_folder, resolve
@@ -37,7 +40,7 @@ class Task:
 
 
 def build_task(config: RunConfig) -> Task:
-    task, folder = config.task, recipe_folder(config.recipe)
+    task = config.task
     import_recipe(config.recipe)
     source = task.rows if is_data_source(task.rows) else _rows_function(config)
     _check_data_path(config)
@@ -45,8 +48,8 @@ def build_task(config: RunConfig) -> Task:
     check_reward_signature(reward, task.reward)
     make_flow, close = _flow_maker(config)
     return Task(
-        train_rows=lambda: load_rows(source, split=task.train_split, count=task.train_count, beside=folder),
-        test_rows=lambda: load_rows(source, split=task.test_split, count=config.eval.rows, beside=folder),
+        train_rows=partial(_load, config, source, split=task.train_split, count=task.train_count),
+        test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
         make_flow=make_flow,
         scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
@@ -72,7 +75,12 @@ def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], 
     def make_row_env(row: TaskRow) -> AgentEnv:
         kwargs = merge_env_kwargs(base_kwargs, row)
         env_type = kwargs.pop("env_type", None)
-        return make(env_class(env_type) if env_type else default_env, env_type or task.env, kwargs)
+        env = env_class(env_type) if env_type else default_env
+        if env is ToolEnv and "tools" not in kwargs:
+            raise ConfigError(
+                "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
+            )
+        return make(env, env_type or task.env, kwargs)
 
     def make_flow(row: TaskRow) -> AgentFlowBase:
         flow = flow_class(row.agent_name) if row.agent_name else default_flow
@@ -134,6 +142,24 @@ def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseToo
 
 def is_data_source(rows: str) -> bool:
     return rows.startswith("hf:") or rows.endswith(FORMATS) or "/" in rows
+
+
+def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
+    if isinstance(source, str):
+        return load_rows(source, split=split, count=count, beside=recipe_folder(config.recipe))
+    with told_in_a_line(f"task.rows={config.task.rows!r} for split {split!r}"):
+        return load_rows(source, split=split, count=count)
+
+
+@contextmanager
+def told_in_a_line(function: str) -> Iterator[None]:
+    """What a function of the recipe raises, in place of a traceback, most of which would be ours."""
+    try:
+        yield
+    except AgentR1Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{function} raised {cause(error)}") from error
 
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from agent_r1.run.evaluate import Evaluation, evaluate
 from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
 from agent_r1.run.rng import restore_rng, rng_state
 from agent_r1.run.run_dir import RunDir
+from agent_r1.run.start import code_digest
 from agent_r1.run.track import Display, eval_summary, step_summary
 from agent_r1.tasks.rows import rows_for_step
 from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
@@ -57,6 +58,7 @@ class Trainer:
     scorer: Scorer  # of training; it and the collectors above let `collect` judge how many may fail
     eval_collector: Collector
     display: Display
+    code: str  # digest of what decides what is played and paid, as it was when the run began or was continued
     last_evaluation: Evaluation | None = None
     streams: dict[str, Any] | None = None  # as they were before what is unfinished, which is made again after a save
 
@@ -85,6 +87,7 @@ class Trainer:
             scorer=replace(plan.task.scorer, max_error_fraction=1.0),
             eval_collector=eval_collector(config, plan.task, model.renderer, engine),
             display=display,
+            code=code_digest(config),
         )
 
     async def collect(self, step: int) -> list[Group]:
@@ -204,6 +207,11 @@ class Trainer:
                 f"{self.run.path} was written by another version of agent-r1 and cannot be continued exactly. Start a "
                 f"new run from its weights with model.path={self.run.path}"
             )
+        if state.get("code", self.code) != self.code:
+            self.display.note(
+                f"warning: the recipe's code, or ours, is not what it was when {self.run.path} was saved; it goes on "
+                "with what is there now, and not exactly as if it had never stopped"
+            )
         self.learner.load_state_dict(state["learner"])
         self.shaper.load_state_dict(state["shaper"])
         restore_rng(state["rng"])
@@ -216,6 +224,7 @@ class Trainer:
             "learner": self.learner.state_dict(),
             "shaper": self.shaper.state_dict(),
             "rng": self.streams or rng_state(),
+            "code": self.code,
         }
 
     def _counter(self, total: int) -> Any:

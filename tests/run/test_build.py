@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from tests.chatml import TEMPLATE, renderer, tokenizer
 MINI = str(Path(__file__).with_name("mini"))
 
 TASK = """
+from agent_r1.agent import AgentEnv
+
 def rows(split, count=20):
     return [{"prompt": f"{split} {i}"} for i in range(count)]
 
@@ -39,6 +43,11 @@ def no_default(split, count): return rows(split, count)
 def other_names(n, s): ...
 def needs_more(directory, seed, size): ...
 def nothing(split, count=1): ...
+
+class Torn(AgentEnv):
+    def __init__(self): self.map = {}["map"]
+    async def reset(self, row): ...
+    async def step(self, action): ...
 three = 3
 """
 ENV = """
@@ -141,8 +150,12 @@ def test_registered_names_are_known_although_the_recipe_names_no_file(recipe: Re
         (["model.path=./none"], "there is no such directory, and it is not a hub id"),
         (["model.chat_template=none.jinja"], r"there is no file 'none\.jinja', neither in .*recipe nor at"),
         (["task.env_kwargs={hi: 3}"], r"row 'train-0' cannot be played: env 'env.Guess' does not accept .*'hi'"),
-        (["task.env_kwargs={high: 0}"], r"row 'train-0' cannot be played: high must be positive, got 0"),
-        (["task.env=tool"], r"row 'train-0' cannot be played: env 'tool' does not accept .*'tools'"),
+        (
+            ["task.env_kwargs={high: 0}"],
+            r"row 'train-0' cannot be played: ValueError: high must be positive, got 0 \(env\.py:\d+\)$",
+        ),
+        (["task.env=task.Torn"], r"row 'train-0' cannot be played: KeyError: 'map' \(task\.py:\d+\)$"),
+        (["task.env=tool"], r"row 'train-0' cannot be played: task\.tools is empty: name .*task\.flow=single_step$"),
         (["task.env=gues"], "unknown env 'gues'"),
         (["task.flow=env.Guess"], r"'env\.Guess' is .*, not a subclass of AgentFlowBase"),
         (["algorithm.name=grop"], "Did you mean 'grpo'"),
@@ -160,7 +173,7 @@ def test_what_is_wrong_is_found_before_anything_starts(
     ("record", "message"),
     [
         ({"agent_name": "nobody"}, "row 'test-2' cannot be played: unknown flow 'nobody'"),
-        ({"agent_name": ["x"]}, "row 'test-2' cannot be played: unhashable"),
+        ({"agent_name": ["x"]}, "row 'test-2' cannot be played: TypeError: unhashable"),
         ({"env_kwargs": {"env_type": "nowhere"}}, "row 'test-2' cannot be played: unknown env 'nowhere'"),
         ({"env_kwargs": {"hi": 1}}, "row 'test-2' cannot be played: env 'env.Guess' does not accept these env_kwargs"),
         (
@@ -277,6 +290,53 @@ def test_a_chat_template_of_the_recipe_is_saved_with_the_model(
     save_model(model, tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(str(tmp_path / "saved")).chat_template == template
     assert load_model(recipe.config(*settings), tmp_path / "saved").renderer.stop_ids == model.renderer.stop_ids
+
+
+READS = TEMPLATE + (
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% generation %}{% endgeneration %}"
+    "{% endif %}{{ namespace(day=strftime_now('%d')).day if dated }}{{ eos_token if closed }}"
+)
+
+
+def with_template_kwargs(recipe: Recipe, folder: Path, template: str, *given: str) -> None:
+    recipe.write("reads.jinja", template)
+    settings = [f"model.path={folder}", "rollout.max_context_tokens=512", "model.chat_template=reads.jinja"]
+    load_model(recipe.config(*settings, *(f"model.template_kwargs.{each}" for each in given)), folder)
+
+
+def test_settings_that_the_chat_template_reads_are_taken(recipe: Recipe, model_folder: Path) -> None:
+    with_template_kwargs(recipe, model_folder, READS, "enable_thinking=false", "eos_token='<|im_end|>'", "dated=true")
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "message"),
+    [
+        (
+            READS,
+            "enable_thinkin=false",
+            "model.template_kwargs.enable_thinkin: the chat template does not read it. Did you mean 'enable_thinking'? "
+            "Choose one of: closed, dated, enable_thinking",
+        ),
+        (TEMPLATE, "enable_thinking=false", "the chat template does not read it. Choose one of: (none)"),
+        (TEMPLATE, "add_generation_prompt=false", "model.template_kwargs.add_generation_prompt: the chat template"),
+    ],
+)
+def test_settings_that_it_does_not_read_are_errors(
+    recipe: Recipe, model_folder: Path, template: str, given: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        with_template_kwargs(recipe, model_folder, template, given)
+
+
+def test_of_several_templates_any_may_read_them(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
+    made, folder = AutoTokenizer.from_pretrained(str(model_folder)), tmp_path / "several"
+    made.chat_template = {"default": TEMPLATE, "tool_use": READS}
+    shutil.copytree(model_folder, folder)
+    made.save_pretrained(folder)
+    settings = [f"model.path={folder}", "rollout.max_context_tokens=512"]
+    load_model(recipe.config(*settings, "model.template_kwargs.enable_thinking=false"), folder)
+    with pytest.raises(ConfigError, match=r"thinking: the chat template does not read it\. Did you mean 'enable_think"):
+        load_model(recipe.config(*settings, "model.template_kwargs.thinking=false"), folder)
 
 
 def test_a_run_means_its_newest_checkpoint_and_anything_else_means_itself(

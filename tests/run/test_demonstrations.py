@@ -11,6 +11,7 @@ import pytest
 from agent_r1.agent.rendering import Renderer
 from agent_r1.config import load_config
 from agent_r1.errors import DataError
+from agent_r1.run.resolve import resolve
 from agent_r1.run.sft import sft_trajectories
 from agent_r1.run.task import build_task
 from agent_r1.types import Trajectory
@@ -61,6 +62,73 @@ def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
     assert len(played("sft.count=1", f"rollout.max_context_tokens={needed}")[0]) == 1
     with pytest.raises(DataError, match="1 of 1 demonstrations do not fit"):
         played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("None", r"sft\.demos='task\.mine' returned None, not demonstrations$"),
+        ("[]", r"sft\.demos='task\.mine' gave no demonstrations$"),
+        (
+            "[*good, good[0][0]]",
+            r"demonstration 2 of sft\.demos='task\.mine' is TaskRow TaskRow\(.*; wanted is a pair: ",
+        ),
+        ("[({'prompt': 'x'}, ['a'])]", r"demonstration 0 .* has dict \{'prompt': 'x'\} for a row; wanted is a pair: "),
+        ("[*good, (good[0][0], 'it')]", r"demonstration 2 .* \(train-0\) has str 'it' for a list of texts; wanted"),
+        ("[(good[0][0], ['it', 3])]", r"demonstration 0 .* \(train-0\) has int 3 among its texts; wanted"),
+        ("good[7]", r"sft\.demos='task\.mine' raised IndexError: list index out of range \(task\.py:\d+\)$"),
+        ("(good[i] for i in range(9))", r"sft\.demos='task\.mine' raised IndexError: .* \(task\.py:\d+\)$"),
+    ],
+)
+def test_what_is_no_demonstration_is_refused_with_its_number(tmp_path: Path, made: str, message: str) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(f"def mine(count, seed):\n    good = demos(2, seed)\n    return {made}\n")
+    with pytest.raises(DataError, match=message):
+        played("sft.demos=task.mine", recipe=str(recipe))
+
+
+WAITING = """
+
+class Waiting(Endless):
+    opened, closed = 0, 0
+
+    async def reset(self, row):
+        Waiting.opened += 1
+        return await super().reset(row)
+
+    async def step(self, action):
+        import asyncio
+
+        if action.text == "break":
+            while Waiting.opened < 3:
+                await asyncio.sleep(0)
+            raise KeyError("broken")
+        await asyncio.sleep(60)
+
+    async def close(self):
+        Waiting.closed += 1
+
+
+def mine(count, seed):
+    return [(row, [text]) for row, text in zip(rows("train", 3), ("wait", "break", "wait"))]
+"""
+
+
+def test_when_one_fails_the_others_end_and_close_their_envs(tmp_path: Path) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(WAITING)
+    config = load_config(str(recipe), ["sft.demos=task.mine", "task.env=task.Waiting", "task.tools=[]"])
+    env = resolve("task.Waiting", recipe=str(recipe))
+
+    async def play() -> int:
+        with pytest.raises(DataError, match=r"^demonstration 1 \(train-1\) failed when played: KeyError: 'broken'"):
+            await sft_trajectories(config, build_task(config), RENDERER, print)
+        closed: int = env.closed  # before the loop ends, which would cancel what is left
+        return closed
+
+    assert asyncio.run(play()) == env.opened == 3
 
 
 def test_one_whose_first_prompt_is_too_long_is_left_out_and_counted_too(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from agent_r1.agent.env import env_class
 from agent_r1.config import RECIPES
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.resolve import TEMPLATES, data_name, import_recipe, recipe_files, recipe_path, resolve
+from agent_r1.run.resolve import TEMPLATES, borrowed_files, data_name, import_recipe, recipe_files, recipe_path, resolve
 
 ENV = """
 from agent_r1.agent import AgentEnv
@@ -232,6 +233,30 @@ def test_a_recipe_depends_on_its_own_files_and_on_the_recipes_and_tools_it_may_b
     package = RECIPES.resolve().parent
     borrowed = {package / "recipes" / "gsm8k" / "task.py", package / "tools" / "calculator.py"}  # by gsm8k_tool
     assert borrowed <= set(recipe_files(name)) & set(recipe_files("gsm8k_tool/tiny"))
+
+
+def test_modules_elsewhere_that_a_config_names_bring_their_package_or_what_lies_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unique = f"_{uuid.uuid4().hex[:8]}"
+    alone, package = f"alone{unique}", f"package{unique}"
+    name = recipe(tmp_path / "mine", task=f"from {package}.deep.world import World\ndef own(): ...")
+    recipe(tmp_path / "lib", **{alone: "import json\ndef demos(): ...\nloads = json.loads", "beside": ""})
+    recipe(tmp_path / "lib" / "unrelated", far="")
+    recipe(tmp_path / "lib" / package, __init__="", other="")
+    recipe(tmp_path / "lib" / package / "deep", __init__="", world="class World: ...")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+
+    def files(*names: str) -> list[str]:
+        return [str(path.relative_to(tmp_path / "lib")) for path in borrowed_files(names, recipe=name)]
+
+    assert files(f"{alone}.demos") == sorted([f"{alone}.py", "beside.py"])
+    inside = ["__init__.py", "deep/__init__.py", "deep/world.py", "other.py"]
+    assert files(f"{package}.deep.world.World") == [f"{package}/{path}" for path in inside]
+    assert files("task.World") == files(f"{package}.deep.world.World")  # the recipe's own file only imports it
+    assert files(f"{alone}.loads", "task.World", f"{alone}.demos") == files(f"{alone}.demos", "task.World")
+    # The recipe's own, ours, the standard library's and what is installed
+    assert files("task.own", "agent_r1.recipes.gsm8k.task.rows", "json.loads", "yaml.safe_load") == []
 
 
 def test_whatever_a_recipe_may_read_counts_but_not_what_runs_and_people_leave_beside_it(

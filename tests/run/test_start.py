@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,32 @@ def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_k
     large = now()
     (folder / "demos.json").write_text("three", encoding="utf-8")
     assert now() != large
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sft.demos={}.demos",
+        "task.env={}.World",
+        "task.flow={}.Flow",
+        "task.tools=[{}.shout]",
+        "context={{policy: rewrite, function: {}.rewrite}}",
+        "context={{policy: summary, max_tokens: 200, demo_summary: {}.rewrite}}",
+        "model.make={}.make",
+    ],
+)
+def test_code_elsewhere_that_the_config_names_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    module = f"elsewhere_{uuid.uuid4().hex[:8]}"
+    file = tmp_path / f"{module}.py"
+    file.write_text("demos = World = Flow = shout = rewrite = make = print\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = mini(setting.format(module))
+    before = start._warm_start_key(config, "owner/model")
+    assert start._warm_start_key(config, "owner/model") == before
+    file.write_text("# with another answer\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert start._warm_start_key(config, "owner/model") != before
 
 
 def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(

@@ -141,7 +141,26 @@ def test_what_a_tool_itself_refuses_is_told_as_it_says(folder: Path) -> None:
         build_plan(config(folder, "task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 0}}"))
 
 
+def test_without_tools_the_way_out_is_said_unless_a_row_brings_them(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.tools is empty: name tools there, another env in task\.env, or set"):
+        build_plan(config(folder, "task.tools=[]"))
+    bringing = "return [{'prompt': split, 'env_kwargs': {'tools': [shout]}}]"
+    code = f"from task import shout\ndef rows(split, count=3):\n    {bringing}\n"
+    (folder / "bringing.py").write_text(code, encoding="utf-8")
+    assert list(tools(config(folder, "task.tools=[]", "task.rows=bringing.rows"))) == ["shout"]
+
+
 # Data
+
+
+@pytest.mark.parametrize("how", ["return [{'prompt': KEPT[i]} for i in range(3)]", "yield {'prompt': KEPT['a']}"])
+def test_what_a_function_of_rows_raises_is_told_in_a_line(folder: Path, cli: Cli, how: str) -> None:
+    broken = f"KEPT = {{}}\ndef broken(split, count=3):\n    {how}\n"
+    (folder / "task.py").write_text(TASK + broken, encoding="utf-8")
+    ended = cli("train", folder, "task.rows=task.broken", "--dry-run")
+    key = "0" if "return" in how else "'a'"
+    line = len((TASK + broken).splitlines())
+    assert ended.err == f"error: task.rows='task.broken' for split 'train' raised KeyError: {key} (task.py:{line})\n"
 
 
 def test_functions_with_a_parameter_path_are_told_where_the_data_are(folder: Path) -> None:
