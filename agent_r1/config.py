@@ -299,6 +299,12 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     name = recipe if path.parent.parent == RECIPES else str(path.resolve())
     config = parse_config(tree | {"recipe": name})
     check_idle(layers, stages)
+    played = config.rollout.rows_per_step * config.rollout.group_size
+    if config.learner.num_minibatches > played:  # a run that has it was trained with as many as there were
+        raise ConfigError(
+            f"learner.num_minibatches={config.learner.num_minibatches} is more than the {played} episodes of a step "
+            "(rollout.rows_per_step times rollout.group_size)"
+        )
     return config
 
 
@@ -389,12 +395,6 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_training(config: RunConfig) -> None:
-    played = config.rollout.rows_per_step * config.rollout.group_size
-    if config.learner.num_minibatches > played:
-        raise ConfigError(
-            f"learner.num_minibatches={config.learner.num_minibatches} is more than the {played} episodes of a step "
-            "(rollout.rows_per_step times rollout.group_size)"
-        )
     if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
         raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
     if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -139,16 +140,15 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 def own_row(row: TaskRow) -> TaskRow:
     """The row for one episode: the same, and what is done to its messages and tables is done to no other's."""
-    return replace(row, **{each.name: _copied(getattr(row, each.name)) for each in fields(row)})
+    return replace(row, **{each.name: _copied(getattr(row, each.name)) for each in fields(row) if each.init})
 
 
 def _copied(value: Any) -> Any:
     """Containers anew, so that what an episode does to its table stays in the episode; the objects in them are kept."""
-    if isinstance(value, dict):
-        made = value.copy()  # of its own kind, as a defaultdict is
-        for key, item in value.items():
-            made[key] = _copied(item)
-        return made
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, {key: _copied(item) for key, item in value.items()})
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_copied(item) for item in value]
     if type(value) is tuple:  # which cannot be changed, but a list in it can

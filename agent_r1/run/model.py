@@ -160,6 +160,8 @@ def _check_template_kwargs(config: RunConfig, tokenizer: Any) -> None:
         read = set[str]().union(*map(_variables, sources)) - WRITTEN_BY_US
     except TemplateError:  # which rendering will tell
         return
+    if ours := WRITTEN_BY_US & given.keys():
+        raise ConfigError(f"model.template_kwargs.{min(ours)} is no setting: every prompt has its own")
     unread = [name for name in given if name not in read]
     if unread:
         theirs = did_you_mean(unread[0], read - set(tokenizer.special_tokens_map))

@@ -17,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,14 +37,18 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
         """A start that failed before it had anything to show does not stand in the way of the next one."""
-        run = cls(path)
-        if (path / "config.json").exists() and not (is_run(path) and run.is_bare()):
-            raise ConfigError(
-                f"{path} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train "
-                f"--resume {path} continues"
-            )
+        run, described = cls(path), (path / "config.json").exists()
+        taken = ConfigError(
+            f"{path} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train --resume "
+            f"{path} continues"
+        )
+        if described and not is_run(path):  # a model: nothing of ours belongs there
+            raise taken
         path.mkdir(parents=True, exist_ok=True)
         with run.locked():
+            if described and not run.is_bare():
+                raise taken
+            shutil.rmtree(run.reference, ignore_errors=True)  # of the start before
             _write_atomic(path / "config.json", config.model_dump_json(indent=2))
         return run
 
@@ -66,8 +71,8 @@ class RunDir:
         _write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
 
     def is_bare(self) -> bool:
-        """Nothing was measured, played or saved."""
-        kept = ("checkpoints", "reference", "trajectories", "evals")
+        """Nothing was measured, played or trained."""
+        kept = ("checkpoints", "trajectories", "evals")
         return not self.read_metrics() and not any(any((self.path / name).glob("*")) for name in kept)
 
     @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from agent_r1.run.task import is_data_source
 from agent_r1.run.track import Display
 from agent_r1.tasks.download import data_dir
 
+CODE = (".py", ".jinja", ".j2")
 READ_WHOLE = 16 * 2**20  # bytes; of larger files of a recipe, size and time are looked at
 
 
@@ -108,15 +109,21 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
 
 
 def code_digest(config: RunConfig) -> str:
-    """Of the code that decides what a run plays and pays."""
+    """Of the code that decides what a run plays and pays. Data lie in the same folders, and so may logs and results."""
     task = config.task
-    return _recipe_digest(config, task.reward, *([] if is_data_source(task.rows) else [task.rows]))
+    names = [*_named(config), task.reward, *([] if is_data_source(task.rows) else [task.rows])]
+    return _digest_of(path for path in _code_files(config, names) if path.suffix in CODE)
 
 
-def _recipe_digest(config: RunConfig, *others: str) -> str:
-    """`others`: names of code, besides that of a warm start."""
-    names = [*_named(config), *others]
-    files = [*recipe_files(config.recipe), *borrowed_files(names, recipe=config.recipe)]
+def _recipe_digest(config: RunConfig) -> str:
+    return _digest_of(_code_files(config, _named(config)))
+
+
+def _code_files(config: RunConfig, names: Iterable[str]) -> list[Path]:
+    return [*recipe_files(config.recipe), *borrowed_files(names, recipe=config.recipe)]
+
+
+def _digest_of(files: Iterable[Path]) -> str:
     return _digest(*((path.name, _content(path)) for path in files))
 
 

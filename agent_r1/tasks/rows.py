@@ -78,7 +78,7 @@ def _checked(row: TaskRow, place: str) -> TaskRow:
     """As `row_from_record` would have made it. A world that says everything itself may have rows without a prompt."""
     return replace(
         row,
-        prompt=_messages(row.prompt, place) if row.prompt else [],
+        prompt=_messages(row.prompt, place) if len(row.prompt) else [],
         row_id=_name(row.row_id),
         reward_model=_mapping(row.reward_model, "reward_model", place),
         env_kwargs=_mapping(row.env_kwargs, "env_kwargs", place),
@@ -177,19 +177,23 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
 def _messages(prompt: Any, place: str) -> list[Message]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
-    messages = list(prompt) if isinstance(prompt, Sequence) else None
+    # Whatever holds them: pandas and datasets give arrays.
+    messages = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping) else None
     if not messages or not all(map(_is_message, messages)):
         raise DataError(
             f"{place}: prompt must be text or a non-empty list of {{role, content}}, got {str(prompt)[:120]}"
         )
-    return [dict(message) for message in messages]
+    return [{"content": None, **message} if "tool_calls" in message else dict(message) for message in messages]
 
 
 def _is_message(message: Any) -> bool:
-    """Its content is text, parts, or nothing beside tool calls."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+    """Its content is text, or parts; beside tool calls it may be missing."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
-    return isinstance(message["content"], str | Sequence | None)
+    content = message.get("content")
+    if content is None:
+        return "content" in message or "tool_calls" in message
+    return isinstance(content, Iterable) and not isinstance(content, Mapping)
 
 
 def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:

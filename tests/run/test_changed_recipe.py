@@ -26,6 +26,8 @@ def test_what_has_changed_since_is_said_and_other_rows_are_not_compared(cli: Cli
     ended = cli("train", folder, *SHORT, "--run", run)
     assert ended.code == 0, ended.err
     assert "% -> " in ended.out
+    (folder / "log.txt").write_text("what the program said\n", encoding="utf-8")
+    (folder / "results.json").write_text("{}", encoding="utf-8")
     same = cli("train", "--resume", run, "trainer.steps=2")
     assert same.code == 0, same.err
     assert "is not what it was" not in same.out

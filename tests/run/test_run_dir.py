@@ -107,7 +107,9 @@ def test_a_start_that_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
     with run.locked(), pytest.raises(ConfigError, match="another process is writing"):
         RunDir.create(tmp_path, other)  # it may have only just begun
     assert RunDir.open(tmp_path).config == CONFIG
+    run.reference.mkdir()  # kept before the first evaluation
     assert RunDir.create(tmp_path, other).config == other
+    assert not run.reference.exists()
     run.write_trajectories("collected", 1, [Group(row=ROW, trajectories=[TRAJECTORY])])
     with pytest.raises(ConfigError, match="already holds a run"):
         RunDir.create(tmp_path, CONFIG)
@@ -117,6 +119,7 @@ def test_a_model_is_not_taken_for_such_a_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="already holds a run"):
         RunDir.create(tmp_path, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_a_setting_of_an_env_may_be_infinite(tmp_path: Path) -> None:

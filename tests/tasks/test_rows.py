@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -128,6 +129,14 @@ def test_rows_made_in_code_are_checked_as_those_of_files_are() -> None:
     bad = TaskRow(prompt=["text"])  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"row 0 of .*: prompt must be text or a non-empty list"):
         load_rows(lambda split: [bad], split="train")
+
+
+def test_messages_may_come_in_an_array_and_calls_without_content() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "sum?"}]}
+    held: Any = np.array([parts, call, {"role": "tool", "content": "3"}], dtype=object)
+    [made, read] = load_rows(lambda split: [TaskRow(prompt=held), {"prompt": held}], split="train")
+    assert made.prompt == read.prompt == [parts, {"content": None, **call}, {"role": "tool", "content": "3"}]
 
 
 def test_a_file_may_begin_with_the_mark_that_windows_writes(tmp_path: Path) -> None:
