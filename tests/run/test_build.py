@@ -318,7 +318,7 @@ def test_settings_that_the_chat_template_reads_are_taken(recipe: Recipe, model_f
             "Choose one of: closed, dated, enable_thinking",
         ),
         (TEMPLATE, "enable_thinking=false", "the chat template does not read it. Choose one of: (none)"),
-        (TEMPLATE, "add_generation_prompt=false", "model.template_kwargs.add_generation_prompt: the chat template"),
+        (TEMPLATE, "add_generation_prompt=false", "model.template_kwargs.add_generation_prompt is no setting"),
     ],
 )
 def test_settings_that_it_does_not_read_are_errors(
