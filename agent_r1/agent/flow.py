@@ -393,7 +393,7 @@ def _kept(value: Any) -> Any:
     """A copy of messages for people, with all text fit to be printed."""
     if isinstance(value, str):
         return mended(value)
-    if isinstance(value, dict | Mapping):
+    if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
     return [_kept(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)
 
