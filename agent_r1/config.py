@@ -23,9 +23,15 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 class Section(BaseModel):
-    # No setting of ours may be infinite; one of a user's env may, and is read back as such.
+    # Strict: true is no number, 1 no switch, text neither. A whole number may stand for any other, as in algorithm
+    # settings. No setting of ours may be infinite; one of a user's env may, and is read back as such.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
     )
 
 
@@ -229,7 +235,7 @@ class EngineConfig(Section):
 
 class LearnerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), strict=False)  # YAML and JSON have lists alone
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)

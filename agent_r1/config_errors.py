@@ -5,6 +5,7 @@ Knows how pydantic reports errors and how sections nest; what a setting may be i
 
 from __future__ import annotations
 
+import math
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -34,8 +35,33 @@ def explain(error: Any, root: Section) -> str:
         return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
     message = error["msg"][0].lower() + error["msg"][1:]
     kinds = _tags(root.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in root.model_fields else []
-    hint = f". Did you mean {name}.policy={value}?" if value in kinds else ""
-    return f"{name}={value!r}: {message}{hint}"
+    hint = f". Did you mean {name}.policy={value}?" if value in kinds else _same_value(error["type"], value)
+    return f"{name}={_written(value)}: {message}{hint}"
+
+
+def _written(value: Any) -> str:
+    """As YAML and overrides spell it."""
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else repr(value)
+
+
+def _same_value(kind: str, value: Any) -> str:
+    """How to write what seems to be meant by a value of another type."""
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {value:.0f}"
+    if kind == "bool_type" and isinstance(value, int) and value in (0, 1):
+        return f"; write {_written(bool(value))}"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _means(kind, value):
+        return f", not text; write {value.strip()} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
+    return ""
+
+
+def _means(kind: str, text: str) -> bool:
+    if kind == "bool_type":
+        return text.strip().lower() in ("true", "false")
+    try:
+        return math.isfinite(int(text) if kind == "int_type" else float(text))
+    except (ValueError, OverflowError):
+        return False
 
 
 def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -83,6 +84,55 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.group_size=true", "rollout.group_size=true: input should be a valid integer"),
+        ("learner.lr=true", "learner.lr=true: input should be a valid number"),
+        ("eval.rows=off", "eval.rows=false: input should be a valid integer"),
+        ("learner.betas=[true,0.9]", "learner.betas.0=true: input should be a valid number"),
+        ("context={policy: window, turns: true}", "context.turns=true: input should be a valid integer"),
+        ("rollout.group_size=2.5", "rollout.group_size=2.5: input should be a valid integer"),
+        ("rollout.group_size=2.0", "rollout.group_size=2.0: input should be a valid integer; write 2"),
+        ("algorithm.kl_horizon=1e4", "algorithm.kl_horizon=10000.0: input should be a valid integer; write 10000"),
+        ("trainer.deterministic=1", "trainer.deterministic=1: input should be a valid boolean; write true"),
+        ("engine.compile=0", "engine.compile=0: input should be a valid boolean; write false"),
+        ("trainer.deterministic=2", "trainer.deterministic=2: input should be a valid boolean"),
+        (
+            "rollout.group_size='8'",
+            "rollout.group_size='8': input should be a valid integer, not text; write 8 without quotes, and a variable "
+            "as ${oc.decode:${oc.env:NAME}}",
+        ),
+        (
+            "learner.lr='1e-4'",
+            "learner.lr='1e-4': input should be a valid number, not text; write 1e-4 without quotes, and a variable as "
+            "${oc.decode:${oc.env:NAME}}",
+        ),
+        (
+            "trainer.deterministic='true'",
+            "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes, and a "
+            "variable as ${oc.decode:${oc.env:NAME}}",
+        ),
+        ("rollout.group_size='1e999'", "rollout.group_size='1e999': input should be a valid integer"),
+        ("learner.lr='1e999'", "learner.lr='1e999': input should be a valid number"),
+        ("rollout.group_size=null", "rollout.group_size=null: input should be a valid integer"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_in_one_line(recipe: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_config(recipe, [override])
+
+
+def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTEMPTS", "6")
+    config = load_config(recipe, ["learner.lr=1", "rollout.group_size=${oc.decode:${oc.env:ATTEMPTS}}"])
+    assert isinstance(config.learner.lr, float)
+    assert config.rollout.group_size == 6
+    assert load_config(recipe, ["trainer.deterministic=on"]).trainer.deterministic is True
+
+
+@pytest.mark.parametrize(
     ("settings", "idle"),
     [
         (["sft.demos=task.demos", "sft.min_reward=0.5"], "sft.min_reward"),
@@ -150,3 +200,4 @@ def test_a_config_survives_its_own_json(recipe: str) -> None:
     for settings in (["seed=3"], ["sft.demos=task.demos"], ["sft.trajectories=runs/a", "algorithm.kl_coef=0.1"]):
         config = load_config(recipe, settings)  # every field is in the JSON, also those that do nothing here
         assert parse_config(RunConfig.model_validate_json(config.model_dump_json()).model_dump()) == config
+        assert parse_config(json.loads(config.model_dump_json())) == config  # as a run directory is opened
