@@ -5,7 +5,8 @@ Knows how layers are read and merged, and which settings go together; what a set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     "algorithm.kl_horizon": ["algorithm.kl_target"],
     "context.demo_summary": ["sft.demos"],
 }
+# Their ratios are to the learner's own log-probs from before an update. The table of algorithms says so too, but it
+# needs torch.
+OWN_OLD_LOGPROBS = ("gspo", "steppo")
+# Settings that compare with what was before the first update of a batch, so that one update alone sees no difference.
+CLIPS = [f"algorithm.settings.{name}" for name in ("clip_low", "clip_high", "dual_clip")]
+SEVERAL_UPDATES = "learner.num_epochs or learner.num_minibatches above 1"
+STEP_COMPARISON = [f"algorithm.settings.{name}" for name in ("gamma", "anchor", "similarity")]
 REPLACES = {  # a setting -> the one whose place it takes
     "model.path": "model.make",
     "model.make": "model.path",
@@ -104,14 +112,44 @@ def check_idle(layers: Sequence[Any], stages: Sequence[Any]) -> None:
     people wrote is looked at, never a run's config.json, which holds every field.
     """
     written, made = ([plain(tree, resolve=False) for tree in trees] for trees in (layers, stages))
-    for setting, needed in NEEDS.items():
-        idle = [not any(_value(stage, name) for name in needed) for stage in made]
+    for setting, (needed, is_there) in _rules().items():
+        idle = [not is_there(stage) for stage in made]
         given = [_value(layer, setting) is not None for layer in written]
         if idle[-1] and any(said and did_nothing for said, did_nothing in zip(given, idle, strict=True)):
-            raise ConfigError(f"{setting} does nothing without {' or '.join(needed)}; set that or leave {setting} out")
+            raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
+
+
+def _rules() -> dict[str, tuple[str, Callable[[Tree], bool]]]:
+    """A setting -> what it does nothing without: in words, and whether a tree has it."""
+    return {
+        **{setting: (" or ".join(names), partial(_has_any, names)) for setting, names in NEEDS.items()},
+        "critic.value_clip": (SEVERAL_UPDATES, _updates_again),
+        **dict.fromkeys(CLIPS, (SEVERAL_UPDATES, _can_be_clipped)),
+        **dict.fromkeys(STEP_COMPARISON, ("algorithm.settings.step_weight", _compares_steps)),
+    }
+
+
+def _has_any(names: Sequence[str], tree: Tree) -> bool:
+    return any(_value(tree, name) for name in names)
+
+
+def _updates_again(tree: Tree) -> bool:
+    return any(_value(tree, f"learner.{name}") not in (None, 1) for name in ("num_epochs", "num_minibatches"))
+
+
+def _can_be_clipped(tree: Tree) -> bool:
+    """Against the sampler's log-probs even the first ratio is not 1, since sampler and learner compute differently."""
+    own = _value(tree, "algorithm.name") in OWN_OLD_LOGPROBS or _value(tree, "correction.kind") is not None
+    return _updates_again(tree) or not own
+
+
+def _compares_steps(tree: Tree) -> bool:
+    """Of gigpo alone: others have no step_weight."""
+    return bool(_value(tree, "algorithm.settings.step_weight") != 0)
 
 
 def _value(tree: Tree, setting: str) -> Any:
-    section, key = setting.split(".")
-    values = tree.get(section)
-    return values.get(key) if isinstance(values, dict) else None
+    found: Any = tree
+    for key in setting.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found

@@ -302,3 +302,15 @@ def test_a_restored_learner_and_critic_go_on_bit_for_bit(shared: bool, family: s
         for state, each in zip(states, (first, second), strict=True):
             state |= {f"critic.{key}": tensor for key, tensor in critic_in(each).backbone.weights().items()}
     assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+
+
+@both_kinds
+def test_a_value_clip_is_for_the_second_update_of_a_batch_and_those_after_it(shared: bool) -> None:
+    def trained(value_clip: float | None, num_epochs: int) -> Tensor:
+        learner, groups = setup(shared, value_clip=value_clip, lr=0.05)
+        learner.num_epochs = num_epochs
+        learner.update(credit_for("ppo", groups, learner))
+        return critic_in(learner).head.weight.detach().clone()
+
+    torch.testing.assert_close(trained(1e-3, 1), trained(None, 1))  # the values are still those the clip is around
+    assert not torch.allclose(trained(1e-3, 3), trained(None, 3))

@@ -403,6 +403,17 @@ def test_ratios_to_the_learners_own_logprobs_start_at_one_and_report_the_mismatc
     assert noisy["importance_mean"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["gspo", "steppo", "grpo"])
+def test_a_clip_around_the_learners_own_logprobs_is_for_the_second_update_of_a_batch(name: str) -> None:
+    def clipped(num_epochs: int) -> dict[str, float]:
+        narrow = get_algorithm(name, clip_low=1e-4, clip_high=1e-4)
+        learner = learner_for(name, lr=1e-2, loss=narrow.loss, own_old_logprobs=True, num_epochs=num_epochs)
+        return learner.update(credit_for(name, random_groups(random.Random(1), rows=3), learner))
+
+    assert clipped(1)["clip_fraction"] == 0.0
+    assert clipped(2)["clip_fraction"] > 0.0
+
+
 def test_a_critic_that_broke_is_named_before_it_poisons_the_advantages() -> None:
     learner = learner_for("ppo")
     assert learner.critic is not None

@@ -10,7 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from agent_r1.config import RunConfig, load_config, parse_config
+from agent_r1.config_layers import OWN_OLD_LOGPROBS
 from agent_r1.errors import ConfigError
+from agent_r1.learn import ALGORITHMS
 
 MINIMAL = """
 task: {rows: task.rows, reward: task.reward}
@@ -141,6 +143,22 @@ def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(
         (["sft.demos=task.demos", "sft.count=3", "sft.lr=0.1"], None),
         (["sft.trajectories=runs/a", "sft.min_reward=0.5", "sft.epochs=1"], None),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k2"], None),
+        # What is compared with the time before the first update differs from the second one on.
+        (["algorithm.name=ppo", "critic.value_clip=0.5"], "critic.value_clip"),
+        (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_epochs=2"], None),
+        (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_minibatches=2"], None),
+        (["algorithm.name=steppo", "algorithm.settings.clip_low=0.1"], "algorithm.settings.clip_low"),
+        (["algorithm.name=gspo", "algorithm.settings.clip_high=0.1"], "algorithm.settings.clip_high"),
+        (["algorithm.name=gspo", "algorithm.settings.clip_high=0.1", "learner.num_minibatches=2"], None),
+        # Sampler and learner may disagree, so here ratios are not 1, unless a correction takes the learner's.
+        (["algorithm.name=grpo", "algorithm.settings={clip_high: 0.28, dual_clip: 3}"], None),
+        (["algorithm.settings.dual_clip=3", "correction.kind=truncate"], "algorithm.settings.dual_clip"),
+        (["algorithm.settings.dual_clip=3", "correction.kind=truncate", "learner.num_epochs=2"], None),
+        # Without the comparison of steps, gigpo is grpo.
+        (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, gamma: 0.9}"], "algorithm.settings.gamma"),
+        (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, anchor: prompt}"], "algorithm.settings.anchor"),
+        (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0}"], None),
+        (["algorithm.name=gigpo", "algorithm.settings={anchor: observation}"], None),
     ],
 )
 def test_a_setting_that_does_nothing_is_an_error_in_a_recipe_as_in_an_override(
@@ -168,6 +186,22 @@ def test_overrides_may_turn_off_or_on_what_the_recipes_settings_belong_to(recipe
     assert load_config(recipe, ["algorithm.kl_coef=0.1"]).algorithm.kl_estimator == "k2"
     with pytest.raises(ConfigError, match=r"algorithm\.kl_estimator does nothing"):
         load_config(recipe)
+
+
+def test_an_override_may_take_back_the_updates_that_a_recipes_clips_are_for(recipe: str) -> None:
+    several = (
+        "algorithm: {name: steppo, settings: {clip_high: 0.1}}\ncritic: {value_clip: 0.5}\nlearner: {num_epochs: 2}\n"
+    )
+    Path(recipe).write_text(MINIMAL + several, encoding="utf-8")
+    load_config(recipe, ["learner.num_epochs=1"])
+    with pytest.raises(
+        ConfigError, match=r"critic\.value_clip does nothing without learner\.num_epochs or learner\.num_m"
+    ):
+        load_config(recipe, ["learner.num_epochs=1", "critic.value_clip=0.2"])
+
+
+def test_the_config_knows_whose_ratios_are_to_the_learners_own_log_probs() -> None:
+    assert sorted(OWN_OLD_LOGPROBS) == sorted(row.name for row in ALGORITHMS.values() if row.own_old_logprobs)
 
 
 def test_a_missing_required_field_is_named(tmp_path: Path) -> None:

@@ -236,3 +236,12 @@ def test_a_setting_that_could_only_be_nothing_does_not_shut_out_runs_that_have_i
     lora = RunDir.open(tmp_path).config.lora
     assert lora is not None
     assert lora.rank == 4
+
+
+def test_a_run_that_was_saved_with_settings_that_do_nothing_still_opens(tmp_path: Path) -> None:
+    described = CONFIG.model_dump(mode="json")
+    described |= {"critic": {"value_clip": 0.5}, "algorithm": {"name": "steppo", "settings": {"clip_high": 0.1}}}
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    config = RunDir.open(tmp_path).config
+    assert config.critic is not None
+    assert (config.critic.value_clip, config.learner.num_epochs, config.learner.num_minibatches) == (0.5, 1, 1)
