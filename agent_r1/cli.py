@@ -155,8 +155,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     if dry_run:
         _print_plan(config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows")
         return
-    path = new_run_path(config)
-    directory = RunDir.create(run or path.with_name(f"{path.name}-sft"), config)
+    directory = RunDir.create(run or new_run_path(config, suffix="-sft"), config)
     with _signals_told():
         run_sft(config, plan.task, directory, console, given=overrides or ())
 
@@ -183,8 +182,7 @@ def collect_command(
     task = build_task(config)  # as always: what is wrong is found before there is a run directory
     check_beginning(config)
     chosen = task.train_rows()
-    path = new_run_path(config)
-    directory = RunDir.create(run or path.with_name(f"{path.name}-collect"), config)
+    directory = RunDir.create(run or new_run_path(config, suffix="-collect"), config)
     console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
     with _signals_told():
         run_collect(config, task, chosen, directory, console, given=overrides or ())

@@ -19,6 +19,7 @@ import math
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,23 +34,31 @@ from agent_r1.types import Group
 class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: _Lock | None = None  # of whoever made it, until it is first written to
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """A start that failed before it had anything to show does not stand in the way of the next one."""
-        run, described = cls(path), (path / "config.json").exists()
+        """A start that failed before it had anything to show does not stand in the way of the next one.
+
+        One that has only just begun does: the directory stays locked from here to the end of the first `locked`.
+        """
         taken = ConfigError(
             f"{path} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train --resume "
             f"{path} continues"
         )
-        if described and not is_run(path):  # a model: nothing of ours belongs there
+        if _is_described(path) and not is_run(path):  # a model: nothing of ours belongs there
             raise taken
         path.mkdir(parents=True, exist_ok=True)
-        with run.locked():
-            if described and not run.is_bare():
+        run, lock = cls(path), _Lock(path)
+        try:
+            if _is_described(path) and not (is_run(path) and run.is_bare()):  # another may have come first
                 raise taken
             shutil.rmtree(run.reference, ignore_errors=True)  # of the start before
             _write_atomic(path / "config.json", config.model_dump_json(indent=2))
+        except BaseException:
+            lock.release()
+            raise
+        run._lock = lock
         return run
 
     @classmethod
@@ -78,12 +87,11 @@ class RunDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """For the time of writing: two programs in one run directory would mix up their numbers."""
-        with (self.path / ".lock").open("w", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"another process is writing to {self.path}; wait for it or stop it") from error
+        lock, self._lock = self._lock or _Lock(self.path), None
+        try:
             yield
+        finally:
+            lock.release()
 
     def _description(self) -> dict[str, Any]:
         path = self.path / "config.json"
@@ -148,6 +156,19 @@ class RunDir:
         return path
 
 
+class _Lock:
+    """Of one run directory, for as long as this object, or the process, lives."""
+
+    def __init__(self, folder: Path) -> None:
+        held = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        self.release = weakref.finalize(self, os.close, held)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise ConfigError(f"another process is writing to {folder}; wait for it or stop it") from error
+
+
 def is_run(folder: Path) -> bool:
     """Models have a config.json too, but only a run's says which recipe is played with which model."""
     try:
@@ -157,12 +178,22 @@ def is_run(folder: Path) -> bool:
     return isinstance(described, dict) and {"recipe", "task", "model"} <= described.keys()
 
 
-def new_run_path(config: RunConfig, root: Path = Path("runs")) -> Path:
+def _is_described(folder: Path) -> bool:
+    return (folder / "config.json").exists()
+
+
+def new_run_path(config: RunConfig, root: Path = Path("runs"), *, suffix: str = "") -> Path:
+    """A folder that was made just now: of two programs that start in the same second, each gets its own."""
     stem = f"{recipe_name(config.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
-    path, number = root / stem, 2
-    while path.exists():
-        path, number = root / f"{stem}-{number}", number + 1
-    return path
+    number = 1
+    while True:
+        path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
 
 
 def _parse_line(line: str) -> dict[str, Any] | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from agent_r1.run.checkpoint import (
     save_checkpoint,
 )
 from agent_r1.run.records import read_trajectories, trajectory_from_json, trajectory_to_json
-from agent_r1.run.run_dir import RunDir
+from agent_r1.run.run_dir import RunDir, new_run_path
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 from tests.chatml import tokenizer
 
@@ -113,6 +116,55 @@ def test_a_start_that_came_to_nothing_is_not_in_the_way(tmp_path: Path) -> None:
     run.write_trajectories("collected", 1, [Group(row=ROW, trajectories=[TRAJECTORY])])
     with pytest.raises(ConfigError, match="already holds a run"):
         RunDir.create(tmp_path, CONFIG)
+
+
+def test_a_start_that_has_only_just_begun_is_not_taken_over(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)  # and has not come to write anything else
+    with pytest.raises(ConfigError, match="another process is writing"):
+        RunDir.create(tmp_path, CONFIG.model_copy(update={"seed": 7}))
+    with pytest.raises(ConfigError, match="another process is writing"), RunDir.open(tmp_path).locked():
+        pass
+    with run.locked():
+        assert run.config == CONFIG
+    with RunDir.open(tmp_path).locked():  # free again
+        pass
+
+
+def test_of_many_starts_in_one_folder_one_wins_and_its_description_stays(tmp_path: Path) -> None:
+    starts, losses = 4, ("another process is writing", "already holds a run")
+
+    def start(folder: Path, seed: int) -> RunDir | str:
+        together.wait()
+        try:
+            return RunDir.create(folder, CONFIG.model_copy(update={"seed": seed}))
+        except ConfigError as error:
+            return str(error)
+
+    together = Barrier(starts)
+    with ThreadPoolExecutor(starts) as threads:
+        for attempt in range(50):
+            folder = tmp_path / str(attempt)
+            ended = list(threads.map(partial(start, folder), range(starts)))
+            (seed,) = (seed for seed, end in enumerate(ended) if isinstance(end, RunDir))
+            assert RunDir.open(folder).config.seed == seed
+            assert all(isinstance(end, RunDir) or any(loss in end for loss in losses) for end in ended)
+
+
+def test_a_start_that_could_not_be_described_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".config.json.part").mkdir()
+    with pytest.raises(IsADirectoryError):
+        RunDir.create(tmp_path, CONFIG)
+    (tmp_path / ".config.json.part").rmdir()
+    assert RunDir.create(tmp_path, CONFIG).config == CONFIG
+
+
+def test_folders_that_are_chosen_in_the_same_second_are_different_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_r1.run.run_dir.time.strftime", lambda form: "now")
+    config = CONFIG.model_copy(update={"recipe": "quickstart"})
+    names = [new_run_path(config, tmp_path, suffix=suffix).name for suffix in ("", "", "-sft", "-sft")]
+    assert names == [f"quickstart-now-seed0{end}" for end in ("", "-2", "-sft", "-2-sft")]
 
 
 def test_a_model_is_not_taken_for_such_a_start(tmp_path: Path) -> None:
