@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
 from numbers import Real
@@ -144,16 +146,30 @@ def own_row(row: TaskRow) -> TaskRow:
 
 
 def _copied(value: Any) -> Any:
-    """Containers anew, so that what an episode does to its table stays in the episode; the objects in them are kept."""
+    """Containers and arrays anew, so that what an episode does to its table stays in the episode. Other objects are
+    kept: what they are, and whether they may be copied, only their author knows."""
     if isinstance(value, defaultdict):
         return defaultdict(value.default_factory, {key: _copied(item) for key, item in value.items()})
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_copied(item) for item in value]
+    if isinstance(value, deque):
+        return deque(map(_copied, value), value.maxlen)
     if type(value) is tuple:  # which cannot be changed, but a list in it can
         return tuple(map(_copied, value))
-    return value.copy() if isinstance(value, set) else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one
+        return value._make(map(_copied, value))
+    if isinstance(value, set):
+        return value.copy()
+    return deepcopy(value) if isinstance(value, bytearray | array) or _is_array(value) else value
+
+
+def _is_array(value: Any) -> bool:
+    """An array, tensor or table of whatever library, in which an episode could write. Those that do not say how they
+    are copied are files."""
+    kind, flags = type(value), getattr(value, "flags", None)
+    return hasattr(kind, "__array__") and hasattr(kind, "__deepcopy__") and getattr(flags, "writeable", True)
 
 
 def check_observation(value: object, source: str) -> None:

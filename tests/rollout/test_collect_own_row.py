@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +103,80 @@ def test_a_row_of_ones_own_is_equal_and_shares_nothing_that_can_be_changed(value
     for each in fields(TaskRow):
         shared = set(containers(getattr(own, each.name))) & set(containers(getattr(common, each.name)))
         assert not shared, each.name
+
+
+class Grid(AgentEnv):
+    """Plays on the row's own array."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.grid = row.extra_info["grids"][0]
+        return Observation(text=str(self.grid.tolist()))
+
+    async def step(self, action: Action) -> Transition:
+        self.grid += 1
+        return Transition(observation=Observation(text=str(self.grid.tolist())))
+
+
+def test_an_array_of_a_row_is_each_episodes_own() -> None:
+    common = row(extra_info={"grids": [np.zeros((2, 2))]})
+    collect = collector(
+        ScriptedEngine(lambda call: "a", tokenizer=tokenizer()),
+        make_env=lambda _: Grid(),
+        group_size=2,
+        max_steps=2,
+    )
+    [group] = asyncio.run(collect([common], seed=0))
+    first, second = ([step.prompt_ids for step in trajectory.steps] for trajectory in group.trajectories)
+    assert first == second
+    assert common.extra_info["grids"][0].tolist() == [[0, 0], [0, 0]]
+
+
+class Point(NamedTuple):
+    name: str
+    seen: list[int]
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (np.zeros(2), lambda value: value.fill(1)),
+        (np.array([{"a": 1}], dtype=object), lambda value: value[0].update(a=2)),  # as pandas gives nested columns
+        (torch.zeros(2), lambda value: value.fill_(1)),
+        (array("d", [0.0]), lambda value: value.append(1)),
+        (bytearray(b"a"), lambda value: value.extend(b"b")),
+        (deque([[1]], maxlen=3), lambda value: value[0].append(2)),
+        (Point("here", [1]), lambda value: value.seen.append(2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_can_be_written_in_is_copied_and_remains_of_its_kind(value: Any, change: Callable[[Any], object]) -> None:
+    common = row(extra_info={"value": value}, env_kwargs={"values": [value]})
+    before, own = repr(value), own_row(common)
+    for copied in (own.extra_info["value"], own.env_kwargs["values"][0]):
+        assert (type(copied), repr(copied)) == (type(value), before)
+        change(copied)
+        assert repr(copied) != before
+        assert repr(value) == before
+
+
+class Stored:
+    """An array in a file, such as h5py's: it can be read as an array, and not be copied."""
+
+    def __array__(self) -> Any:
+        raise AssertionError("too large to read")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def test_an_array_that_cannot_be_written_in_is_shared() -> None:
+    corpus = np.zeros(2)
+    corpus.flags.writeable = False
+    number = np.float32(1.5)
+    own = own_row(row(extra_info={"corpus": corpus, "number": number, "file": (stored := Stored())}))
+    assert own.extra_info["file"] is stored
+    assert own.extra_info["corpus"] is corpus
+    assert own.extra_info["number"] is number
 
 
 def test_objects_are_kept_and_dictionaries_of_a_kind_remain_of_that_kind() -> None:
