@@ -79,7 +79,7 @@ class StopReason(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """True when the episode could have continued, so a critic must bootstrap instead of using 0."""
+        """True when a budget ended the episode. A critic bootstraps where that left a prompt unanswered."""
         return self in (StopReason.MAX_STEPS, StopReason.MAX_TOKENS)
 
     @property
@@ -166,7 +166,7 @@ class Trajectory:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None  # what raised, for stop == ERROR
     seconds: float = 0.0
-    next_prompt_ids: list[int] = field(default_factory=list)  # truncated: the state it would have gone on from
+    next_prompt_ids: list[int] = field(default_factory=list)  # max_steps: the state it would have gone on from
     opening: list[Message] = field(default_factory=list)  # what the env began with, for people; if it was messages
 
     @property

@@ -32,7 +32,7 @@ class Values:
     """What a critic says about one trajectory."""
 
     per_token: PerToken  # of the state before each response token
-    bootstrap: float | None = None  # of the state a truncated episode would have gone on from; None: not known
+    bootstrap: float | None = None  # of the state a truncated episode would have gone on from; None: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def step_gae(
     advantages = []
     for item in chain.from_iterable(groups):
         values_K = torch.tensor([_values(item).per_token[k][0] for k in item.decisions], dtype=torch.float64)
-        after = _value_after(item, values_K) if bootstrap_truncated else 0.0
+        after = _value_after(item) if bootstrap_truncated else 0.0
         discounts = _step_discounts(item, gamma)
         advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
     return _with_targets(groups, advantages, whiten_batch, Scored.spread, _at_step_starts)
@@ -205,7 +205,7 @@ def token_gae(
     advantages = []
     for item in chain.from_iterable(groups):
         values_K = torch.tensor(list(chain.from_iterable(_values(item).per_token)), dtype=torch.float64)
-        after = _value_after(item, values_K) if bootstrap_truncated else 0.0
+        after = _value_after(item) if bootstrap_truncated else 0.0
         discounts = _token_discounts(item, gamma)
         advantages.append(gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
     return _with_targets(groups, advantages, whiten_batch, Scored.unflatten, _at_every_token)
@@ -235,9 +235,8 @@ def _token_discounts(item: Scored, gamma: float) -> list[float]:
 
 
 def _step_discounts(item: Scored, gamma: float) -> list[float]:
-    """The env does not answer a summary, so none between it and the action after it. Where an episode was cut off
-    before that action, its own value stands for what would have followed (`_value_after`), and undiscounted it would
-    be its own target, whatever it is."""
+    """The env does not answer a summary, so none between it and the action after it. What would have followed an
+    episode that was cut off is discounted always, lest it come at no cost."""
     decisions = item.decisions
     return [1.0 if item.trajectory.steps[k].is_summary and k != decisions[-1] else gamma for k in decisions]
 
@@ -247,14 +246,14 @@ def _values(item: Scored) -> Values:
     return item.values
 
 
-def _value_after(item: Scored, values_K: Tensor) -> float:
-    """Of the state after the last decision: 0 if the episode terminated, else the critic's value there. Where that
-    state is not known (a response cut in half, a prompt that outgrew the context) the value at the last decision has
-    to do: it is the nearest at which the critic was ever trained."""
-    if not item.trajectory.stop.is_truncated:
-        return 0.0
+def _value_after(item: Scored) -> float:
+    """Of the state after the last decision: the critic's value of a prompt that a budget left unanswered, else 0.
+
+    A response cut in half is no action, and a prompt that outgrew the context no state: there is nothing to value. Any
+    stand-in, such as the value at the last decision, makes running over the cheapest way out of every state of which
+    the critic hopes too much."""
     known = _values(item).bootstrap
-    return float(values_K[-1]) if known is None else known
+    return known if item.trajectory.stop.is_truncated and known is not None else 0.0
 
 
 def _constant(item: Scored, value: float) -> Credit:

@@ -108,14 +108,14 @@ def test_gigpo_discounts_nothing_over_a_summary() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
 @pytest.mark.parametrize("last", [None, "whole"])
-def test_what_would_have_followed_is_discounted_also_where_an_episode_is_cut_off_after_a_summary(
+def test_nothing_follows_where_an_episode_outgrew_its_context_after_a_summary_or_an_action(
     name: str, last: SummaryQuality | None
 ) -> None:
     cut = attempt("t", step(1), step(2, summary=last), stop=StopReason.MAX_TOKENS)
     made = get_algorithm(name, gamma=0.5, lam=0.0, whiten_batch=False)
     values = Values(per_token=[[8.0], [8.0]])
     [credited] = assign_credit([Group(row=row(), trajectories=[cut])], made, values=lambda asked: [values])
-    assert credited.advantages == [[-4.0], [-4.0]]  # 0.5 * 8 - 8
+    assert credited.advantages == [[-4.0], [-8.0]]  # 0.5 * 8 - 8, then 0 - 8
 
 
 def test_an_overlong_penalty_is_for_actions() -> None:

@@ -115,7 +115,7 @@ def test_steppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> 
         # 2 + 0.5 * -2.25 = 0.875; plus the values 2.875, 1.75, 2
         (StopReason.ANSWERED, [[0.875, -2.25], [1.0]], [[2.875, 1.75], [2.0]]),
         # cut off where V = 6: the last delta is 2 + 0.5 * 6 - 1 = 4; then -2.5 + 0.25 * 4 = -1.5, 2 - 0.5 * 1.5 = 1.25
-        (StopReason.MAX_TOKENS, [[1.25, -1.5], [4.0]], [[3.25, 2.5], [5.0]]),
+        (StopReason.MAX_STEPS, [[1.25, -1.5], [4.0]], [[3.25, 2.5], [5.0]]),
     ],
 )
 def test_ppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> None:
@@ -125,16 +125,30 @@ def test_ppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> Non
     assert (got.advantages, got.value_targets) == (wanted, targets)
 
 
-@pytest.mark.parametrize(("name", "last"), [("ppo", 4.0), ("steppo", 2.0)])
-def test_where_the_next_state_is_not_known_the_value_at_the_last_decision_stands_for_it(name: str, last: float) -> None:
-    # one step of two tokens, values 2 and 4, reward 1, gamma = lam = 1. PPO's last decision is its last token: the
-    # return is 1 + 4, so 5 - 2 and 5 - 4. StepPO's is the step: 1 + 2 - 2
-    cut = episode([2], 1.0, stop=StopReason.MAX_TOKENS)
+@pytest.mark.parametrize("name", ["ppo", "steppo"])
+@pytest.mark.parametrize("stop", [StopReason.MAX_TOKENS, StopReason.MAX_STEPS])
+def test_an_episode_that_left_no_prompt_unanswered_is_worth_what_it_earned(name: str, stop: StopReason) -> None:
+    # one step of two tokens, values 2 and 4, reward 1, gamma = lam = 1: nothing comes after it, so 1 - 2 and, for PPO,
+    # 1 - 4 at the second token
+    cut = episode([2], 1.0, stop=stop)
     row = get_algorithm(name, gamma=1.0, whiten_batch=False)
     (got,) = assign_credit([group(cut)], row, values=lambda _: [Values(per_token=[[2.0, 4.0]])])
-    assert got.advantages == ([[3.0, 1.0]] if name == "ppo" else [[1.0, 1.0]])
+    assert got.advantages == ([[-1.0, -3.0]] if name == "ppo" else [[-1.0, -1.0]])
     assert got.value_targets is not None
-    assert got.value_targets[0][0] == 1.0 + last
+    assert got.value_targets[0][0] == 1.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "steppo"])
+@given(hope=st.floats(0.0, 1.0), paid=st.floats(0.0, 1.0), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+def test_to_run_over_a_budget_is_never_better_than_to_take_what_there_is(
+    name: str, hope: float, paid: float, gamma: float, lam: float
+) -> None:
+    # However much the critic hopes for: an action that ends the episode with some pay, and a response that never ends.
+    row = get_algorithm(name, gamma=gamma, lam=lam, whiten_batch=False)
+    took, ran_over = episode([1], paid), episode([1], 0.0, stop=StopReason.MAX_TOKENS)
+    said = [Values(per_token=[[hope]]), Values(per_token=[[hope]])]
+    first, second = assign_credit([group(took, ran_over)], row, values=lambda _: said)
+    assert second.advantages[0][0] <= first.advantages[0][0]
 
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])

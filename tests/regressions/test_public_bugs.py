@@ -154,7 +154,7 @@ def test_agent_r1_a_truncated_episode_is_treated_as_terminal(name: str) -> None:
 
     # 1 + 0 - 1 against 1 + 4 - 1
     assert last(StopReason.ANSWERED) == 0.0
-    assert last(StopReason.MAX_STEPS) == last(StopReason.MAX_TOKENS) == 4.0
+    assert last(StopReason.MAX_STEPS) == 4.0
 
 
 def test_agent_r1_the_reward_of_an_empty_response_is_lost() -> None:
