@@ -27,11 +27,6 @@ NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
     "algorithm.kl_horizon": ["algorithm.kl_target"],
     "context.demo_summary": ["sft.demos"],
 }
-# Their ratios are to the learner's own log-probs from before an update. The table of algorithms says so too, but it
-# needs torch.
-OWN_OLD_LOGPROBS = ("gspo", "steppo")
-# Settings that compare with what was before the first update of a batch, so that one update alone sees no difference.
-CLIPS = [f"algorithm.settings.{name}" for name in ("clip_low", "clip_high", "dual_clip")]
 SEVERAL_UPDATES = "learner.num_epochs or learner.num_minibatches above 1"
 STEP_COMPARISON = [f"algorithm.settings.{name}" for name in ("gamma", "anchor", "similarity")]
 REPLACES = {  # a setting -> the one whose place it takes
@@ -124,7 +119,6 @@ def _rules() -> dict[str, tuple[str, Callable[[Tree], bool]]]:
     return {
         **{setting: (" or ".join(names), partial(_has_any, names)) for setting, names in NEEDS.items()},
         "critic.value_clip": (SEVERAL_UPDATES, _updates_again),
-        **dict.fromkeys(CLIPS, (SEVERAL_UPDATES, _can_be_clipped)),
         **dict.fromkeys(STEP_COMPARISON, ("algorithm.settings.step_weight", _compares_steps)),
     }
 
@@ -135,12 +129,6 @@ def _has_any(names: Sequence[str], tree: Tree) -> bool:
 
 def _updates_again(tree: Tree) -> bool:
     return any(_value(tree, f"learner.{name}") not in (None, 1) for name in ("num_epochs", "num_minibatches"))
-
-
-def _can_be_clipped(tree: Tree) -> bool:
-    """Against the sampler's log-probs even the first ratio is not 1, since sampler and learner compute differently."""
-    own = _value(tree, "algorithm.name") in OWN_OLD_LOGPROBS or _value(tree, "correction.kind") is not None
-    return _updates_again(tree) or not own
 
 
 def _compares_steps(tree: Tree) -> bool:

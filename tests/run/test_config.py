@@ -10,9 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from agent_r1.config import RunConfig, load_config, parse_config
-from agent_r1.config_layers import OWN_OLD_LOGPROBS
 from agent_r1.errors import ConfigError
-from agent_r1.learn import ALGORITHMS
 
 MINIMAL = """
 task: {rows: task.rows, reward: task.reward}
@@ -147,13 +145,6 @@ def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(
         (["algorithm.name=ppo", "critic.value_clip=0.5"], "critic.value_clip"),
         (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_epochs=2"], None),
         (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_minibatches=2"], None),
-        (["algorithm.name=steppo", "algorithm.settings.clip_low=0.1"], "algorithm.settings.clip_low"),
-        (["algorithm.name=gspo", "algorithm.settings.clip_high=0.1"], "algorithm.settings.clip_high"),
-        (["algorithm.name=gspo", "algorithm.settings.clip_high=0.1", "learner.num_minibatches=2"], None),
-        # Sampler and learner may disagree, so here ratios are not 1, unless a correction takes the learner's.
-        (["algorithm.name=grpo", "algorithm.settings={clip_high: 0.28, dual_clip: 3}"], None),
-        (["algorithm.settings.dual_clip=3", "correction.kind=truncate"], "algorithm.settings.dual_clip"),
-        (["algorithm.settings.dual_clip=3", "correction.kind=truncate", "learner.num_epochs=2"], None),
         # Without the comparison of steps, gigpo is grpo.
         (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, gamma: 0.9}"], "algorithm.settings.gamma"),
         (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, anchor: prompt}"], "algorithm.settings.anchor"),
@@ -198,10 +189,6 @@ def test_an_override_may_take_back_the_updates_that_a_recipes_clips_are_for(reci
         ConfigError, match=r"critic\.value_clip does nothing without learner\.num_epochs or learner\.num_m"
     ):
         load_config(recipe, ["learner.num_epochs=1", "critic.value_clip=0.2"])
-
-
-def test_the_config_knows_whose_ratios_are_to_the_learners_own_log_probs() -> None:
-    assert sorted(OWN_OLD_LOGPROBS) == sorted(row.name for row in ALGORITHMS.values() if row.own_old_logprobs)
 
 
 def test_a_missing_required_field_is_named(tmp_path: Path) -> None:
