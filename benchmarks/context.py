@@ -123,6 +123,7 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     several = len({run["seed"] for run in runs}) > 1
     names = [f"{run['name']} {run['seed']}" if several else run["name"] for run in runs]
     figure, (success, tokens, seconds) = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    above_all = {"fontsize": 8, "loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}  # hides no bar
     for place, when, color, above in ((0, "before RL", "C7", 0.2), (-1, "after", "C0", -0.2)):
         judged = [run["held_out"][place] for run in runs]
         success.barh(
@@ -135,14 +136,14 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
         )
     success.set_yticks(range(len(runs)), names)
     success.set(xlabel="success on held-out rows, %", xlim=(0, 100))
-    success.legend(fontsize=8, loc="lower left")
+    success.legend(**above_all)
     tokens.barh(names, [run["shown_tokens"] for run in runs], color="C1")
     tokens.set(xlabel="tokens shown in an episode")
     collecting = [run["collect_seconds"] for run in runs]
     seconds.barh(names, collecting, color="C2", label="collecting")
     seconds.barh(names, [run["update_seconds"] for run in runs], left=collecting, color="C3", label="update")
     seconds.set(xlabel="seconds of a training step")
-    seconds.legend(fontsize=8)
+    seconds.legend(**above_all)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     plt.close(figure)

@@ -98,7 +98,8 @@ def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
     kept = ["step", "success", "success_stderr", "reward/mean"]
     kept += [f"episode/{each}" for each in ("steps", "tool_calls", "response_tokens")]
     parts = {key: value for key, value in record.items() if key.startswith(("reward_part/", "success/"))}
-    return {key: record[key] for key in kept} | parts | {"rows": record["group/count"]}
+    stops = {key: value for key, value in record.items() if key.startswith("stop/") and value}
+    return {key: record[key] for key in kept} | parts | stops | {"rows": record["group/count"]}
 
 
 def _split(file: Path) -> dict[str, Any]:
@@ -255,13 +256,21 @@ def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for index, run in enumerate(results["runs"]):
+    names, seeds = (list(dict.fromkeys(run[key] for run in results["runs"])) for key in ("name", "seed"))
+    for run in results["runs"]:
         points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
         steps, success, error = zip(*points, strict=True)
-        label = (
-            run["name"] if len({other["seed"] for other in results["runs"]}) == 1 else f"{run['name']} {run['seed']}"
+        axes.errorbar(
+            steps,
+            success,
+            yerr=error,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=run["name"] if len(seeds) == 1 else f"{run['name']} {run['seed']}",
+            color=f"C{names.index(run['name'])}",
+            linestyle=("-", "--", ":", "-.")[seeds.index(run["seed"]) % 4],
         )
-        axes.errorbar(steps, success, yerr=error, marker="o", markersize=4, capsize=3, label=label, color=f"C{index}")
     zero = 100 * results["start"]["held_out"][0]["success"]
     axes.axhline(zero, color="gray", linestyle=":", label="zero-shot")
     axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))

@@ -53,8 +53,9 @@ def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path
         main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])
 
 
-def test_the_page_shows_the_recorded_results() -> None:
-    page, recorded = (ROOT / "docs" / "context.md").read_text(encoding="utf-8"), "context_alfworld.json"
+@pytest.mark.parametrize("recorded", sorted(file.name for file in RESULTS.glob("context_*.json")))
+def test_the_page_shows_the_recorded_results(recorded: str) -> None:
+    page = (ROOT / "docs" / "context.md").read_text(encoding="utf-8")
     results = json.loads((RESULTS / recorded).read_text(encoding="utf-8"))
     begin, end = marks(recorded)
     shown = page.partition(begin)[2].partition(end)[0]
