@@ -18,6 +18,8 @@ from agent_r1.run.track import program
 
 Record = Mapping[str, Any]  # the metrics of a step
 
+# The setting that a conversation has to outgrow before a policy leaves something out.
+_OUTGROWN = {"window": "turns", "drop_results": "keep", "notes": "turns", "summary": "max_tokens"}
 MANY_SUMMARIES = 0.5  # for each action: prompts are then short of room, not long
 
 
@@ -28,6 +30,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
         *_going_on(run, total, start=start, steps=steps),
         *_failures(run, trained),
         *_summaries(run, trained),
+        *_everything_shown(run, trained),
         *_nothing_learned(trained),
     ]
 
@@ -66,6 +69,25 @@ def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
         return []
     what = f"{written:,} for {actions:,} actions: context.max_tokens={context.max_tokens} leaves little room"
     return [f"summaries   {what}{_prompts_after_summaries(run, trained)}. Raise context.max_tokens"]
+
+
+def _everything_shown(run: RunDir, trained: Sequence[Record]) -> list[str]:
+    """The line on a context policy that might as well not have been there. Of a rewrite, which may add to what is
+    shown, that cannot be told."""
+    context = run.config.context
+    acted = [record for record in trained if record.get("episode/steps", 0.0) > 0]
+    if context.policy == "append" or not acted:
+        return []
+    measured = [record for record in acted if "context/summaries" in record]
+    if not measured:
+        why = f"{run.config.task.flow} says uses_context = True, and does not pass context=self.context to episode.act"
+        return [f"context     {context.policy} was not used: {why}"]
+    hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
+    if hidden or context.policy == "rewrite":
+        return []
+    setting = _OUTGROWN[context.policy]
+    what = f"no conversation outgrew context.{setting}={getattr(context, setting)}, so all was shown, as append does"
+    return [f"context     {context.policy} left nothing out: {what}"]
 
 
 def _prompts_after_summaries(run: RunDir, trained: Sequence[Record]) -> str:
