@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,7 @@ from agent_r1.run.metrics import failed_share
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import program
+from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of a step
 
@@ -50,9 +51,16 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
     failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
     if not any(failed.values()):
         return []
-    where = f"; details in {run.log_file}" if has_text(run.log_file) else ""
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
-    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{_details(run.log_file)}"]
+
+
+def eval_failures(episodes: Sequence[Trajectory], log_file: Path) -> str:
+    """How many episodes of an evaluation failed, and why; empty if none did."""
+    failed = [trajectory for trajectory in episodes if trajectory.stop.is_failure]
+    if not failed:
+        return ""
+    return f"{len(failed)} of {len(episodes)} episodes, mostly: {_short_cause(failed)}{_details(log_file)}"
 
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
@@ -123,12 +131,19 @@ def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
         return ""
     worst = max(kept, key=failed.__getitem__)
     try:
-        errors = commonest_failures(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
+        cause = _short_cause(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
     except DataError as error:  # no reason to end a run that is done
         return f" ({error})"
-    cause = " ".join(errors[0].split())
-    short = cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
-    return f", in step {worst} mostly: {short}"
+    return f", in step {worst} mostly: {cause}"
+
+
+def _short_cause(failed: Iterable[Trajectory]) -> str:
+    cause = " ".join(commonest_failures(failed)[0].split())
+    return cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
+
+
+def _details(log_file: Path) -> str:
+    return f"; details in {log_file}" if has_text(log_file) else ""
 
 
 def has_text(path: Path) -> bool:

@@ -21,7 +21,7 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.batch import merge_steps
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.run.build import build_plan, eval_collector, greedy_collector, load_model, train_collector
-from agent_r1.run.commands import run_training
+from agent_r1.run.commands import run_eval, run_training
 from agent_r1.run.outcomes import Subject
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
@@ -126,6 +126,15 @@ def run(request: pytest.FixtureRequest, recipe: str, tmp_path_factory: pytest.Te
     made = RunDir.create(tmp_path_factory.mktemp("runs") / request.param, chosen)
     run_training(chosen, build_plan(chosen), made, Console(file=io.StringIO()), resume=False)
     return made
+
+
+def test_an_evaluation_says_what_the_policy_did(run: RunDir) -> None:
+    shown = Console(file=io.StringIO(), width=200)
+    run_eval(run.config, run, shown)
+    assert isinstance(shown.file, io.StringIO)
+    told = [line.split()[0] for line in shown.file.getvalue().splitlines() if line.startswith("  context/")]
+    names = ["hidden_messages", "summaries", "bad_summaries"] if run.config.context.policy != "append" else []
+    assert told == [f"context/{name}" for name in names]
 
 
 def test_every_policy_trains_on_exactly_what_it_showed(run: RunDir) -> None:
