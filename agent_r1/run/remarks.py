@@ -19,8 +19,13 @@ from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of a step
 
-# The setting that a conversation has to outgrow before a policy leaves something out.
-_OUTGROWN = {"window": "turns", "drop_results": "keep", "notes": "turns", "summary": "max_tokens"}
+# What a conversation has to outgrow before a policy leaves something out.
+_OUTGROWN = {
+    "window": ("turns",),
+    "drop_results": ("keep",),
+    "notes": ("turns",),
+    "summary": ("max_tokens", "keep_turns"),
+}
 MANY_SUMMARIES = 0.5  # for each action: prompts are then short of room, not long
 
 
@@ -93,9 +98,10 @@ def _everything_shown(run: RunDir, trained: Sequence[Record]) -> list[str]:
     hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
     if hidden or context.policy == "rewrite":
         return []
-    setting = _OUTGROWN[context.policy]
-    what = f"no conversation outgrew context.{setting}={getattr(context, setting)}, so all was shown, as append does"
-    return [f"context     {context.policy} left nothing out: {what}"]
+    settings = " and ".join(f"context.{name}={getattr(context, name)}" for name in _OUTGROWN[context.policy])
+    return [
+        f"context     {context.policy} showed everything, as append does: no conversation was too long for {settings}"
+    ]
 
 
 def _prompts_after_summaries(run: RunDir, trained: Sequence[Record]) -> str:

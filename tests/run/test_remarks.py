@@ -123,10 +123,13 @@ def showed(step: int, *, hidden: float | None, actions: float = 3.0) -> dict[str
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (("policy=window", "turns=20"), "turns=20"),
-        (("policy=drop_results", "keep=9"), "keep=9"),
-        (("policy=notes", "turns=8"), "turns=8"),
-        (("policy=summary", "max_tokens=40", "summary_tokens=8"), "max_tokens=40"),
+        (("policy=window", "turns=20"), "context.turns=20"),
+        (("policy=drop_results", "keep=9"), "context.keep=9"),
+        (("policy=notes", "turns=8"), "context.turns=8"),
+        (
+            ("policy=summary", "max_tokens=40", "summary_tokens=8"),
+            "context.max_tokens=40 and context.keep_turns=1",
+        ),
     ],
 )
 def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(
@@ -134,8 +137,7 @@ def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(
 ) -> None:
     run, policy = showing(tmp_path, *settings), settings[0].removeprefix("policy=")
     assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.0)) == [
-        f"context     {policy} left nothing out: no conversation outgrew context.{setting}, so all was shown, as "
-        "append does"
+        f"context     {policy} showed everything, as append does: no conversation was too long for {setting}"
     ]
     assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.1)) == []
     assert said(run, showed(1, hidden=None, actions=0.0)) == []  # nobody acted
