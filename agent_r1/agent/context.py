@@ -196,6 +196,9 @@ class Rewrite(ContextPolicy):
                 _as_json(message)
             except (TypeError, ValueError) as error:
                 raise DataError(f"rewrite {name!r} returned a message that is not JSON: {error}") from error
+            content = message.get("content")
+            if not isinstance(content, str | list | tuple | None):
+                raise DataError(f"rewrite {name!r} returned a message whose content is {content!r:.80}, not a text")
         if made[-1]["role"] == "assistant":
             raise DataError(
                 f"rewrite {name!r} returned messages that end with the assistant's; the next one is the model's"

@@ -21,7 +21,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from agent_r1.agent.registry import Registry
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
 
 EnvClass = TypeVar("EnvClass", bound="type[AgentEnv]")
@@ -88,10 +88,13 @@ async def ask(env: AgentEnv, given: TaskRow | Action) -> Any:
 
 def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
     """ConfigError for settings that the class does not take, or takes as something else."""
+    signature = inspect.signature(cls)
     try:
-        inspect.signature(cls).bind(**kwargs)
+        signature.bind(**kwargs)
     except TypeError as error:
-        raise ConfigError(f"env {name!r} does not accept these env_kwargs: {error}") from error
+        unknown = [key for key in kwargs if isinstance(key, str) and key not in signature.parameters]
+        hint = f".{did_you_mean(unknown[0], signature.parameters)}" if unknown else ""
+        raise ConfigError(f"env {name!r} does not accept these env_kwargs: {error}{hint}") from error
     takes = _simple_settings(cls)
     for key in kwargs.keys() & takes.keys():
         kinds, given = takes[key], type(kwargs[key])
@@ -207,6 +210,7 @@ def check_transition(value: object, source: str) -> None:
     """All but its observation, which nobody reads where the episode has ended."""
     if not isinstance(value, Transition):
         raise TypeError(f"{source} returned {_brief(value)} instead of a Transition")
+    check_truth(value.terminated, source, "a Transition", "terminated")
     fields = (
         ("reward", Real, "a number"),
         ("feedback", str, "a text"),
@@ -220,6 +224,12 @@ def check_transition(value: object, source: str) -> None:
     for place, call in enumerate(value.calls):
         if not isinstance(call, ToolCallRecord):
             raise wrong(source, "a Transition", f"calls[{place}]", call, "a ToolCallRecord")
+
+
+def check_truth(value: object, source: str, made: str, field: str) -> None:
+    """Numpy's True is one, too. A text is not: "false" would count as true, and end the episode."""
+    if value not in (True, False):
+        raise wrong(source, made, field, value, "true or false")
 
 
 def wrong(source: str, made: str, field: str, value: object, expected: str) -> TypeError:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
-from agent_r1.agent.env import AgentEnv, wrong
+from agent_r1.agent.env import AgentEnv, check_truth, wrong
 from agent_r1.types import Action, Message, Observation, TaskRow, Transition
 
 
@@ -69,12 +69,13 @@ class TextEnv(AgentEnv):
         ):
             if not isinstance(getattr(reply, name), kind):
                 raise wrong(f"{type(self).__name__}.reply", "a Reply", name, getattr(reply, name), expected)
+        check_truth(reply.done, f"{type(self).__name__}.reply", "a Reply", "done")
         said = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
         return Transition(
             observation=None if reply.done else Observation(messages=self._messages),
             reward=reply.reward,
-            terminated=reply.done,
+            terminated=bool(reply.done),
             feedback=reply.text,
             info=reply.info,
         )

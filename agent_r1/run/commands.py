@@ -40,7 +40,7 @@ from agent_r1.run.interrupt import interruptible
 from agent_r1.run.log import logging_to
 from agent_r1.run.metrics import Metrics, rollout_metrics
 from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
-from agent_r1.run.remarks import has_text, remarks
+from agent_r1.run.remarks import eval_failures, has_text, remarks
 from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.sft import warm_start
@@ -283,11 +283,12 @@ async def _kept_eval(
     result = await _evaluate(config, task, rows, load_model(config, path), console)
     record = EvalRecord(subject=subject, outcomes=_outcomes(result.groups, task.success_reward), metrics=result.metrics)
     record.save(file)
-    _show_evaluation(record, config.eval, file, console)
+    failures = eval_failures([t for group in result.groups for t in group.trajectories], run.log_file)
+    _show_evaluation(record, config.eval, file, console, failures)
     return result
 
 
-def _show_evaluation(record: EvalRecord, settings: EvalConfig, file: Path, console: Console) -> None:
+def _show_evaluation(record: EvalRecord, settings: EvalConfig, file: Path, console: Console, failures: str) -> None:
     metrics, subject = record.metrics, record.subject
     console.print(f"[bold]success {eval_summary(metrics)}[/]  ({_how(settings)})", highlight=False, soft_wrap=True)
     console.print(Text(f"  {'panel':26s} {subject.panel} (split {subject.split})"))
@@ -296,9 +297,13 @@ def _show_evaluation(record: EvalRecord, settings: EvalConfig, file: Path, conso
         console.print(Text(f"  {measure:26s} {mean:.3f} +- {error:.3f}"))
     for measure in ("episode/steps", "episode/tool_calls", "episode/bad_calls", "episode/response_tokens"):
         console.print(Text(f"  {measure:26s} {metrics[measure]:.3f}"))
+    for measure in (name for name in metrics if name.startswith("context/")):  # where a policy chose what was shown
+        console.print(Text(f"  {measure:26s} {metrics[measure]:.3f}"))
     for stop, share in metrics.items():
         if stop.startswith("stop/") and share > 0:
             console.print(Text(f"  {stop:26s} {share:.1%}"))
+    if failures:
+        console.print(Text(f"  {'failed':26s} {failures}"), soft_wrap=True)
     console.print(Text(f"  kept in {file}; compare it: {program()} compare {file} OTHER"), soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, with_text
@@ -30,7 +30,9 @@ def context_maker(config: RunConfig) -> Callable[[], ContextPolicy] | None:
     context = config.context
     if context.policy == "append":
         return None
-    _check_env_repeats(config)
+    task = config.task
+    env: type[AgentEnv] = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
+    check_env_repeats(env, task.env_kwargs, config)
     settings: dict[str, Any] = context.model_dump(exclude={"policy", "demo_summary"})
     if context.policy == "rewrite":
         settings["function"] = message_function(config, "context.function", context.function)
@@ -39,12 +41,12 @@ def context_maker(config: RunConfig) -> Callable[[], ContextPolicy] | None:
     return lambda: _POLICIES[context.policy](**settings)
 
 
-def _check_env_repeats(config: RunConfig) -> None:
-    """An env that says "as above" of what is not shown says nothing. What a rewrite shows, only its author knows."""
-    task, policy = config.task, config.context.policy
-    env: type[AgentEnv] = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
+def check_env_repeats(env: type[AgentEnv], kwargs: Mapping[str, Any], config: RunConfig) -> None:
+    """An env that says "as above" of what is not shown says nothing. What a rewrite shows, only its author knows.
+    Rows may choose another env than the recipe, or set it to something else."""
+    policy = config.context.policy
     for name, needed in env.if_forgotten.items():
-        if policy != "rewrite" and task.env_kwargs.get(name) != needed:
+        if policy not in ("append", "rewrite") and kwargs.get(name) != needed:
             raise ConfigError(
                 f"context.policy={policy} leaves out earlier messages, and {env.__name__} does not show again what "
                 f"stands in them: set task.env_kwargs.{name}={json.dumps(needed)}, or use context.policy=append"

@@ -1,11 +1,13 @@
-"""Ctrl-C and SIGTERM: what runs may save what it has and end; a second signal ends it at once."""
+"""Ctrl-C and SIGTERM: what runs may save what it has and end; a second signal ends it at once, a third in any case."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ from agent_r1.config import RunConfig
 from agent_r1.run.rng import deterministic
 
 T = TypeVar("T")
+
+SAME_SECONDS = 1.0  # what comes so soon after a signal is the same one: terminals and launchers both send it
 
 
 class Interrupted(Exception):
@@ -29,6 +33,7 @@ class Interrupted(Exception):
 def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callable[[], str]) -> T:
     """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
     received: list[int] = []
+    second = _Second()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     loop = asyncio.new_event_loop()
@@ -37,11 +42,13 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callabl
     def stop(number: int) -> None:
         received.append(number)
         loop.remove_signal_handler(number)
+        signal.signal(number, second)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
             loop.add_signal_handler(number, stop, number)
+            signal.signal(number, second)  # the loop hears of it all the same, when it gets to it
     try:
         with deterministic(config.trainer.deterministic):
             return loop.run_until_complete(task)
@@ -51,6 +58,33 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callabl
         raise Interrupted(received[0], kept()) from None
     finally:
         _close(loop)
+        second.give_way()
+
+
+class _Second:
+    """Handles signals where the event loop cannot, because an env or another function of the user's blocks it: the
+    first is left to the loop, and a later one ends the program. A KeyboardInterrupt may be held up even then: its flow
+    awaits the end of its env, and the next env blocks the loop. So after that the system ends the program."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None  # when it came
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._first = now if self._first is None else self._first
+        if now - self._first <= SAME_SECONDS:
+            return
+        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.raise_signal(number)
+
+    def give_way(self) -> None:
+        with suppress(ValueError):  # not the main thread: it was never in charge
+            if signal.getsignal(signal.SIGTERM) is self:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if signal.getsignal(signal.SIGINT) in (self, signal.SIG_DFL):
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,9 +15,17 @@ from agent_r1.run.metrics import failed_share
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.track import program
+from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of a step
 
+# What a conversation has to outgrow before a policy leaves something out.
+_OUTGROWN = {
+    "window": ("turns",),
+    "drop_results": ("keep",),
+    "notes": ("turns",),
+    "summary": ("max_tokens", "keep_turns"),
+}
 MANY_SUMMARIES = 0.5  # for each action: prompts are then short of room, not long
 
 
@@ -28,6 +36,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
         *_going_on(run, total, start=start, steps=steps),
         *_failures(run, trained),
         *_summaries(run, trained),
+        *_everything_shown(run, trained),
         *_nothing_learned(trained),
     ]
 
@@ -47,9 +56,16 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
     failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
     if not any(failed.values()):
         return []
-    where = f"; details in {run.log_file}" if has_text(run.log_file) else ""
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
-    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{where}"]
+    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{_details(run.log_file)}"]
+
+
+def eval_failures(episodes: Sequence[Trajectory], log_file: Path) -> str:
+    """How many episodes of an evaluation failed, and why; empty if none did."""
+    failed = [trajectory for trajectory in episodes if trajectory.stop.is_failure]
+    if not failed:
+        return ""
+    return f"{len(failed)} of {len(episodes)} episodes, mostly: {_short_cause(failed)}{_details(log_file)}"
 
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
@@ -66,6 +82,26 @@ def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
         return []
     what = f"{written:,} for {actions:,} actions: context.max_tokens={context.max_tokens} leaves little room"
     return [f"summaries   {what}{_prompts_after_summaries(run, trained)}. Raise context.max_tokens"]
+
+
+def _everything_shown(run: RunDir, trained: Sequence[Record]) -> list[str]:
+    """The line on a context policy that might as well not have been there. Of a rewrite, which may add to what is
+    shown, that cannot be told."""
+    context = run.config.context
+    acted = [record for record in trained if record.get("episode/steps", 0.0) > 0]
+    if context.policy == "append" or not acted:
+        return []
+    measured = [record for record in acted if "context/summaries" in record]
+    if not measured:
+        why = f"{run.config.task.flow} says uses_context = True, and does not pass context=self.context to episode.act"
+        return [f"context     {context.policy} was not used: {why}"]
+    hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
+    if hidden or context.policy == "rewrite":
+        return []
+    settings = " and ".join(f"context.{name}={getattr(context, name)}" for name in _OUTGROWN[context.policy])
+    return [
+        f"context     {context.policy} showed everything, as append does: no conversation was too long for {settings}"
+    ]
 
 
 def _prompts_after_summaries(run: RunDir, trained: Sequence[Record]) -> str:
@@ -101,12 +137,19 @@ def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
         return ""
     worst = max(kept, key=failed.__getitem__)
     try:
-        errors = commonest_failures(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
+        cause = _short_cause(t for t in read_trajectories(files[worst]) if t.stop.is_failure)
     except DataError as error:  # no reason to end a run that is done
         return f" ({error})"
-    cause = " ".join(errors[0].split())
-    short = cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
-    return f", in step {worst} mostly: {short}"
+    return f", in step {worst} mostly: {cause}"
+
+
+def _short_cause(failed: Iterable[Trajectory]) -> str:
+    cause = " ".join(commonest_failures(failed)[0].split())
+    return cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
+
+
+def _details(log_file: Path) -> str:
+    return f"; details in {log_file}" if has_text(log_file) else ""
 
 
 def has_text(path: Path) -> bool:

@@ -21,7 +21,7 @@ from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RunConfig
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.rollout.reward import Scorer, check_reward_signature
-from agent_r1.run.context import check_flow, context_maker
+from agent_r1.run.context import check_env_repeats, check_flow, context_maker
 from agent_r1.run.resolve import import_recipe, make_importable, recipe_folder, resolve
 from agent_r1.tasks.rows import FORMATS, load_rows
 from agent_r1.types import TaskRow
@@ -80,6 +80,7 @@ def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], 
             raise ConfigError(
                 "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
             )
+        check_env_repeats(env, kwargs, config)
         return make(env, env_type or task.env, kwargs)
 
     def make_flow(row: TaskRow) -> AgentFlowBase:

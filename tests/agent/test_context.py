@@ -307,6 +307,7 @@ def test_a_rewrite_may_leave_out_what_is_not_json() -> None:
         ([], r"returned \[\]; it must return a list of at least one"),
         (["hello"], "returned 'hello' among its messages"),
         ([{"content": "x"}], "each is a dict with a role"),
+        ([{"role": "user", "content": 3}], "returned a message whose content is 3, not a text"),
         ([said("user", b"x")], "not JSON"),
         ([TASK, said("assistant", "so")], "end with the assistant's"),
     ],

@@ -46,6 +46,8 @@ def test_unknown_names_and_settings_are_config_errors() -> None:
         env_class("count_for_test")
     with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'"):
         make_env(CountEnv, "count_for_tests", {"limt": 5})
+    with pytest.raises(ConfigError, match=r"'limt'\. Did you mean 'limit'\? Choose one of: limit$"):
+        make_env(CountEnv, "count_for_tests", {"limt": 5})
 
 
 class Set(CountEnv):
@@ -149,6 +151,7 @@ CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
         (ended(calls=(CALL, None)), "whose calls[1] is NoneType None; it must be a ToolCallRecord"),
         (ended(calls=None), "whose calls is NoneType None; it must be a tuple of ToolCallRecord"),
         (ended(stop="done"), "whose stop is str 'done'; it must be a StopReason, as StopReason.ANSWERED is"),
+        (Transition(terminated="no"), "whose terminated is str 'no'; it must be true or false"),  # type: ignore[arg-type]
         (ended(info={"a": {1}}), "what Odd.step returned cannot be kept with the trajectory: info and arguments"),
         (shown(messages=["hi"]), "Odd returned an Observation whose messages[0] is str 'hi'; it must be a dict with"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_r1.agent import Reply, TextEnv, check_env
@@ -107,6 +108,8 @@ def test_a_reply_that_is_none_is_refused() -> None:
         ("text", 5, "int 5; it must be a text"),
         ("info", None, "NoneType None; it must be a dict"),
         ("reward", "1", "str '1'; it must be a number"),
+        ("done", "false", "str 'false'; it must be true or false"),
+        ("done", None, "NoneType None; it must be true or false"),
     ],
 )
 def test_a_field_of_a_reply_that_is_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
@@ -130,3 +133,16 @@ def test_a_world_without_its_two_methods_cannot_be_made() -> None:
 
     with pytest.raises(TypeError, match="reply"):
         Half()  # type: ignore[abstract]
+
+
+def test_a_world_may_end_with_the_truth_of_numpy() -> None:
+    class Measured(Counter):
+        def reply(self, said: str) -> Reply:
+            return Reply(done=np.bool_(said == "stop"))  # type: ignore[arg-type]
+
+    async def play() -> list[bool]:
+        env = Measured()
+        await env.reset(ROW)
+        return [(await env.step(act(said))).terminated for said in ("go", "stop")]
+
+    assert asyncio.run(play()) == [False, True]

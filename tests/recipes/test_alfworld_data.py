@@ -113,6 +113,10 @@ def test_other_rules_and_missing_games_are_told(released: Files, tmp_path: Path)
         data.entries("valid_sen", tmp_path / "none")
     with pytest.raises(DataError, match="has no ALFWorld games"):
         data.games_file(str(tmp_path))
+    with pytest.raises(DataError, match=r"data\.path='.*none': there is no such folder or file"):
+        data.games_file(str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"no file of ALFWorld games at .*none: it is gone, or the rows were made"):
+        data.load_game(str(tmp_path / "none"), "train/some/game", "0" * 12)
     name, content = next(iter(released.items()))
     for key, what in (("pddl_domain", "domain"), ("grammar", "grammar")):
         game = json.loads(content)

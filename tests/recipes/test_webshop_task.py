@@ -210,6 +210,8 @@ def test_the_benchmark_runs_on_a_small_folder(tmp_path: Path) -> None:
 def test_missing_and_wrong_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no items_shuffle_1000.json or documents_1k.jsonl .*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path))
+    with pytest.raises(DataError, match=r"none, which is no folder\. Fetch it: agent-r1 data recipe"):
+        task.rows("test", path=str(tmp_path / "none"))
     (tmp_path / data.ITEMS).write_text("<html>")
     with pytest.raises(DataError, match=r"no items_ins_v2_1000\.json"):
         task.rows("test", path=str(tmp_path))

@@ -21,7 +21,7 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.batch import merge_steps
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.run.build import build_plan, eval_collector, greedy_collector, load_model, train_collector
-from agent_r1.run.commands import run_training
+from agent_r1.run.commands import run_eval, run_training
 from agent_r1.run.outcomes import Subject
 from agent_r1.run.records import read_trajectories
 from agent_r1.run.run_dir import RunDir
@@ -45,7 +45,7 @@ engine: {threads: 1, max_cached_tokens: 8192}
 eval: {rows: 2}
 """
 TASK = """
-from agent_r1.agent import AgentEnvLoop, AgentFlowBase, Reply, TextEnv
+from agent_r1.agent import AgentEnv, AgentEnvLoop, AgentFlowBase, Reply, TextEnv
 from agent_r1.types import Observation, StopReason, TaskRow
 from tests.run.mini.task import make_model as make_model
 
@@ -79,6 +79,7 @@ def nonsense(messages):
 def no_arguments():
     return ""
 
+@AgentEnv.register("terse_of_a_row")
 class Terse(Walk):
     if_forgotten = {"whole": True}
 
@@ -125,6 +126,15 @@ def run(request: pytest.FixtureRequest, recipe: str, tmp_path_factory: pytest.Te
     made = RunDir.create(tmp_path_factory.mktemp("runs") / request.param, chosen)
     run_training(chosen, build_plan(chosen), made, Console(file=io.StringIO()), resume=False)
     return made
+
+
+def test_an_evaluation_says_what_the_policy_did(run: RunDir) -> None:
+    shown = Console(file=io.StringIO(), width=200)
+    run_eval(run.config, run, shown)
+    assert isinstance(shown.file, io.StringIO)
+    told = [line.split()[0] for line in shown.file.getvalue().splitlines() if line.startswith("  context/")]
+    names = ["hidden_messages", "summaries", "bad_summaries"] if run.config.context.policy != "append" else []
+    assert told == [f"context/{name}" for name in names]
 
 
 def test_every_policy_trains_on_exactly_what_it_showed(run: RunDir) -> None:
@@ -300,6 +310,27 @@ def test_an_env_that_does_not_repeat_itself_needs_other_settings_where_messages_
     for more in ([], ["task.env_kwargs.whole=false"]):
         with pytest.raises(ConfigError, match=told):
             build(*more)
+
+
+def test_so_does_one_that_a_row_chooses_or_sets(recipe: str) -> None:
+    told = "context.policy=window leaves out .*, and Terse does not"
+    chosen = {"env_type": "terse_of_a_row"}
+    cases: list[tuple[list[str], dict[str, Any], bool]] = [
+        ([], chosen, False),
+        ([], {**chosen, "whole": True}, True),
+        (["task.env=task.Terse", "task.env_kwargs.whole=true"], {}, True),
+        (["task.env=task.Terse", "task.env_kwargs.whole=true"], {"whole": False}, False),
+    ]
+    for settings, env_kwargs, fits in cases:
+        task, asked = build_task(config(recipe, "window", *settings)), TaskRow(prompt=[], env_kwargs=env_kwargs)
+        if fits:
+            task.make_flow(asked).make_env(asked)
+            continue
+        with pytest.raises(ConfigError, match=told):
+            task.make_flow(asked).make_env(asked)
+    for policy in ("append", "rewrite"):
+        task, asked = build_task(config(recipe, policy)), TaskRow(prompt=[], env_kwargs=chosen)
+        task.make_flow(asked).make_env(asked)
 
 
 def test_what_a_rewrite_leaves_out_is_its_authors_to_know(recipe: str) -> None:

@@ -145,6 +145,10 @@ def test_an_evaluation_logs_the_failures_of_its_episodes_to_the_run(cli: Cli, fo
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.out + ended.err
     assert "KeyError" in (run / "run.log").read_text(encoding="utf-8")
+    [line] = [line for line in ended.out.splitlines() if line.startswith("  failed ")]
+    assert " of 3 episodes, mostly: " in line
+    assert "KeyError" in line
+    assert line.endswith(f"; details in {run / 'run.log'}")
 
 
 def test_what_cannot_be_logged_to_the_run_is_still_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

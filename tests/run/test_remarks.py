@@ -110,6 +110,53 @@ def test_without_episodes_that_can_be_read_many_summaries_are_told_all_the_same(
     assert str(run.trajectories_file("train", 1)) in line
 
 
+def showing(tmp_path: Path, *context: str) -> RunDir:
+    settings = [f"context.{setting}" for setting in context]
+    return RunDir.create(tmp_path / "-".join(context), load_config(MINI, ["sft.demos=null", *settings]))
+
+
+def showed(step: int, *, hidden: float | None, actions: float = 3.0) -> dict[str, float]:
+    told = {} if hidden is None else {"context/hidden_messages": hidden, "context/summaries": 0.0}
+    return {**record(step), "episode/steps": actions, **told}
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (("policy=window", "turns=20"), "context.turns=20"),
+        (("policy=drop_results", "keep=9"), "context.keep=9"),
+        (("policy=notes", "turns=8"), "context.turns=8"),
+        (
+            ("policy=summary", "max_tokens=40", "summary_tokens=8"),
+            "context.max_tokens=40 and context.keep_turns=1",
+        ),
+    ],
+)
+def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(
+    tmp_path: Path, settings: tuple[str, ...], setting: str
+) -> None:
+    run, policy = showing(tmp_path, *settings), settings[0].removeprefix("policy=")
+    assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.0)) == [
+        f"context     {policy} showed everything, as append does: no conversation was too long for {setting}"
+    ]
+    assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.1)) == []
+    assert said(run, showed(1, hidden=None, actions=0.0)) == []  # nobody acted
+
+
+def test_a_policy_that_the_flow_never_asked_is_told(tmp_path: Path, run: RunDir) -> None:
+    [line] = said(showing(tmp_path, "policy=window"), showed(1, hidden=None))
+    assert line == (
+        "context     window was not used: agent_env_loop says uses_context = True, and does not pass "
+        "context=self.context to episode.act"
+    )
+    assert said(run, showed(1, hidden=None)) == []  # append: there is none
+
+
+def test_a_rewrite_that_leaves_nothing_out_may_have_added_something(tmp_path: Path) -> None:
+    rewriting = showing(tmp_path, "policy=rewrite", "function=task.rewrite")
+    assert said(rewriting, showed(1, hidden=0.0)) == []
+
+
 def test_how_to_go_on(run: RunDir) -> None:
     [left] = said(run, record(1), steps=1)
     assert left.endswith(f"train --resume {run.path} (trainer.max_minutes ran out, steps left: 3)")

@@ -119,6 +119,8 @@ def _fetched() -> Path:
 
 def _made_of(path: str) -> Path:
     given = Path(path).expanduser()
+    if not given.exists():
+        raise DataError(f"data.path={path!r}: there is no such folder or file")
     if (given / FILE).is_file():
         return given / FILE
     source = source_in(given)
@@ -284,6 +286,8 @@ def count_games(file: Path) -> Counter[str]:
 @contextmanager
 def _open(file: Path) -> Iterator[sqlite3.Connection]:
     """A connection for one question: cheap, and nothing that a forked process could inherit."""
+    if not file.is_file():
+        raise DataError(f"there is no file of ALFWorld games at {file}: it is gone, or the rows were made elsewhere")
     games = sqlite3.connect(f"file:{quote(str(file))}?mode=ro&immutable=1", uri=True)
     try:
         yield games

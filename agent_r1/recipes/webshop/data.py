@@ -136,8 +136,9 @@ def _read_catalogue(folder: Path) -> Catalogue:
     file, mined = _products_file(folder), plain_or_gzipped(folder / ATTRIBUTES)
     if file is None or mined is None:
         missing = f"{ITEMS} or {DOCUMENTS}" if file is None else ATTRIBUTES
+        where = str(folder) if folder.is_dir() else f"{folder}, which is no folder"
         raise DataError(
-            f"there is no {missing} (or the same with .gz) in {folder}. Fetch it: agent-r1 data recipe {FOLDER}, or "
+            f"there is no {missing} (or the same with .gz) in {where}. Fetch it: agent-r1 data recipe {FOLDER}, or "
             f"set data.path to a folder that has the products and {ATTRIBUTES}"
         )
     human = plain_or_gzipped(folder / HUMAN)
