@@ -79,7 +79,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
     with run.locked(), logging_to(run.log_file), closing(plan.task):
-        return interruptible(_train(config, plan, run, console, resume=resume), config, kept)
+        return interruptible(_train(config, plan, run, console, resume=resume), config, console, kept)
 
 
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
@@ -201,7 +201,7 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
         return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
 
     with run.locked(), logging_to(run.log_file), closing(task):
-        return interruptible(_sft(config, task, run, console, given), config, kept)
+        return interruptible(_sft(config, task, run, console, given), config, console, kept)
 
 
 async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, given: Sequence[str]) -> Path:
@@ -263,7 +263,8 @@ def run_eval(
 ) -> Evaluation:
     """Evaluate the run's newest checkpoint, or another `model` in its place, and keep the result in `run`."""
     with logging_to(run.log_file):
-        return interruptible(_eval(config, run, console, model, name), config, lambda: "the evaluation was not kept")
+        evaluated = _eval(config, run, console, model, name)
+        return interruptible(evaluated, config, console, lambda: "the evaluation was not kept")
 
 
 async def _eval(config: RunConfig, run: RunDir, console: Console, model: str | None, name: str | None) -> Evaluation:
@@ -348,7 +349,7 @@ def run_collect(
         return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
 
     with run.locked(), logging_to(run.log_file), closing(task):
-        return interruptible(_collect(config, task, rows, run, console, given), config, kept)
+        return interruptible(_collect(config, task, rows, run, console, given), config, console, kept)
 
 
 async def _collect(

@@ -7,14 +7,18 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from agent_r1.agent.guard import CANCEL_SECONDS
 from agent_r1.config import RunConfig
 from agent_r1.run.rng import deterministic
+from agent_r1.run.watch import blocking_told
 
 T = TypeVar("T")
 
@@ -30,7 +34,7 @@ class Interrupted(Exception):
         self.kept = kept
 
 
-def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callable[[], str]) -> T:
+def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Console, kept: Callable[[], str]) -> T:
     """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
     received: list[int] = []
     second = _Second()
@@ -50,7 +54,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, kept: Callabl
             loop.add_signal_handler(number, stop, number)
             signal.signal(number, second)  # the loop hears of it all the same, when it gets to it
     try:
-        with deterministic(config.trainer.deterministic):
+        with deterministic(config.trainer.deterministic), blocking_told(loop, partial(_warn, console)):
             return loop.run_until_complete(task)
     except asyncio.CancelledError:
         if not received:
@@ -85,6 +89,10 @@ class _Second:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if signal.getsignal(signal.SIGINT) in (self, signal.SIG_DFL):
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _warn(console: Console, line: str) -> None:
+    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

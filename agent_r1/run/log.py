@@ -9,11 +9,14 @@ from pathlib import Path
 
 from agent_r1.errors import RolloutError
 
+PRINTED_CHARS = 16 * 2**20  # kept of what env processes print; it may be without end
+_WORKERS = "agent_r1.agent.workers"
+
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Tracebacks of failed episodes and what env processes print go there; an end by too many failures says so."""
-    package, workers = logging.getLogger("agent_r1"), logging.getLogger("agent_r1.agent.workers")
+    package, workers = logging.getLogger("agent_r1"), logging.getLogger(_WORKERS)
     before = package.propagate, workers.level
     handler: logging.Handler
     try:
@@ -21,6 +24,7 @@ def logging_to(path: Path) -> Iterator[None]:
     except OSError:  # somebody else's run, which may be evaluated and talked to but not written to
         handler, size = logging.StreamHandler(), 0
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(_Printed())
     package.addHandler(handler)
     package.propagate = False
     workers.setLevel(logging.INFO)
@@ -35,3 +39,19 @@ def logging_to(path: Path) -> Iterator[None]:
         handler.close()
         package.propagate, level = before
         workers.setLevel(level)
+
+
+class _Printed(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = PRINTED_CHARS
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(_WORKERS) or record.levelno > logging.INFO:
+            return True
+        if self._left < 0:
+            return False
+        self._left -= len(record.getMessage())
+        if self._left < 0:
+            record.msg, record.args = "env processes print more than %d characters: no more is kept", (PRINTED_CHARS,)
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -220,3 +221,23 @@ def test_envs_are_checked_before_there_is_a_process(folder: Path) -> None:
         build_plan(config(folder, "task.env=tool", "task.tools=[task.Heavy]"))
     build_plan(config(folder))
     assert env_processes() == []
+
+
+def test_the_log_keeps_a_part_of_what_env_processes_print_and_all_of_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_r1.run.log.PRINTED_CHARS", 100)
+    with logging_to(tmp_path / "log"):
+        logger = logging.getLogger("agent_r1.agent.workers.process")
+        for number in range(20):
+            logger.info("printed by env process %d: %s", 1, f"line {number} of very many")
+        logger.warning("an env process died")
+        logging.getLogger("agent_r1.run").warning("more")
+    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "line 0 of very many",
+        "line 1 of very many",
+        "no more is kept",
+        "an env process died",
+        "more",
+    ]

@@ -1,0 +1,74 @@
+"""An env that blocks the event loop is named; nothing else that takes long is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from agent_r1.agent.env import AgentEnv, ask
+from agent_r1.agent.text_env import Reply, TextEnv
+from agent_r1.run.watch import blocking_told
+from agent_r1.types import Action, Observation, TaskRow, Transition
+from tests.agent.worker_worlds import row
+
+SECONDS = 0.2
+ACTION = Action(text="wait", token_ids=[1])
+
+
+class Blocks(AgentEnv):
+    async def reset(self, row: TaskRow) -> Observation:
+        await asyncio.sleep(3 * SECONDS)  # which holds up nobody
+        return Observation(text="go")
+
+    async def step(self, action: Action) -> Transition:
+        rest()
+        return Transition(terminated=True)
+
+
+class BlocksInReply(TextEnv):
+    def begin(self, row: TaskRow) -> str:
+        return "go"
+
+    def reply(self, said: str) -> Reply:
+        rest()
+        return Reply(text="done", done=True)
+
+
+def rest() -> None:
+    time.sleep(5 * SECONDS)
+
+
+def told(work: Coroutine[Any, Any, Any]) -> list[str]:
+    lines: list[str] = []
+    loop = asyncio.new_event_loop()
+    with blocking_told(loop, lines.append, SECONDS):
+        loop.run_until_complete(work)
+    loop.close()
+    return lines
+
+
+async def one_episode(env: AgentEnv) -> None:
+    await ask(env, row())
+    await ask(env, ACTION)
+
+
+@pytest.mark.parametrize("env", [Blocks(), BlocksInReply()])
+def test_an_env_that_blocks_is_named_once_with_its_line(env: AgentEnv) -> None:
+    (line,) = told(one_episode(env))
+    assert line.startswith(f"{type(env).__name__}.step (test_watch.py, line ")
+    assert "task.workers.processes=4" in line
+
+
+def test_what_waits_without_blocking_and_what_blocks_without_an_env_is_not_told() -> None:
+    async def waits() -> None:
+        await ask(Blocks(), row())
+
+    async def learns() -> None:
+        rest()
+
+    assert told(waits()) == []
+    assert told(learns()) == []
