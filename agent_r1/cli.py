@@ -7,6 +7,7 @@ slow to import is imported by the command that needs it.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -247,6 +248,9 @@ def chat_command(
 
     sampling = ("eval.temperature=", "eval.top_p=", "eval.top_k=")
     allowed, form = (*sampling, *ASKING, ON_DEVICE), f"eval.temperature, eval.top_p, eval.top_k, {ASKING_FORM}"
+    said = [word for word in overrides or [] if "=" not in word]
+    if said:
+        raise ConfigError(f"{' '.join(said)!r} is no setting; to ask it, write --ask {shlex.quote(' '.join(said))}")
     directory = RunDir.open(run)
     config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
     with logging_to(directory.log_file):

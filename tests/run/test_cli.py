@@ -109,6 +109,7 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
             ("chat", described, "eval.samples=3"),  # which would do nothing
             "only eval.temperature, eval.top_p, eval.top_k, task.test_split, data.path and model.device can be changed",
         ),
+        (("chat", described, "what", "is 2*3?"), "'what is 2*3?' is no setting; to ask it, write --ask 'what is 2*3?'"),
         (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N, trainer"),
         (
             ("train", "--resume", described, MINI),
