@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 
@@ -112,10 +113,15 @@ def test_where_it_is_held_up_a_third_one_ends_the_program(second: Callable[[], A
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 
-def test_signals_are_as_they_were_afterwards() -> None:
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+def test_signals_are_as_they_were_afterwards(number: signal.Signals | None) -> None:
     async def work() -> int:
+        if number is not None:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(BLOCKED_SECONDS)
         return 1
 
-    assert interruptible(work(), CONFIG, lambda: "kept") == 1
+    with suppress(Interrupted):
+        assert interruptible(work(), CONFIG, lambda: "kept") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
