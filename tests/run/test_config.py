@@ -132,7 +132,7 @@ def test_a_setting_of_another_type_is_refused_in_one_line(recipe: str, override:
 @pytest.mark.parametrize("overrides", [["learner.betas.0=0.8"], ["task=[1]"], ["model=[1]", "model.path=a"]])
 def test_a_list_that_meets_a_section_is_told(recipe: str, overrides: list[str]) -> None:
     Path(recipe).write_text(MINIMAL + "learner: {betas: [0.9, 0.95]}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be put together: .*a list is written whole"):
+    with pytest.raises(ConfigError, match=r"cannot be put together: .*a list is written whole"):
         load_config(recipe, overrides)
 
 
