@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
@@ -323,7 +324,10 @@ def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[
     for item in overrides:
         if not item.startswith(only):
             raise ConfigError(f"{item!r}: of an existing run only {form} and model.device can be changed here")
-    changes = plain(read_overrides(overrides), resolve=False)
+    try:
+        changes = plain(read_overrides(overrides), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot make settings of {' '.join(overrides)}: {error}") from error
     tree = config.model_dump()
     for section, values in changes.items():
         tree[section] |= values

@@ -27,6 +27,8 @@ def explain(error: Any, root: Section) -> str:
         where = ".".join(path[:-1]) or "the recipe"
         return f"{where}{kind} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
     if error["type"] == "missing":
+        if path[-1].isdigit():
+            return f"{'.'.join(path[:-1])}={value!r}: too few numbers"
         return f"{name} is missing; give it in the recipe or as {name}=..."
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key, known = error["ctx"]["discriminator"].strip("'"), _tags(root.model_fields[path[0]].annotation)
@@ -50,8 +52,13 @@ def _same_value(kind: str, value: Any) -> str:
         return f"; write {value:.0f}"
     if kind == "bool_type" and isinstance(value, int) and value in (0, 1):
         return f"; write {_written(bool(value))}"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _means(kind, value):
-        return f", not text; write {value.strip()} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
+    if kind not in ("int_type", "float_type", "bool_type") or not isinstance(value, str):
+        return ""
+    if value == "None":
+        return "; nothing is written null"
+    if _means(kind, value):
+        meant = int(value) if kind == "int_type" else value.strip()  # 08 is no number to YAML
+        return f", not text; write {meant} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
     return ""
 
 

@@ -5,7 +5,8 @@ Knows how layers are read and merged, and which settings go together; what a set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
             quoted = f'{key}="..."' if "{" in item or "[" in item else ""
             hint = f". Text with brackets is quoted, once more than for the shell: '{quoted}'" if quoted else ""
             raise ConfigError(f"override {item!r} cannot be read: {error}{hint}") from error
-    return OmegaConf.from_dotlist(list(overrides))
+    with _shapes_told("the overrides"):
+        return OmegaConf.from_dotlist(list(overrides))
 
 
 def read_layers(path: Path) -> list[DictConfig]:
@@ -66,6 +68,16 @@ def read_layers(path: Path) -> list[DictConfig]:
     return [basis, described]
 
 
+@contextmanager
+def _shapes_told(what: str) -> Iterator[None]:
+    """OmegaConf has no error of its own for a list that meets a section."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        lists = "a list is written whole, as learner.betas=[0.9,0.95], and only where one is asked for"
+        raise ConfigError(f"{what} cannot be put together: {error}; {lists}") from error
+
+
 def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
     """What each layer makes of those before it. A setting that takes the place of another turns that one off, and an
     algorithm or context policy that takes the place of another does not inherit its settings."""
@@ -80,7 +92,8 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         if None not in (policy, other) and policy != other:
             below.context = {}
         off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
-        stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))
+        with _shapes_told("the settings"):
+            stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))
     return stages[1:]
 
 

@@ -165,7 +165,14 @@ def _copied(value: Any) -> Any:
         return value._make(map(_copied, value))
     if isinstance(value, set):
         return value.copy()
-    return deepcopy(value) if isinstance(value, bytearray | array) or _is_array(value) else value
+    return _copied_array(value) if isinstance(value, bytearray | array) or _is_array(value) else value
+
+
+def _copied_array(value: Any) -> Any:
+    try:
+        return deepcopy(value)
+    except (TypeError, RuntimeError):  # one of objects that have no copy, or a tensor that gradients run through
+        return value
 
 
 def _is_array(value: Any) -> bool:
@@ -228,7 +235,11 @@ def check_transition(value: object, source: str) -> None:
 
 def check_truth(value: object, source: str, made: str, field: str) -> None:
     """Numpy's True is one, too. A text is not: "false" would count as true, and end the episode."""
-    if value not in (True, False):
+    try:
+        known = value in (True, False)
+    except ValueError:  # an array of several
+        known = False
+    if not known:
         raise wrong(source, made, field, value, "true or false")
 
 

@@ -44,10 +44,12 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
     task = loop.create_task(work)
 
     def stop(number: int) -> None:
-        received.append(number)
+        handler = signal.getsignal(number)  # `second`, or what it has put in its place
         loop.remove_signal_handler(number)
-        signal.signal(number, second)
-        task.cancel()
+        signal.signal(number, handler)
+        if not received:  # to be cancelled once more would end what it does to save
+            task.cancel()
+        received.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread

@@ -162,6 +162,7 @@ class _Lock:
     def __init__(self, folder: Path) -> None:
         held = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
         self.release = weakref.finalize(self, os.close, held)
+        os.register_at_fork(after_in_child=self.release)  # or whatever an env has forked would hold it after the run
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -185,11 +186,12 @@ def _is_described(folder: Path) -> bool:
 def new_run_path(config: RunConfig, root: Path = Path("runs"), *, suffix: str = "") -> Path:
     """A folder that was made just now: of two programs that start in the same second, each gets its own."""
     stem = f"{recipe_name(config.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
+    root.mkdir(parents=True, exist_ok=True)  # not below: where it cannot be, no other number helps
     number = 1
     while True:
         path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
         except FileExistsError:
             number += 1
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -177,6 +178,14 @@ def test_an_array_that_cannot_be_written_in_is_shared() -> None:
     assert own.extra_info["file"] is stored
     assert own.extra_info["corpus"] is corpus
     assert own.extra_info["number"] is number
+
+
+def test_an_array_that_has_no_copy_is_shared_too() -> None:
+    locks = np.array([threading.Lock()], dtype=object)
+    weight = torch.ones(1, requires_grad=True) * 2
+    own = own_row(row(extra_info={"locks": locks, "weight": weight}))
+    assert own.extra_info["locks"] is locks
+    assert own.extra_info["weight"] is weight
 
 
 def test_objects_are_kept_and_dictionaries_of_a_kind_remain_of_that_kind() -> None:

@@ -125,6 +125,17 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
     assert RunDir.open(described).config == load_config(MINI, PLAIN)
 
 
+def test_a_variable_is_read_for_an_existing_run_as_for_a_new_one(
+    cli: Cli, described: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPS", "3")
+    planned = cli("train", "--resume", described, "trainer.steps=${oc.decode:${oc.env:STEPS}}", "--dry-run")
+    assert planned.code == 0, planned.err
+    assert "3 steps of grpo" in planned.out
+    unset = cli("train", "--resume", described, "trainer.steps=${oc.env:NOT_SET}")
+    assert (unset.code, "NOT_SET" in unset.err, "Traceback" in unset.err) == (2, True, False)
+
+
 def test_a_finished_run_can_be_made_longer(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert cli("train", MINI, *PLAIN, "--run", run).code == 0

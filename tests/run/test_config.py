@@ -112,6 +112,13 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
             "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes, and a "
             "variable as ${oc.decode:${oc.env:NAME}}",
         ),
+        (
+            "rollout.group_size=08",
+            "rollout.group_size='08': input should be a valid integer, not text; write 8 without quotes, and a "
+            "variable as ${oc.decode:${oc.env:NAME}}",
+        ),
+        ("eval.rows=None", "eval.rows='None': input should be a valid integer; nothing is written null"),
+        ("learner.betas=[0.9]", "learner.betas=[0.9]: too few numbers"),
         ("rollout.group_size='1e999'", "rollout.group_size='1e999': input should be a valid integer"),
         ("learner.lr='1e999'", "learner.lr='1e999': input should be a valid number"),
         ("rollout.group_size=null", "rollout.group_size=null: input should be a valid integer"),
@@ -120,6 +127,13 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
 def test_a_setting_of_another_type_is_refused_in_one_line(recipe: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         load_config(recipe, [override])
+
+
+@pytest.mark.parametrize("overrides", [["learner.betas.0=0.8"], ["task=[1]"], ["model=[1]", "model.path=a"]])
+def test_a_list_that_meets_a_section_is_told(recipe: str, overrides: list[str]) -> None:
+    Path(recipe).write_text(MINIMAL + "learner: {betas: [0.9, 0.95]}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cannot be put together: .*a list is written whole"):
+        load_config(recipe, overrides)
 
 
 def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(

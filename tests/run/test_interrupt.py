@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 
@@ -53,6 +55,23 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
         interruptible(work(), CONFIG, CONSOLE, lambda: "kept")
 
 
+def test_so_are_ctrl_c_and_the_sigterm_of_a_launcher() -> None:
+    saved = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(BLOCKED_SECONDS)
+        finally:
+            await asyncio.sleep(0.3)
+            saved.append("all")
+
+    signals(signal.SIGINT, 0.1)
+    signals(signal.SIGTERM, 0.2)
+    with pytest.raises(Interrupted, match="SIGINT"):
+        interruptible(work(), CONFIG, CONSOLE, lambda: "kept")
+    assert saved == ["all"]
+
+
 def test_a_second_ctrl_c_ends_what_blocks_the_event_loop() -> None:
     async def work() -> None:
         time.sleep(BLOCKED_SECONDS)
@@ -64,15 +83,25 @@ def test_a_second_ctrl_c_ends_what_blocks_the_event_loop() -> None:
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 
-def test_where_it_is_held_up_a_third_one_ends_the_program() -> None:
-    async def blocked() -> None:
-        try:
-            time.sleep(BLOCKED_SECONDS)
-        finally:
-            await asyncio.sleep(0)  # as a flow does that closes its env
+async def _blocked() -> None:
+    try:
+        time.sleep(BLOCKED_SECONDS)
+    finally:
+        await asyncio.sleep(0)  # as a flow does that closes its env
 
+
+async def _blocked_at_its_end() -> None:
+    try:
+        await asyncio.sleep(BLOCKED_SECONDS)
+    finally:
+        await asyncio.sleep(0.01)  # in which the loop hears of the first signal
+        time.sleep(BLOCKED_SECONDS)
+
+
+@pytest.mark.parametrize("second", [_blocked, _blocked_at_its_end])
+def test_where_it_is_held_up_a_third_one_ends_the_program(second: Callable[[], Awaitable[None]]) -> None:
     async def work() -> None:
-        await asyncio.gather(blocked(), blocked())
+        await asyncio.gather(second(), _blocked(), second())
 
     started, child = time.monotonic(), os.fork()
     if child == 0:
@@ -86,10 +115,15 @@ def test_where_it_is_held_up_a_third_one_ends_the_program() -> None:
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 
-def test_signals_are_as_they_were_afterwards() -> None:
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+def test_signals_are_as_they_were_afterwards(number: signal.Signals | None) -> None:
     async def work() -> int:
+        if number is not None:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(BLOCKED_SECONDS)
         return 1
 
-    assert interruptible(work(), CONFIG, CONSOLE, lambda: "kept") == 1
+    with suppress(Interrupted):
+        assert interruptible(work(), CONFIG, CONSOLE, lambda: "kept") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -150,6 +152,25 @@ def test_of_many_starts_in_one_folder_one_wins_and_its_description_stays(tmp_pat
             assert all(isinstance(end, RunDir) or any(loss in end for loss in losses) for end in ended)
 
 
+def test_what_is_forked_while_a_run_is_written_does_not_hold_it_afterwards(tmp_path: Path) -> None:
+    run, (ours, its) = RunDir.create(tmp_path, CONFIG), Pipe()
+    with run.locked():
+        child = os.fork()
+        if child == 0:
+            its.send_bytes(b"begun")
+            its.recv_bytes()
+            os._exit(0)
+        ours.recv_bytes()
+        with pytest.raises(ConfigError, match="another process is writing"), RunDir.open(tmp_path).locked():
+            pass  # nor has it given the lock up for the one who has it
+    try:
+        with RunDir.open(tmp_path).locked():
+            pass
+    finally:
+        ours.send_bytes(b"end")
+        os.waitpid(child, 0)
+
+
 def test_a_start_that_could_not_be_described_keeps_nobody_out(tmp_path: Path) -> None:
     (tmp_path / ".config.json.part").mkdir()
     with pytest.raises(IsADirectoryError):
@@ -165,6 +186,12 @@ def test_folders_that_are_chosen_in_the_same_second_are_different_ones(
     config = CONFIG.model_copy(update={"recipe": "quickstart"})
     names = [new_run_path(config, tmp_path, suffix=suffix).name for suffix in ("", "", "-sft", "-sft")]
     assert names == [f"quickstart-now-seed0{end}" for end in ("", "-2", "-sft", "-2-sft")]
+
+
+def test_runs_that_lead_nowhere_are_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
+    with pytest.raises(FileExistsError):
+        new_run_path(CONFIG.model_copy(update={"recipe": "quickstart"}), tmp_path / "runs")
 
 
 def test_a_model_is_not_taken_for_such_a_start(tmp_path: Path) -> None:
