@@ -110,7 +110,7 @@ def test_a_reply_that_is_none_is_refused() -> None:
         ("reward", "1", "str '1'; it must be a number"),
         ("done", "false", "str 'false'; it must be true or false"),
         ("done", None, "NoneType None; it must be true or false"),
-        ("done", np.array([True, False]), "ndarray array([ True, False]); it must be true or false"),
+        ("done", np.array([True, False]), r"ndarray array\(\[ True, False\]\); it must be true or false"),
     ],
 )
 def test_a_field_of_a_reply_that_is_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
