@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 
 from agent_r1.errors import ConfigError, did_you_mean
 
@@ -124,6 +125,13 @@ def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[A
 
 def arguments_from_model(tool: str, model: type[BaseModel]) -> Arguments:
     """The fields of a pydantic model are the arguments."""
+    for name, field in model.model_fields.items():
+        if _takes_from_row(field, frozenset({model})):
+            raise ConfigError(
+                f"tool {tool!r}: {field.alias or name!r} has a FromRow inside another type or in a pydantic model, where "
+                "the model would be asked for it. Make it the whole annotation of a parameter: FromRow[str | None]; a "
+                "tool with batch=True takes nothing from the row, a BatchTool does"
+            )
     try:
         raw = model.model_json_schema(by_alias=True)
     except (PydanticUserError, NameError) as error:
@@ -181,6 +189,17 @@ def _problem(detail: dict[str, Any]) -> str:
     return f"{where!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {value}"
 
 
+def _takes_from_row(field: FieldInfo, inside: frozenset[type[BaseModel]]) -> bool:
+    def mentions(annotation: Any) -> bool:
+        if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+            known = annotation in inside
+            fields = () if known else annotation.model_fields.values()
+            return any(_takes_from_row(field, inside | {annotation}) for field in fields)
+        return annotation is FROM_ROW or any(map(mentions, get_args(annotation)))
+
+    return any(mark is FROM_ROW for mark in field.metadata) or mentions(field.annotation)
+
+
 def _make_model(
     tool: str, fields: Mapping[str, tuple[Any, Any]], *, extra: Literal["allow", "ignore"] = "ignore"
 ) -> Any:
@@ -190,7 +209,8 @@ def _make_model(
         for index, (name, (annotation, default)) in enumerate(fields.items())
     }
     try:
-        return create_model(tool, __config__=ConfigDict(extra=extra), **definitions)
+        # JSON has no NaN, and a text that spells one ("nan") is no number either.
+        return create_model(tool, __config__=ConfigDict(extra=extra, allow_inf_nan=False), **definitions)
     except (PydanticUserError, NameError) as error:
         raise ConfigError(f"tool {tool!r}: its parameters have no JSON schema: {error}") from error
 

@@ -311,3 +311,48 @@ def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
 def test_whatever_a_model_sends_is_answered_in_text(value: Any) -> None:
     outcome = run(visit, {"places": value, "note": value})
     assert isinstance(outcome.text, str)
+
+
+class Inner(BaseModel):
+    secret: FromRow[str] = ""
+
+
+class Outer(BaseModel):
+    again: list[Outer] = []
+    inner: Inner | None = None
+
+
+@pytest.mark.parametrize("annotation", [Optional[FromRow[str]], FromRow[str] | None, list[FromRow[str]], Inner, Outer])
+def test_what_the_row_fills_in_is_never_asked_of_the_model(annotation: Any) -> None:
+    def peek(key: str, secret: Any = None) -> str:
+        """Look."""
+        return f"{key} {secret}"
+
+    peek.__annotations__["secret"] = annotation
+    with pytest.raises(
+        ConfigError, match=r"'peek': 'secret' has a FromRow inside another type .* FromRow\[str \| None"
+    ):
+        tool(peek)
+
+
+def test_a_batch_tool_takes_nothing_from_the_row_and_says_so() -> None:
+    def peek(calls: list[Inner]) -> list[str]:
+        """Look."""
+        return [call.secret for call in calls]
+
+    with pytest.raises(ConfigError, match="'secret' has a FromRow .* a BatchTool does"):
+        tool(batch=True)(peek)
+
+
+@pytest.mark.parametrize("said", ["nan", "NaN", "inf", "-Infinity"])
+def test_a_text_that_spells_no_finite_number_is_no_number(said: str) -> None:
+    @tool
+    def half(number: float, more: list[float] = []) -> float:  # noqa: B006 (pydantic copies it)
+        """Half of a number."""
+        return number / 2
+
+    outcome = asyncio.run(run_tool(half, {"number": said, "more": [said]}, {}))
+    assert outcome.refused
+    assert f"'number': input should be a finite number, got {said!r}" in outcome.text
+    assert f"'more.0': input should be a finite number, got {said!r}" in outcome.text
+    assert asyncio.run(run_tool(half, {"number": "3"}, {})).text == "1.5"
