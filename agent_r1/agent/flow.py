@@ -248,7 +248,7 @@ class Episode:
             reward=_finite(call.reward, source),
             result=mended(call.result),
             arguments=_plain(call.arguments, source),
-            info=_plain(call.info, source),
+            info=_plain(call.info, f"tool {call.name!r}" if call.name else source),
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, update_wrapper
+from numbers import Real
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from pydantic import BaseModel
@@ -48,8 +49,12 @@ class ToolResult:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"ToolResult.text must be a str, got {type(self.text).__name__}")
+        if self.reward is not None and not isinstance(self.reward, Real):
+            raise TypeError(f"ToolResult.reward must be a number, got {self.reward!r:.80}")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"ToolResult.reward must be finite, got {self.reward}")
+        if not isinstance(self.info, Mapping):
+            raise TypeError(f"ToolResult.info must be a dict, got {self.info!r:.80}")
 
 
 Returned = ToolResult | str | float  # what a tool may return; numbers become text
@@ -149,12 +154,15 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
     for attribute in ("name", "description", "parameters"):
         if not getattr(tool, attribute, None):
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
-    if tool.timeout <= 0:
-        raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout}")
-    if tool.max_batch is not None and tool.max_batch < 1:
+    if not (isinstance(tool.timeout, int | float) and tool.timeout > 0):
+        raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout!r}")
+    if tool.max_batch is not None and not (isinstance(tool.max_batch, int) and tool.max_batch >= 1):
         raise ConfigError(
-            f"tool {tool.name!r}: max_batch must be at least 1, or None for no limit, got {tool.max_batch}"
+            f"tool {tool.name!r}: max_batch must be a whole number from 1 on, or None for no limit, "
+            f"got {tool.max_batch!r}"
         )
+    if not (isinstance(tool.max_wait, int | float) and tool.max_wait >= 0):
+        raise ConfigError(f"tool {tool.name!r}: max_wait must be seconds, 0 or more, got {tool.max_wait!r}")
     _ = tool.arguments  # a schema that cannot be checked fails here, not in the middle of an episode
     return tool
 
@@ -234,6 +242,8 @@ def tool(
     """
 
     def make(function: Callable[..., Any]) -> FunctionTool:
+        if not inspect.isroutine(function):  # a partial or an object has no docstring of its own, perhaps no name
+            raise ConfigError(f"@tool takes a function, got {function!r:.80}. Wrap it in one, or write a BaseTool")
         if not batch and (max_batch is not None or max_wait is not None):
             raise ConfigError(f"tool {function.__name__!r}: max_batch and max_wait do nothing without batch=True")
         made = (BatchFunctionTool if batch else FunctionTool)(function, name or function.__name__)

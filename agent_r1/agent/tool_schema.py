@@ -128,9 +128,9 @@ def arguments_from_model(tool: str, model: type[BaseModel]) -> Arguments:
     for name, field in model.model_fields.items():
         if _takes_from_row(field, frozenset({model})):
             raise ConfigError(
-                f"tool {tool!r}: {field.alias or name!r} has a FromRow inside another type or in a pydantic model, where "
-                "the model would be asked for it. Make it the whole annotation of a parameter: FromRow[str | None]; a "
-                "tool with batch=True takes nothing from the row, a BatchTool does"
+                f"tool {tool!r}: {field.alias or name!r} has a FromRow inside another type or in a pydantic model, "
+                "where the policy would be asked for it. Make it the whole annotation of a parameter, as in "
+                "FromRow[str | None]; a tool with batch=True takes nothing from the row, a BatchTool does"
             )
     try:
         raw = model.model_json_schema(by_alias=True)

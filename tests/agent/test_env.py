@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,10 @@ CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
         (ended(calls=None), "whose calls is NoneType None; it must be a tuple of ToolCallRecord"),
         (ended(stop="done"), "whose stop is str 'done'; it must be a StopReason, as StopReason.ANSWERED is"),
         (Transition(terminated="no"), "whose terminated is str 'no'; it must be true or false"),  # type: ignore[arg-type]
+        (
+            ended(calls=(replace(CALL, info={"a": {1}}),)),
+            "what tool 'look' returned cannot be kept with the trajectory",
+        ),
         (ended(info={"a": {1}}), "what Odd.step returned cannot be kept with the trajectory: info and arguments"),
         (shown(messages=["hi"]), "Odd returned an Observation whose messages[0] is str 'hi'; it must be a dict with"),
         (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -296,7 +298,11 @@ def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
 
     with pytest.raises(ConfigError, match=r"tool name 'registered_echo' is taken by .*Registered"):
         BaseTool.register(Other)
-    for attribute, value in (("timeout", 0), ("max_batch", 0)):
+    wrong_values: list[tuple[str, Any]] = [("timeout", value) for value in (0, math.nan, "5", None)]
+    wrong_values += [("max_batch", value) for value in (0, 2.5)] + [
+        ("max_wait", value) for value in (-1, math.nan, "1")
+    ]
+    for attribute, value in wrong_values:
         wrong = Echo()
         setattr(wrong, attribute, value)
         with pytest.raises(ConfigError, match=f"tool 'echo': {attribute} must be"):
@@ -322,16 +328,14 @@ class Outer(BaseModel):
     inner: Inner | None = None
 
 
-@pytest.mark.parametrize("annotation", [Optional[FromRow[str]], FromRow[str] | None, list[FromRow[str]], Inner, Outer])
+@pytest.mark.parametrize("annotation", [FromRow[str] | None, list[FromRow[str]], Inner, Outer])
 def test_what_the_row_fills_in_is_never_asked_of_the_model(annotation: Any) -> None:
     def peek(key: str, secret: Any = None) -> str:
         """Look."""
         return f"{key} {secret}"
 
     peek.__annotations__["secret"] = annotation
-    with pytest.raises(
-        ConfigError, match=r"'peek': 'secret' has a FromRow inside another type .* FromRow\[str \| None"
-    ):
+    with pytest.raises(ConfigError, match=r"'secret' has a FromRow inside another type .* FromRow\[str \| None"):
         tool(peek)
 
 
@@ -340,7 +344,7 @@ def test_a_batch_tool_takes_nothing_from_the_row_and_says_so() -> None:
         """Look."""
         return [call.secret for call in calls]
 
-    with pytest.raises(ConfigError, match="'secret' has a FromRow .* a BatchTool does"):
+    with pytest.raises(ConfigError, match=r"'secret' has a FromRow .* a BatchTool does"):
         tool(batch=True)(peek)
 
 
@@ -356,3 +360,15 @@ def test_a_text_that_spells_no_finite_number_is_no_number(said: str) -> None:
     assert f"'number': input should be a finite number, got {said!r}" in outcome.text
     assert f"'more.0': input should be a finite number, got {said!r}" in outcome.text
     assert asyncio.run(run_tool(half, {"number": "3"}, {})).text == "1.5"
+
+
+def test_only_a_function_can_be_made_a_tool() -> None:
+    class Callable_:
+        """Not written for the model."""
+
+        def __call__(self, number: int) -> str:
+            return str(number)
+
+    for thing in (partial(max, 1), Callable_(), Callable_):
+        with pytest.raises(ConfigError, match="@tool takes a function, got .* Wrap it in one, or write a BaseTool"):
+            tool(name="named")(thing)

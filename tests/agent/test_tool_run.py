@@ -52,6 +52,10 @@ def test_results_are_text_numbers_or_tool_results_and_nothing_else() -> None:
             returning(value)
     with pytest.raises(ValueError, match=r"ToolResult.reward must be finite, got nan"):
         ToolResult("x", reward=float("nan"))
+    with pytest.raises(TypeError, match=r"ToolResult.reward must be a number, got '1'"):
+        ToolResult("x", reward="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ToolResult.info must be a dict, got \[\('k', 1\)\]"):
+        ToolResult("x", info=[("k", 1)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
