@@ -49,7 +49,7 @@ class Attempts:
     backoff_seconds: float
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.seconds <= 0 or self.backoff_seconds < 0:
+        if not (self.attempts >= 1 and self.seconds > 0 and self.backoff_seconds >= 0):  # nor NaN
             raise ConfigError(
                 "attempts must be at least 1, seconds_per_attempt positive and backoff_seconds not negative: "
                 f"got {self.attempts}, {self.seconds} and {self.backoff_seconds}"

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
+from inspect import isawaitable
 from numbers import Real
 from typing import Any, Protocol
 
@@ -52,10 +53,13 @@ class BatchedReward:
     _queues: PerLoop[_Queue] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1 or self.max_concurrent < 1 or self.max_wait_seconds < 0:
+        if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
+            raise ConfigError(f"BatchedReward needs an object with a method score(items), got {self.scorer!r:.80}")
+        whole = isinstance(self.max_batch, int) and isinstance(self.max_concurrent, int)
+        if not (whole and self.max_batch >= 1 and self.max_concurrent >= 1 and self.max_wait_seconds >= 0):
             raise ConfigError(
-                "BatchedReward needs max_batch and max_concurrent of at least 1 and max_wait_seconds not negative: "
-                f"got {self.max_batch}, {self.max_concurrent} and {self.max_wait_seconds}"
+                "BatchedReward needs max_batch and max_concurrent of at least 1, whole numbers, and max_wait_seconds "
+                f"not negative: got {self.max_batch}, {self.max_concurrent} and {self.max_wait_seconds}"
             )
         patience = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
         object.__setattr__(self, "_queues", PerLoop(lambda: _Queue(self, patience), _Queue.close))
@@ -135,13 +139,19 @@ class _Queue:
             except TimedOut:
                 await over.wait()  # cancelled, and perhaps still computing: nobody's time should run meanwhile
                 raise
+        # Of a dict the keys would be taken for scores, of a set any order.
+        if isinstance(scores, Mapping | Set) or not hasattr(scores, "__len__"):
+            raise ScoringError(f"score returned {type(scores).__name__} {scores!r:.80}; return a list of numbers")
         if len(scores) != len(wanted):
             raise ScoringError(f"{len(scores)} scores came back for a batch of {len(wanted)}; return one per episode")
         return [(future, score) for (_, future), score in zip(wanted, scores, strict=True)]
 
     async def _score(self, items: list[Item], over: asyncio.Event) -> Sequence[float | Exception]:
         try:
-            return await self._settings.scorer.score(items)
+            running = self._settings.scorer.score(items)
+            if not isawaitable(running):
+                raise ScoringError("score is not async; write `async def score`, and asyncio.to_thread for what blocks")
+            return await running
         finally:
             over.set()
 

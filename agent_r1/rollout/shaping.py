@@ -56,8 +56,12 @@ def gated(
     The rule of the published question-answering rewards: with parts in [0, 1] and the defaults the total lies in
     [-1, 1], and is 1 for a right answer in perfect form. Both parts are always computed and reported.
     """
-    if not (math.isfinite(threshold) and math.isfinite(offset)):
-        raise ConfigError(f"gated() needs a finite threshold and offset, got {threshold} and {offset}")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in (threshold, offset)):
+        raise ConfigError(f"gated() needs a finite threshold and offset, got {threshold!r} and {offset!r}")
+    if threshold > 1:
+        raise ConfigError(
+            f"gated(threshold={threshold}): format counts at most 1, so the answer would never count; give at most 1"
+        )
 
     def total(values: Mapping[str, float]) -> float:
         form = min(values["format"], 1.0)
@@ -85,7 +89,8 @@ def matches(pattern: str | re.Pattern[str], where: Literal["final", "earlier", "
     """
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
+        compiled.search("")  # a pattern of bytes finds nothing in a text
+    except (re.error, TypeError) as error:
         raise ConfigError(f"matches({pattern!r}): not a regular expression: {error}") from error
     if where not in ("final", "earlier", "every"):
         raise ConfigError(f"matches(where={where!r}): choose one of final, earlier, every")

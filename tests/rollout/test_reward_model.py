@@ -205,6 +205,23 @@ def test_a_wrong_number_of_scores_is_an_error_that_says_so() -> None:
     assert all("0 scores came back for a batch of 1; return one per episode" in (t.error or "") for t in scored)
 
 
+@pytest.mark.parametrize("scores", [{0: 0.5}, {0.5}, None, 1.0, (value for value in [1.0])])
+def test_what_is_no_list_of_scores_is_never_taken_for_one(scores: Any) -> None:
+    [failed] = score(batched(Recorder(lambda values, attempt: scores)), [1])
+    assert failed.stop is StopReason.ERROR
+    assert f"score returned {type(scores).__name__} " in (failed.error or "")
+    assert "; return a list of numbers" in (failed.error or "")
+
+
+def test_a_scorer_that_is_not_async_is_told_so() -> None:
+    class Sync:
+        def score(self, items: Sequence[Item]) -> list[float]:
+            return [1.0] * len(items)
+
+    [failed] = score(batched(Sync()), [1])  # type: ignore[arg-type]
+    assert "score is not async; write `async def score`" in (failed.error or "")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1"])
 def test_a_score_that_is_no_finite_number_fails_its_own_episode(bad: Any) -> None:
     scored = score(batched(Recorder(lambda values, attempt: [values[0], bad, values[2]])), [1, 2, 3])
@@ -236,8 +253,15 @@ def test_an_episode_that_ran_out_of_time_is_left_out_of_the_next_attempt() -> No
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_batch and max_concurrent of at least 1"):
         BatchedReward(Recorder(), max_batch=0)
+    with pytest.raises(ConfigError, match=r"whole numbers.* got 2.5"):
+        BatchedReward(Recorder(), max_batch=2.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="attempts must be at least 1"):
         BatchedReward(Recorder(), attempts=0)
+    with pytest.raises(ConfigError, match=r"seconds_per_attempt positive .* got 3, nan"):
+        BatchedReward(Recorder(), seconds_per_attempt=math.nan)
+    for scorer in (object(), Recorder):
+        with pytest.raises(ConfigError, match=r"an object with a method score\(items\), got <"):
+            BatchedReward(scorer)  # type: ignore[arg-type]
 
 
 def test_waits_grow_and_do_not_touch_the_seeded_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

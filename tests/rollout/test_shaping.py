@@ -254,7 +254,13 @@ def test_what_cannot_work_is_refused_when_it_is_written_down() -> None:
         weighted(answer=(lambda row: 1.0, 1.0))  # type: ignore[arg-type,misc]
     with pytest.raises(ConfigError, match="finite threshold"):
         gated(exact, clean_calls, threshold=math.nan)
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        matches("(")
+    with pytest.raises(ConfigError, match=r"finite threshold and offset, got '1' and -1.0"):
+        gated(exact, clean_calls, threshold="1")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"threshold=1.5\): format counts at most 1, so the answer would never count"):
+        gated(exact, clean_calls, threshold=1.5)
+    gated(exact, clean_calls, threshold=1)
+    for pattern in ("(", 5, b"a"):
+        with pytest.raises(ConfigError, match="not a regular expression"):
+            matches(pattern)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="choose one of final, earlier, every"):
         matches("a", where="last")  # type: ignore[arg-type]
