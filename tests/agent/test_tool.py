@@ -370,5 +370,5 @@ def test_only_a_function_can_be_made_a_tool() -> None:
             return str(number)
 
     for thing in (partial(max, 1), Callable_(), Callable_):
-        with pytest.raises(ConfigError, match="@tool takes a function, got .* Wrap it in one, or write a BaseTool"):
+        with pytest.raises(ConfigError, match=r"@tool takes a function, got .* Wrap it in one, or write a BaseTool"):
             tool(name="named")(thing)

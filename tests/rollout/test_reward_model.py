@@ -205,7 +205,7 @@ def test_a_wrong_number_of_scores_is_an_error_that_says_so() -> None:
     assert all("0 scores came back for a batch of 1; return one per episode" in (t.error or "") for t in scored)
 
 
-@pytest.mark.parametrize("scores", [{0: 0.5}, {0.5}, None, 1.0, (value for value in [1.0])])
+@pytest.mark.parametrize("scores", [{0: 0.5}, {0.5}, None, 1.0, iter([1.0])])
 def test_what_is_no_list_of_scores_is_never_taken_for_one(scores: Any) -> None:
     [failed] = score(batched(Recorder(lambda values, attempt: scores)), [1])
     assert failed.stop is StopReason.ERROR
