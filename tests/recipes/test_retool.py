@@ -258,6 +258,16 @@ def test_a_number_is_the_same_with_and_without_thousands_separators(number: int)
         ("1000\\pi", "1,000\\pi", True),
         ("1000", "1,\\!000", True),
         ("1000", "\\$1,000", True),
+        ("10000", "10\\,000", True),
+        ("10\\,000", "10000", True),
+        ("-1234567.5", "-1\\,234\\,567.5", True),
+        ("(10000, 2)", "(10\\,000, 2)", True),
+        ("10000", "10~000", True),
+        ("10000\\pi", "10\\ 000\\pi", True),
+        ("10", "10\\,000", False),
+        ("0.123456", "0.123\\,456", False),  # not thousands
+        ("5", "5.", True),
+        ("0.333", "0.333...", False),
     ],
 )
 def test_a_comma_parts_thousands_in_a_number_and_numbers_in_brackets(truth: str, answer: str, same: bool) -> None:

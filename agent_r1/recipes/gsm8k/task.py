@@ -14,7 +14,11 @@ SYSTEM = "Solve the problem step by step. End with #### and the answer, a number
 CALCULATION = re.compile(r"<<[^<>]*>>")
 NUMBER = re.compile(r"-?(?:(?:(?<![\d,])\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+)")
 # A number with this after it is only a part of something: 1/2, 3 - 5, 2*(3+4), 3:30, 2**3, 1e3, 7,2, 1.2.3 or 3 1/2.
-GOES_ON = r"\d|[.,]\d|[ \t]*[-+*/^:x\u00d7\u00f7eE]{1,2}[ \t]*\(?\d|[ \t]+\d+/\d"
+# So is one before a raised digit, a fraction that is one character, or a dash (\u2013) or dot (\u00b7) and a number.
+GOES_ON = (
+    r"\d|[.,]\d|[\u00b2\u00b3\u00b9]|[ \t]*[-+*/^:x\u00d7\u00f7\u00b7\u2013eE]{1,2}[ \t]*\(?\d"
+    r"|[ \t]*[\u00bc-\u00be]|[ \t]+\d+/\d"
+)
 FINAL = re.compile(rf"[\s:*_`$€£]*({NUMBER.pattern})(?!{GOES_ON})")  # markup and currency may stand before it
 CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=[\d.])")  # between a sign and its number, too: -$72
 
@@ -41,7 +45,7 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def judged(text: str, answer: str) -> dict[str, float]:
-    text = CURRENCY.sub("", text)
+    text = CURRENCY.sub("", text.replace("\u2212", "-"))  # the minus sign that no keyboard has
     _, mark, after = text.rpartition("####")
     final = FINAL.match(after)
     numbers = NUMBER.findall(text)

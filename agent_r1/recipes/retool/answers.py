@@ -28,6 +28,8 @@ print("same" if verify(_read({truth!r}), _read({answer!r}), timeout_seconds=None
 """
 _NUMBER = re.compile(r"[-+]?\d{1,15}(\.\d{1,9})?")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THIN_SPACES = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:\\,|\\ |~)\d{3})+(?!\d)")  # never between two numbers
+_FULL_STOP = re.compile(r"(?<=\d)\.\Z")
 _BRACKET = re.compile(r"[(\[]|\\\{")  # within one a comma parts: (3,125) and \{3,125\} are two numbers
 _turn = count()
 
@@ -50,8 +52,10 @@ async def same_answer(truth: str, answer: str) -> bool:
 
 
 def _without_separators(text: str) -> str:
-    """1,000 and 1,000\\pi as 1000 and 1000\\pi, the second of which math-verify would read as a set."""
-    text = text.strip().strip("$").strip()
+    """1,000 and 1,000\\pi as 1000 and 1000\\pi, the second of which math-verify would read as a set, and 1\\,000 as a
+    product."""
+    text = _FULL_STOP.sub("", text.strip().strip("$").strip())
+    text = _THIN_SPACES.sub(lambda number: re.sub(r"[^\d]", "", number[0]), text)
     return text if _BRACKET.search(text) else _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
 
 
