@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,6 +73,11 @@ def _as_result(tool: str, returned: Any) -> ToolResult:
 
 
 async def _timed(tool: BaseTool, running: Coroutine[Any, Any, Any]) -> Any:
+    if not isawaitable(running):
+        raise TypeError(
+            f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs what "
+            "blocks"
+        )
     try:
         return await guarded(running, seconds=tool.timeout)
     except TimedOut:

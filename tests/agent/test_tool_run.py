@@ -333,3 +333,17 @@ def test_batching_keeps_neither_event_loops_nor_tools_alive() -> None:
         asyncio.run(once())
     gc.collect()
     assert [ref() for ref in loops + tools] == [None] * 6
+
+
+def test_a_class_whose_execute_is_not_async_is_told_so() -> None:
+    class Sync(Echo):
+        def execute(self, args: dict[str, Any], **context: Any) -> str:  # type: ignore[override]
+            return "a"
+
+    class SyncBatch(Echo):
+        def batch_execute(self, calls: list[ToolCall]) -> list[str]:  # type: ignore[override]
+            return ["a"] * len(calls)
+
+    for wrong in (Sync(), SyncBatch()):
+        with pytest.raises(TypeError, match="tool 'echo': execute and batch_execute of a class must be `async def`"):
+            run(wrong, {"text": "a"})
