@@ -75,8 +75,8 @@ def _as_result(tool: str, returned: Any) -> ToolResult:
 async def _timed(tool: BaseTool, running: Coroutine[Any, Any, Any]) -> Any:
     if not isawaitable(running):
         raise TypeError(
-            f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs what "
-            "blocks"
+            f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs "
+            "what blocks"
         )
     try:
         return await guarded(running, seconds=tool.timeout)

@@ -117,6 +117,12 @@ class LLMJudge:
                 "LLMJudge needs a base_url such as http://localhost:8000/v1, without user, password, query and "
                 f"/chat/completions: got {plain}"
             )
+        for name, given, wanted in (
+            ("prompt", self.prompt, "judge_prompt(rubric), or a function (row, trajectory) -> messages"),
+            ("parse", self.parse, "a function text -> number"),
+        ):
+            if not callable(given):
+                raise ConfigError(f"LLMJudge needs for {name} {wanted}: got {given!r:.80}")
         if self.max_concurrent < 1 or not self.max_retry_after >= 0:
             raise ConfigError(
                 "LLMJudge needs max_concurrent of at least 1 and max_retry_after not negative: "

@@ -217,6 +217,8 @@ def test_the_key_stands_in_no_message_even_if_the_server_says_it(bad: Reply, cap
         ({"base_url": "http://host:port/v1"}, "a base_url such as"),
         ({"max_concurrent": 0}, "max_concurrent of at least 1"),
         ({"max_retry_after": -1.0}, "max_retry_after not negative"),
+        ({"prompt": "Is it right?"}, r"for prompt judge_prompt\(rubric\), or a function .* got 'Is it right\?'"),
+        ({"parse": "float"}, "for parse a function text -> number: got 'float'"),
         ({"seconds_per_attempt": 0.0}, "seconds_per_attempt positive"),
     ],
 )
