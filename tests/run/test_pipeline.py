@@ -241,6 +241,13 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
         run_sft(config, build_task(config), RunDir.create(tmp_path / "none", config), console())
 
 
+def test_episodes_of_an_evaluation_are_not_imitated(finished: Path) -> None:
+    file = finished / "trajectories" / "eval_000002.jsonl.gz"
+    assert file.is_file()
+    with pytest.raises(ConfigError, match=r"holds episodes of an evaluation: .* trains on the rows it is judged on"):
+        build_plan(mini(f"sft.trajectories={file}", "sft.demos=null"))
+
+
 def test_trajectories_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
     source = tmp_path / "other" / "trajectories"
     source.mkdir(parents=True)
