@@ -66,7 +66,7 @@ def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     return TaskRow(
         prompt=_messages(record["prompt"], place),
         row_id=_name(record.get("row_id")),
-        agent_name=record.get("agent_name"),
+        agent_name=_flow(record.get("agent_name"), place),
         reward_model=_mapping(record.get("reward_model"), "reward_model", place),
         env_kwargs=_mapping(record.get("env_kwargs"), "env_kwargs", place),
         data_source=str(record.get("data_source") or "unknown"),
@@ -80,6 +80,7 @@ def _checked(row: TaskRow, place: str) -> TaskRow:
         row,
         prompt=_messages(row.prompt, place) if len(row.prompt) else [],
         row_id=_name(row.row_id),
+        agent_name=_flow(row.agent_name, place),
         reward_model=_mapping(row.reward_model, "reward_model", place),
         env_kwargs=_mapping(row.env_kwargs, "env_kwargs", place),
         extra_info=_mapping(row.extra_info, "extra_info", place),
@@ -88,6 +89,12 @@ def _checked(row: TaskRow, place: str) -> TaskRow:
 
 def _name(row_id: Any) -> str:
     return "" if row_id is None else str(row_id)
+
+
+def _flow(agent_name: Any, place: str) -> str | None:
+    if agent_name is not None and not isinstance(agent_name, str):
+        raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
+    return agent_name
 
 
 def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) -> list[TaskRow]:

@@ -111,6 +111,7 @@ def test_the_ground_truth_can_be_taken_off_a_row() -> None:
         ({"prompt": "x", "reward_model": 3}, "reward_model must be a mapping"),
         (["prompt"], "is list, not a mapping"),
         ({"prompt": [{"role": "user", "content": 4}]}, "role, content"),
+        ({"prompt": "x", "agent_name": 5}, "row 0 of f.jsonl: agent_name must be the name of a flow, got 5"),
         ({"prompt": "x", "ground_truth": 0}, "ground_truth belongs into reward_model"),
     ],
 )
@@ -129,6 +130,9 @@ def test_rows_made_in_code_are_checked_as_those_of_files_are() -> None:
     bad = TaskRow(prompt=["text"])  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"row 0 of .*: prompt must be text or a non-empty list"):
         load_rows(lambda split: [bad], split="train")
+    nameless = TaskRow(prompt=[], agent_name=5)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"row 0 of .*: agent_name must be the name of a flow, got 5"):
+        load_rows(lambda split: [nameless], split="train")
 
 
 def test_messages_may_come_in_an_array_and_calls_without_content() -> None:
