@@ -113,6 +113,11 @@ def _call(source: Callable[..., Any], where: str, arguments: dict[str, Any]) -> 
     made = source(**arguments)
     if not isinstance(made, Iterable):
         raise DataError(f"{where} returned {made!r:.80} for split {arguments['split']!r}, not rows")
+    if isinstance(made, str | Mapping) or hasattr(made, "iterrows"):  # which would give characters, keys, column names
+        raise DataError(
+            f"{where} returned a {type(made).__name__} for split {arguments['split']!r}, not rows: give a list of "
+            "them, of a pandas frame its to_dict('records')"
+        )
     return made
 
 

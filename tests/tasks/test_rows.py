@@ -224,6 +224,18 @@ def test_split_is_the_only_placeholder(source: str, message: str) -> None:
         load_rows(source, split="train")
 
 
+class Frame(list[str]):
+    """As of pandas: the column names are what it gives."""
+
+    def iterrows(self) -> None: ...
+
+
+@pytest.mark.parametrize("made", ["text", {"train": []}, Frame(["prompt"])])
+def test_what_holds_rows_but_does_not_give_them_is_named(made: Any) -> None:
+    with pytest.raises(DataError, match=rf"returned a {type(made).__name__} for split 'train', not rows: give a list"):
+        load_rows(lambda split: made, split="train")
+
+
 def test_a_function_that_gives_no_rows_at_all_is_named() -> None:
     def forgot(split: str) -> Any: ...
 
