@@ -141,6 +141,12 @@ async def _seeded_start(config: RunConfig, task: Task, console: Console) -> str 
 def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
     """Step and place of the newest checkpoint; None when the run was stopped before its first save, and starts over."""
     if not list_checkpoints(run.checkpoints):
+        done = max((record["step"] for record in run.read_metrics("train")), default=0)
+        if done > config.trainer.save_every:  # so there was one: who starts over would forget all that was measured
+            raise DataError(
+                f"{run.checkpoints} is empty, and {done} steps were made: its checkpoints are gone. Put one back, or "
+                "start a new run"
+            )
         return None
     if run.read_metrics("sft"):
         raise ConfigError(

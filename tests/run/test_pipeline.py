@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
 from agent_r1.run.chat import answer, open_chat
-from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
+from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state
 from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
 from agent_r1.run.records import read_trajectories, trajectory_to_json
 from agent_r1.run.rng import restore_rng, rng_state, seed_all
@@ -187,6 +188,24 @@ def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_pat
     run = RunDir.create(tmp_path / "early", mini())
     resumed(run)
     assert numbers(run.path) == numbers(finished)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_forget_what_was_measured(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(DataError, match="4 steps were made: its checkpoints are gone"):
+        resumed(RunDir.open(tmp_path / "run"))
+    assert numbers(tmp_path / "run") == numbers(finished)
+
+
+def test_a_damaged_trainer_state_is_told_in_a_line(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    _, checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    state = checkpoint / "trainer_state.pt"
+    for kept in (state.read_bytes()[:5000], b"nonsense", b""):
+        state.write_bytes(kept)
+        with pytest.raises(DataError, match=r"trainer_state\.pt is damaged: .* remove .*step_000004 to go on"):
+            load_state(checkpoint)
 
 
 def test_the_kl_penalty_compares_with_the_initial_policy_also_after_resuming(tmp_path: Path) -> None:
