@@ -147,9 +147,11 @@ def _filled(source: str, split: str) -> str:
 
 def _split_file(folder: Path, split: str) -> Path:
     names = [f"{split}{suffix}" for suffix in FORMATS]
-    for name in names:
-        if (folder / name).exists():
-            return folder / name
+    there = [name for name in names if (folder / name).exists()]
+    if len(there) > 1:
+        raise DataError(f"{folder} has {' and '.join(there)}: name the one that is meant, as in {{split}}{FORMATS[1]}")
+    if there:
+        return folder / there[0]
     found = sorted(path.name for path in folder.iterdir())
     raise DataError(f"{folder} has none of {', '.join(names)}; it holds {found[:10]}")
 

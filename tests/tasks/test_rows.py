@@ -58,6 +58,16 @@ def test_json_lines_may_be_gzipped_as_a_file_and_in_a_folder(tmp_path: Path) -> 
     assert load_rows(str(tmp_path), split="train") == [row]
 
 
+def test_a_folder_with_two_files_of_one_split_does_not_say_which_is_meant(tmp_path: Path) -> None:
+    for name, asked in (("test.jsonl", "old"), ("test.jsonl.gz", "new")):
+        line = json.dumps({"prompt": asked}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(DataError, match=r"has test\.jsonl and test\.jsonl\.gz: name the one that is meant"):
+        load_rows(str(tmp_path), split="test")
+    [row] = load_rows(f"{tmp_path}/{{split}}.jsonl.gz", split="test")
+    assert row.prompt[0]["content"] == "new"
+
+
 def test_damaged_gzip_is_a_clear_error(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"prompt": "x"}\n' * 9)
     for content in (whole[:-12], whole[:12] + b"\xff" * 9 + whole[21:]):  # cut off; something else inside
@@ -112,6 +122,7 @@ def test_the_ground_truth_can_be_taken_off_a_row() -> None:
         (["prompt"], "is list, not a mapping"),
         ({"prompt": [{"role": "user", "content": 4}]}, "role, content"),
         ({"prompt": "x", "agent_name": 5}, "row 0 of f.jsonl: agent_name must be the name of a flow, got 5"),
+        ({"prompt": "x", "agent_name": ["x"]}, r"row 0 of f.jsonl: agent_name must be the name of a flow, got \['x'\]"),
         ({"prompt": "x", "ground_truth": 0}, "ground_truth belongs into reward_model"),
     ],
 )
