@@ -210,6 +210,8 @@ def eval_command(
     allowed, form = ("eval.", *ASKING, ON_DEVICE), f"eval.key=value, {ASKING_FORM}"
     config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
     if split is not None:
+        if any(word.startswith("task.test_split=") for word in overrides or ()):
+            raise ConfigError(f"--split {split} and task.test_split= say the same thing: give one of them")
         config = config.model_copy(update={"task": config.task.model_copy(update={"test_split": split})})
     with _signals_told():
         run_eval(config, directory, console, model=model, name=name)

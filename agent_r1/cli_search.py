@@ -80,7 +80,10 @@ def ask_command(
 
     opened = Index.open(find_index(index))
     chosen = check_kind(kind or opened.default_kind, opened.manifest, opened.directory)
-    for number, hit in enumerate(opened.search([query], top_k, chosen)[0], start=1):
+    found = opened.search([query], top_k, chosen)[0]
+    if not found:
+        typer.echo(f"nothing found in {len(opened.corpus)} passages", err=True)
+    for number, hit in enumerate(found, start=1):
         _say(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from agent_r1.run.model import load_model as load_model
 from agent_r1.run.model import model_device as model_device
 from agent_r1.run.model import model_dtype as model_dtype
 from agent_r1.run.model import save_model as save_model
-from agent_r1.run.records import TRAINED, trajectories_of, trajectory_files
+from agent_r1.run.records import EVALUATED, TRAINED, trajectories_of, trajectory_files
 from agent_r1.run.resolve import recipe_path
 from agent_r1.run.task import Task as Task
 from agent_r1.run.task import build_task as build_task
@@ -316,7 +317,11 @@ def check_beginning(config: RunConfig) -> None:
     if (place := config.sft.trajectories) is not None:
         if not Path(place).expanduser().exists():
             raise ConfigError(f"sft.trajectories={place!r}: there is no such run, folder or file")
-        trajectory_files(trajectories_of(place), TRAINED)  # refuses a place without any
+        if any(fnmatch(file.name, EVALUATED) for file in trajectory_files(trajectories_of(place), TRAINED)):
+            raise ConfigError(
+                f"sft.trajectories={place!r} holds episodes of an evaluation: whoever imitates them trains on the rows "
+                "it is judged on. Name the run, or a file train_*.jsonl.gz of it"
+            )
 
 
 def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -73,7 +74,13 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE_FILE
     if not path.is_file():
         raise DataError(f"{checkpoint} has no {STATE_FILE}: it is a model, not a checkpoint of a training run")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        said = str(error).partition(". ")[0]  # what torch says after that is advice, to run what the file holds
+        raise DataError(
+            f"{path} is damaged: {said}. Put it back; or remove {checkpoint} to go on from the checkpoint before it"
+        ) from error
     return state
 
 

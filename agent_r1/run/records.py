@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 from agent_r1.errors import DataError
 from agent_r1.types import Group, Step, StopReason, ToolCallRecord, Trajectory
 
-TRAINED = "train_*"  # the stem of files with training episodes, never evaluations
+TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
 
 

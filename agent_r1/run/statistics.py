@@ -16,6 +16,7 @@ LEVEL = 0.95  # of every interval
 # If all rows that differ speak for one side, a fair coin would have done the same in 2 of 2**n cases. With five rows
 # that is 6 %: no test could tell it from chance at the 5 % that a 95 % interval stands for.
 FEWEST_DIFFERING = 6
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
         raise ValueError(f"a paired interval needs the same rows of both, and two or more: got {len(a)} and {len(b)}")
     if not all(map(math.isfinite, (*a, *b))):
         raise ValueError("a paired interval needs finite numbers")
-    differences = [later - earlier for earlier, later in zip(a, b, strict=True)]
+    differences = [_difference(earlier, later) for earlier, later in zip(a, b, strict=True)]
     mean = fmean(differences)
     half = t_quantile(len(differences) - 1) * standard_error(differences)
     won, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -61,6 +62,11 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
         lost=lost,
         tied=len(differences) - won - lost,
     )
+
+
+def _difference(a: float, b: float) -> float:
+    """Rewards are sums: the same parts in another order may differ in the last digit, and no row is won by that."""
+    return 0.0 if math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING) else b - a
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -66,7 +66,7 @@ def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     return TaskRow(
         prompt=_messages(record["prompt"], place),
         row_id=_name(record.get("row_id")),
-        agent_name=record.get("agent_name"),
+        agent_name=_flow(record.get("agent_name"), place),
         reward_model=_mapping(record.get("reward_model"), "reward_model", place),
         env_kwargs=_mapping(record.get("env_kwargs"), "env_kwargs", place),
         data_source=str(record.get("data_source") or "unknown"),
@@ -80,6 +80,7 @@ def _checked(row: TaskRow, place: str) -> TaskRow:
         row,
         prompt=_messages(row.prompt, place) if len(row.prompt) else [],
         row_id=_name(row.row_id),
+        agent_name=_flow(row.agent_name, place),
         reward_model=_mapping(row.reward_model, "reward_model", place),
         env_kwargs=_mapping(row.env_kwargs, "env_kwargs", place),
         extra_info=_mapping(row.extra_info, "extra_info", place),
@@ -88,6 +89,12 @@ def _checked(row: TaskRow, place: str) -> TaskRow:
 
 def _name(row_id: Any) -> str:
     return "" if row_id is None else str(row_id)
+
+
+def _flow(agent_name: Any, place: str) -> str | None:
+    if agent_name is not None and not isinstance(agent_name, str):
+        raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
+    return agent_name
 
 
 def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) -> list[TaskRow]:
@@ -106,6 +113,11 @@ def _call(source: Callable[..., Any], where: str, arguments: dict[str, Any]) -> 
     made = source(**arguments)
     if not isinstance(made, Iterable):
         raise DataError(f"{where} returned {made!r:.80} for split {arguments['split']!r}, not rows")
+    if isinstance(made, str | Mapping) or hasattr(made, "iterrows"):  # which would give characters, keys, column names
+        raise DataError(
+            f"{where} returned a {type(made).__name__} for split {arguments['split']!r}, not rows: give a list of "
+            "them, of a pandas frame its to_dict('records')"
+        )
     return made
 
 
@@ -135,9 +147,11 @@ def _filled(source: str, split: str) -> str:
 
 def _split_file(folder: Path, split: str) -> Path:
     names = [f"{split}{suffix}" for suffix in FORMATS]
-    for name in names:
-        if (folder / name).exists():
-            return folder / name
+    there = [name for name in names if (folder / name).exists()]
+    if len(there) > 1:
+        raise DataError(f"{folder} has {' and '.join(there)}: name the one that is meant, as in {{split}}{FORMATS[1]}")
+    if there:
+        return folder / there[0]
     found = sorted(path.name for path in folder.iterdir())
     raise DataError(f"{folder} has none of {', '.join(names)}; it holds {found[:10]}")
 

@@ -173,7 +173,7 @@ def test_what_is_wrong_is_found_before_anything_starts(
     ("record", "message"),
     [
         ({"agent_name": "nobody"}, "row 'test-2' cannot be played: unknown flow 'nobody'"),
-        ({"agent_name": ["x"]}, "row 'test-2' cannot be played: TypeError: unhashable"),
+        ({"env_kwargs": {"env_type": ["x"]}}, "row 'test-2' cannot be played: TypeError: unhashable"),
         ({"env_kwargs": {"env_type": "nowhere"}}, "row 'test-2' cannot be played: unknown env 'nowhere'"),
         ({"env_kwargs": {"hi": 1}}, "row 'test-2' cannot be played: env 'env.Guess' does not accept these env_kwargs"),
         (

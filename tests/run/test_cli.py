@@ -105,6 +105,7 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
         ),
         (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
         (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),
+        (("eval", described, "--split", "a", "task.test_split=b"), "--split a and task.test_split= say the same thing"),
         (
             ("chat", described, "eval.samples=3"),  # which would do nothing
             "only eval.temperature, eval.top_p, eval.top_k, task.test_split, data.path and model.device can be changed",

@@ -16,7 +16,7 @@ from rich.console import Console
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.compare import find_sides, show_comparisons
-from agent_r1.run.outcomes import EvalRecord, Subject, by_row, eval_file, row_outcomes, stem_of
+from agent_r1.run.outcomes import EvalRecord, Subject, by_row, eval_file, keep, row_outcomes, stem_of
 from agent_r1.run.run_dir import RunDir
 from agent_r1.tasks.panel import panel_hash
 from agent_r1.types import Group, Step, StopReason, Trajectory
@@ -271,6 +271,21 @@ def test_an_evaluation_takes_its_own_place_again_and_never_another_ones(tmp_path
         place(other, "best")
     with pytest.raises(ConfigError, match="make a file name"):
         place(other, "../x")
+
+
+def test_an_evaluation_that_ended_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    """Two programs evaluate one checkpoint in two ways: when they begin, the place is free for both."""
+
+    def record(panel: str) -> EvalRecord:
+        subject = replace(SUBJECT, panel=panel)
+        return EvalRecord(subject=subject, outcomes={"a": {"success": 1.0}}, metrics={})
+
+    assert [keep(record(panel), tmp_path / "evals", stem="best").name for panel in "pqp"] == [
+        "best.json",
+        "best-2.json",
+        "best.json",
+    ]
+    assert EvalRecord.load(tmp_path / "evals" / "best-2.json").subject.panel == "q"
 
 
 def test_models_have_short_names_for_files() -> None:

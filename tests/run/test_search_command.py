@@ -144,3 +144,9 @@ model: {{path: builtin:tiny}}
     ended = cli("train", tmp_path / "base.yaml", "--dry-run")
     assert ended.code == 2
     assert "agent-r1 search serve INDEX" in " ".join(ended.err.split())
+
+
+def test_nothing_found_is_said_and_is_no_answer(cli: Cli, corpus: Path, tmp_path: Path) -> None:
+    cli("search", "build", corpus, "--to", tmp_path / "index")
+    ended = cli("search", "ask", tmp_path / "index", "volcano")
+    assert (ended.code, ended.out, ended.err) == (0, "", "nothing found in 2 passages\n")

@@ -134,3 +134,11 @@ def test_equal_policies_are_called_different_in_about_one_of_twenty_cases_at_mos
         changed = [rng.choice((-1.0, 1.0)) if rng.random() < 0.04 else 0.0 for _ in range(200)]
         called += paired_difference([0.0] * 200, changed).is_shown
     assert called / panels < 0.065
+
+
+def test_what_differs_by_rounding_alone_is_tied() -> None:
+    # 0.1 + 0.2 is 0.30000000000000004: ten rows would be lost, all of them, by 5.6e-17
+    result = paired_difference([0.1 + 0.2] * 10, [0.3] * 10)
+    assert (result.won, result.lost, result.tied, result.difference) == (0, 0, 10, 0.0)
+    assert not result.is_shown
+    assert paired_difference([0.0] * 10, [1e-9] * 10).won == 10

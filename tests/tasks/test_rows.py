@@ -58,6 +58,16 @@ def test_json_lines_may_be_gzipped_as_a_file_and_in_a_folder(tmp_path: Path) -> 
     assert load_rows(str(tmp_path), split="train") == [row]
 
 
+def test_a_folder_with_two_files_of_one_split_does_not_say_which_is_meant(tmp_path: Path) -> None:
+    for name, asked in (("test.jsonl", "old"), ("test.jsonl.gz", "new")):
+        line = json.dumps({"prompt": asked}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(DataError, match=r"has test\.jsonl and test\.jsonl\.gz: name the one that is meant"):
+        load_rows(str(tmp_path), split="test")
+    [row] = load_rows(f"{tmp_path}/{{split}}.jsonl.gz", split="test")
+    assert row.prompt[0]["content"] == "new"
+
+
 def test_damaged_gzip_is_a_clear_error(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"prompt": "x"}\n' * 9)
     for content in (whole[:-12], whole[:12] + b"\xff" * 9 + whole[21:]):  # cut off; something else inside
@@ -111,6 +121,8 @@ def test_the_ground_truth_can_be_taken_off_a_row() -> None:
         ({"prompt": "x", "reward_model": 3}, "reward_model must be a mapping"),
         (["prompt"], "is list, not a mapping"),
         ({"prompt": [{"role": "user", "content": 4}]}, "role, content"),
+        ({"prompt": "x", "agent_name": 5}, "row 0 of f.jsonl: agent_name must be the name of a flow, got 5"),
+        ({"prompt": "x", "agent_name": ["x"]}, r"row 0 of f.jsonl: agent_name must be the name of a flow, got \['x'\]"),
         ({"prompt": "x", "ground_truth": 0}, "ground_truth belongs into reward_model"),
     ],
 )
@@ -129,6 +141,9 @@ def test_rows_made_in_code_are_checked_as_those_of_files_are() -> None:
     bad = TaskRow(prompt=["text"])  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"row 0 of .*: prompt must be text or a non-empty list"):
         load_rows(lambda split: [bad], split="train")
+    nameless = TaskRow(prompt=[], agent_name=5)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"row 0 of .*: agent_name must be the name of a flow, got 5"):
+        load_rows(lambda split: [nameless], split="train")
 
 
 def test_messages_may_come_in_an_array_and_calls_without_content() -> None:
@@ -218,6 +233,18 @@ def test_a_relative_path_is_looked_up_beside_the_recipe_first(tmp_path: Path, mo
 def test_split_is_the_only_placeholder(source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_rows(source, split="train")
+
+
+class Frame(list[str]):
+    """As of pandas: the column names are what it gives."""
+
+    def iterrows(self) -> None: ...
+
+
+@pytest.mark.parametrize("made", ["text", {"train": []}, Frame(["prompt"])])
+def test_what_holds_rows_but_does_not_give_them_is_named(made: Any) -> None:
+    with pytest.raises(DataError, match=rf"returned a {type(made).__name__} for split 'train', not rows: give a list"):
+        load_rows(lambda split: made, split="train")
 
 
 def test_a_function_that_gives_no_rows_at_all_is_named() -> None:

@@ -65,6 +65,11 @@ def test_a_passage_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
         ("a.jsonl", b'{"title": "no text"}', "passage 0 of .* has no 'text'"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 cannot be read"),
         ("a.jsonl", b'{"text": "\xff"}', "line 1 cannot be read"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800"}',
+            "passage 0 of .* is no text that a file can hold: .* surrogates not allowed",
+        ),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.parquet", b"not parquet", "not a readable parquet file"),
         ("a.txt", b"x", "neither .jsonl, .jsonl.gz nor .parquet"),

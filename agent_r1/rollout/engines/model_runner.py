@@ -121,6 +121,11 @@ class ModelRunner(ABC):
         compared = (self._compare(*probes, logits_2V) for probes, logits_2V in pairs)
         errors = list(takewhile(lambda error: error is not None, compared))
         if len(errors) == len(expected):
+            if not any(logits_2V.isfinite().all() for logits_2V in expected):
+                raise ConfigError(
+                    f"{type(self.model).__name__} gives logits that are not finite: its weights are damaged, or too "
+                    f"large for {self.model.dtype}"
+                )
             raise ConfigError(
                 f"{type(self.model).__name__} gives other logits with paged attention than with its own: they differ "
                 f"by {errors[0]}. Use another engine for this model."

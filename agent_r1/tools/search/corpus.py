@@ -41,11 +41,13 @@ def read_passages(paths: Sequence[Path]) -> Iterator[Passage]:
             if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
                 raise DataError(f"{place} has no 'text'; a passage has the columns title, text and, optionally, id")
             given = record.get("id")
-            yield Passage(
-                passage_id=f"{path.name.partition('.')[0]}-{index}" if given is None else str(given),
-                title=str(record.get("title") or ""),
-                text=record["text"],
-            )
+            name = f"{path.name.partition('.')[0]}-{index}" if given is None else str(given)
+            title, text = str(record.get("title") or ""), record["text"]
+            try:
+                f"{name}{title}{text}".encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{place} is no text that a file can hold: {error}") from None
+            yield Passage(passage_id=name, title=title, text=text)
 
 
 class Corpus:
