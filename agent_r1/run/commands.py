@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.rollout.collect import OnEpisode
 from agent_r1.run.build import (
     Model,
@@ -78,8 +78,13 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
         return f"{what}; continue with: {program()} train --resume {run.path}"
 
-    with run.locked(), logging_to(run.log_file), closing(plan.task):
-        return interruptible(_train(config, plan, run, console, resume=resume), config, console, kept)
+    try:
+        with run.locked(), logging_to(run.log_file), closing(plan.task):
+            return interruptible(_train(config, plan, run, console, resume=resume), config, console, kept)
+    except RolloutError as error:  # a server that is down, say: once that is mended, nothing is lost
+        if not list_checkpoints(run.checkpoints):
+            raise
+        raise RolloutError(f"{error}\n{kept()}") from error
 
 
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:

@@ -77,7 +77,7 @@ def test_a_step_that_failed_draws_the_same_again_when_the_run_goes_on(recipe: Pa
     whole = train(recipe, tmp_path / "whole", *settings)
     # That was 1 + 12 + 12 + 1 rewards; the second run gets through its first step and breaks within the second.
     (recipe / "down").write_text(str(26 + 13 + 5), encoding="utf-8")
-    with pytest.raises(RolloutError, match="the judge is down"):
+    with pytest.raises(RolloutError, match=r"the judge is down(?s:.*)\nsaved after step 1; continue with: .* --resume"):
         train(recipe, tmp_path / "broken", *settings)
     assert rewards(tmp_path / "broken") == whole[:2]
     (recipe / "down").unlink()
