@@ -88,10 +88,12 @@ def _read(directory: str) -> tuple[Any, Any]:
         network, loading = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
             f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
         ) from error
+    except MemoryError:  # which no file is to blame for
+        raise
     except Exception as error:  # safetensors, tokenizers and transformers each have their own for a damaged file
         raise ConfigError(
             f"cannot load a causal language model from {directory}: {describe(error)}. One of its files is damaged or "

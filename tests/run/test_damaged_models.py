@@ -68,6 +68,20 @@ def test_a_damaged_tokenizer_is_told_in_a_line(directory: Path) -> None:
     refused(directory, "cannot load a causal language model from .*One of its files is damaged or cut short")
 
 
+def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(error: Exception) -> None:
+        def from_pretrained(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("agent_r1.run.model.AutoTokenizer.from_pretrained", from_pretrained)
+
+    fails(ImportError("it needs the sentencepiece library"))
+    refused(directory, "it needs the sentencepiece library$")
+    fails(MemoryError())
+    with pytest.raises(MemoryError):
+        load_model(mini(), directory)
+
+
 def test_weights_that_are_no_numbers_are_not_blamed_on_the_engine(directory: Path) -> None:
     change_weights(directory, lambda weights: weights[NORM].fill_(float("nan")))
     model = load_model(mini(), directory)
