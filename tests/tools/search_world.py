@@ -13,7 +13,7 @@ import uvicorn
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit, Index, Kind
 from agent_r1.tools.search.lexical import LexicalSettings
-from agent_r1.tools.search.server import ServerLimits, make_app
+from agent_r1.tools.search.server import ServerLimits, make_config
 
 TEXTS = {
     "Otter": "An otter swims in the river and eats fish.",
@@ -59,9 +59,8 @@ def free_port() -> int:
 def serving(index: Index, limits: ServerLimits | None = None, port: int | None = None) -> Iterator[str]:
     """The address of a running server; stopped as SIGTERM stops it."""
     port = port or free_port()
-    config = uvicorn.Config(
-        make_app(index, limits or ServerLimits()), port=port, log_level="error", timeout_graceful_shutdown=10
-    )
+    config = make_config(index, limits or ServerLimits())
+    config.port = port
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

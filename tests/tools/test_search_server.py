@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.search.client import SearchClient, SearchRefused, SearchUnavailable, check_server
+from agent_r1.tools.search.client import RETRY_SECONDS, SearchClient, SearchRefused, SearchUnavailable, check_server
 from agent_r1.tools.search.index import Hit, Index
 from agent_r1.tools.search.load import LoadResult, load
 from agent_r1.tools.search.server import Batcher, Overloaded, ServerLimits, serve
@@ -68,7 +71,16 @@ def test_a_server_finds_what_its_index_finds(index: Index) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "problem"),
     [
-        (b"{", 400, "the body is not JSON"),
+        (b"{", 400, "the body is not JSON that can be read: Expecting"),
+        (b'{"queries": ["a"], "top_k": ' + b"9" * 5000 + b"}", 400, "the body is not JSON that can be read: Exceeds"),
+        (b'{"queries": ["a"], "top_k": ' + b"9" * 4000 + b"}", 400, "9... (4,000 characters) is more than 8"),
+        (b'{"queries": ["a"], "top_k": -3}', 400, "at least 1, got -3"),
+        (b'{"queries": ["a"], "top_k": 1e400}', 400, "at least 1, got inf"),
+        (b'{"queries": ["a"], "top_k": NaN}', 400, "at least 1, got nan"),
+        (b'{"queries": ["a"], "top_k": [3]}', 400, "at least 1, got [3]"),
+        (b'{"queries": ' + b"[" * 5000, 400, "the body is not JSON that can be read"),
+        (b'{"queries": ["a"], "kind": "' + b"k" * 900 + b'"}', 400, "kkk... (902 characters)"),
+        (b'{"queries": ["a"], "' + b"f" * 900 + b'": 1}', 400, "fff... (902 characters)"),
         (b"[]", 400, "must be a JSON object, got list"),
         (b'{"queries": []}', 400, "a list of at least one text"),
         (b'{"queries": [1]}', 400, "a list of at least one text"),
@@ -79,11 +91,11 @@ def test_a_server_finds_what_its_index_finds(index: Index) -> None:
         (b'{"queries": ["a"], "kind": "dense"}', 400, "can be searched by lexical, not by dense"),
         (b'{"queries": ["aaaaaaaaaaaaaaaaaaaaaaa"]}', 400, "more than 20 characters"),
         (b'{"queries": ["a", "b", "c"]}', 413, "3 queries in one request; at most 2"),
-        (b'{"queries": ["' + b"a" * 2000 + b'"]}', 413, "more than 1,000 bytes"),
+        (b'{"queries": ["' + b"a" * 7000 + b'"]}', 413, "more than 6,000 bytes"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_words(index: Index, body: bytes, status: int, problem: str) -> None:
-    limits = ServerLimits(max_top_k=8, max_query_chars=20, max_queries=2, max_body_bytes=1000)
+    limits = ServerLimits(max_top_k=8, max_query_chars=20, max_queries=2, max_body_bytes=6000)
     with serving(index, limits) as url:
         answer = httpx.post(f"{url}/search", content=body)
         assert (answer.status_code, problem in answer.json()["error"]) == (status, True)
@@ -101,6 +113,8 @@ def test_addresses_that_make_no_sense_are_refused(index: Index) -> None:
     with serving(index) as url:
         assert "needs ?query=" in httpx.get(f"{url}/search").json()["error"]
         assert "whole number" in httpx.get(f"{url}/search", params={"query": "a", "top_k": "x"}).json()["error"]
+        huge = httpx.get(f"{url}/search", params={"query": "a", "top_k": "9" * 5000})
+        assert (huge.status_code, "(5,002 characters)" in huge.json()["error"]) == (400, True)
         assert httpx.get(f"{url}/nothing").status_code == 404
         assert httpx.put(f"{url}/search").status_code == 405
 
@@ -174,6 +188,74 @@ def test_a_body_that_does_not_come_is_not_waited_for(index: Index) -> None:
         assert titles(asyncio.run(search(url, ["otter"]))[0]) == ["Otter"]
 
 
+def connect(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20)
+
+
+def read_until_closed(connection: socket.socket) -> bytes:
+    """Fails after the socket's timeout if the server leaves the connection open."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(10_000):
+            received += more
+    return received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /search HTTP/1.1\r\nHost: here\r\nX-Part",
+        b"GET /health HTTP/1.1\r\nHost: here\r\n\r\nGET /hea",  # answered, then half of a second request
+        b"POST /health HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nno",  # refused before its body came
+    ],
+)
+def test_a_connection_that_sends_no_whole_request_is_closed(index: Index, sent: bytes) -> None:
+    with serving(index, ServerLimits(seconds=0.2)) as url, connect(url) as connection:
+        connection.sendall(sent)
+        read_until_closed(connection)
+
+
+def test_bytes_that_trickle_in_do_not_keep_a_connection_open(index: Index) -> None:
+    with serving(index, ServerLimits(seconds=0.3)) as url, connect(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        is_open = True
+        for _ in range(400):  # 20 s
+            try:
+                connection.sendall(b"a")
+            except ConnectionError:
+                is_open = False
+                break
+            time.sleep(0.05)
+        assert not is_open
+
+
+def test_idle_connections_do_not_lock_out_a_client_that_asks(index: Index) -> None:
+    limits = ServerLimits(max_connections=20, seconds=60.0)  # long enough that only the bound can make room
+    with serving(index, limits) as url, contextlib.ExitStack() as opened:
+        for number in range(300):
+            connection = opened.enter_context(connect(url))
+            connection.sendall(b"POST /search HTTP/1.1\r\nHost: here\r\n" if number % 2 else b"")
+        assert titles(asyncio.run(search(url, ["otter"], retry_seconds=0))[0]) == ["Otter"]
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_request_under_way_is_not_closed_to_make_room(held: HeldIndex) -> None:
+    async def ask_in_a_crowd(url: str) -> int:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            asking = asyncio.create_task(http.post("/search", json={"queries": ["otter"]}))
+            while not held.begun.is_set():
+                await asyncio.sleep(0.001)
+            with contextlib.ExitStack() as opened:
+                crowd = [opened.enter_context(connect(url)) for _ in range(50)]
+                await asyncio.to_thread(read_until_closed, crowd[0])  # the crowd has been noticed
+                held.go.set()
+                return (await asking).status_code
+
+    with serving(held, ServerLimits(max_connections=5, seconds=60.0)) as url:
+        assert asyncio.run(ask_in_a_crowd(url)) == 200
+
+
 def test_a_search_that_fails_is_told_to_its_clients_and_the_server_goes_on(index: Index) -> None:
     class Broken(Index):
         def search(self, queries, top_k, kind=None):  # type: ignore[no-untyped-def]
@@ -230,12 +312,14 @@ def test_a_client_waits_for_a_server_that_comes_back(index: Index) -> None:
     port = free_port()
 
     async def ask_before_it_is_there() -> list[list[Hit]]:
-        asking = asyncio.create_task(search(f"http://127.0.0.1:{port}", ["moon"], attempts=50))
+        asking = asyncio.create_task(search(f"http://127.0.0.1:{port}", ["moon"], max_wait=0.1))
         await asyncio.sleep(0.05)
         with serving(index, port=port):
             found = await asking
-        with pytest.raises(SearchUnavailable, match="no answer after 2 attempts; the last: ConnectError"):
-            await search(f"http://127.0.0.1:{port}", ["moon"], attempts=2)
+        with pytest.raises(
+            SearchUnavailable, match=r"in 0\.\d s \(1 attempt, retry_seconds=0\); the last: ConnectError"
+        ):
+            await search(f"http://127.0.0.1:{port}", ["moon"], retry_seconds=0)
         return found
 
     assert titles(asyncio.run(ask_before_it_is_there())[0]) == ["Moon"]
@@ -294,8 +378,14 @@ def test_a_client_repeats_what_may_pass() -> None:
     ("reply", "problem"),
     [
         ((400, {}, b"no such kind"), "answered 400: 'no such kind'"),
+        ((404, {}, b""), "answered 404"),
+        ((413, {"Retry-After": "0"}, b""), "answered 413"),
+        ((422, {}, b""), "answered 422"),
+        ((500, {}, b""), "answered 500"),
         ((503, {"Retry-After": "3600"}, b"at night"), "answered 503: 'at night'"),  # an hour is no moment
         ((200, {}, b"hello"), "Expecting value"),
+        ((200, {}, b"[" * 5000), "/search: "),
+        ((200, {}, b'{"query_results": ' + b"1" * 5000 + b"}"), "Exceeds the limit"),
         ((200, {}, b"{}"), "not the answer of a search server"),
         ((200, {}, b'{"query_results": []}'), "0 results for 1 queries"),
     ],
@@ -320,6 +410,35 @@ def test_a_client_waits_at_least_as_long_as_it_is_asked_to(monkeypatch: pytest.M
         asyncio.run(search(stub.url, ["a"], backoff_seconds=0.1))
     # asked for 2 s, then twice for nothing: backoff 0.1 * 2**1 and 0.1 * 2**2; up to half as long again by chance
     assert [low <= wait <= 1.5 * low for wait, low in zip(waits, (2.0, 0.2, 0.4), strict=True)] == [True] * 3
+
+
+def test_a_client_keeps_trying_for_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = 0.0, list[float]()
+    sleep = asyncio.sleep
+
+    async def advance(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("agent_r1.tools.search.client.asyncio.sleep", advance)
+    monkeypatch.setattr("agent_r1.tools.search.client.time.monotonic", lambda: now)
+    monkeypatch.setattr("agent_r1.tools.search.client._JITTER.uniform", lambda low, high: low)
+    with Stub(BUSY) as stub, pytest.raises(SearchUnavailable, match=r"no answer in 55\.0 s \(10 attempts, retry_seco"):
+        asyncio.run(search(stub.url, ["a"], retry_seconds=60.0, backoff_seconds=1.0, max_wait=8.0))
+    assert waits == [1, 2, 4, 8, 8, 8, 8, 8, 8]
+
+
+def test_a_client_keeps_trying_for_two_minutes_by_default() -> None:
+    assert inspect.signature(SearchClient).parameters["retry_seconds"].default == RETRY_SECONDS == 120.0
+
+
+@pytest.mark.parametrize("name", ["seconds_per_attempt", "retry_seconds", "backoff_seconds", "max_wait"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_client_with_impossible_times_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"SearchClient needs {name} of at least .* got {value}"):
+        SearchClient("http://127.0.0.1:1", **{name: value})  # type: ignore[arg-type]
 
 
 def test_nothing_is_asked_for_no_queries() -> None:

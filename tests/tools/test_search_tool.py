@@ -14,7 +14,7 @@ from agent_r1.agent.tool import Returned, ToolCall
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError
-from agent_r1.tools.search.client import SearchClient, SearchUnavailable
+from agent_r1.tools.search.client import RETRY_SECONDS, SECONDS_PER_ATTEMPT, SearchUnavailable
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -147,23 +147,30 @@ def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(i
         SearchTool(url=url)
 
 
-def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent_r1.tools.search.client._JITTER.uniform", lambda low, high: 0.0)
+def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(index: Index) -> None:
     with serving(index) as url:
-        tool = SearchTool(url=url)
+        tool = SearchTool(url=url, retry_seconds=0.5)
     results = asyncio.run(tool.batch_execute([ToolCall(args={"query": name}) for name in ("a", "b")]))
     assert all(isinstance(result, SearchUnavailable) for result in results)
-    with pytest.raises(SearchUnavailable, match="no answer after 5 attempts"):
+    with pytest.raises(SearchUnavailable, match=r"no answer in \d\.\d s \(\d attempts?, retry_seconds=0.5\)"):
         ask(tool, "a")
 
 
-def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_result() -> None:
-    client = SearchClient("http://localhost:8100")
-    waits = (client._attempts - 1) * client._max_wait * 1.5  # each as long as a server may ask for, and jitter
-    assert client._attempts * client._seconds + waits < SearchTool.timeout
-    assert client._seconds > ServerLimits().seconds
+def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_result(index: Index) -> None:
+    with serving(index) as url:
+        for retry_seconds in (10.0, 1000.0):
+            # The last attempt may start when retry_seconds are over.
+            assert SearchTool(url=url, retry_seconds=retry_seconds).timeout > retry_seconds + SECONDS_PER_ATTEMPT
+        assert SearchTool(url=url).timeout > RETRY_SECONDS + SECONDS_PER_ATTEMPT
+    assert ServerLimits().seconds < SECONDS_PER_ATTEMPT
+
+
+def test_retry_seconds_that_have_no_effect_or_no_sense_are_refused(index: Index) -> None:
+    with pytest.raises(ConfigError, match="retry_seconds is for a server"):
+        SearchTool(index=index.directory, retry_seconds=5)
+    for retry_seconds in (-1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"at least 0 and finite, got {retry_seconds}"):
+            SearchTool(url="http://127.0.0.1:1", retry_seconds=retry_seconds)
 
 
 def test_the_limits_of_a_server_are_positive() -> None:

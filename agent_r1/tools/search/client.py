@@ -1,18 +1,20 @@
-"""Asking a search server: one request per batch, repeated while the server is busy or gone for a moment.
+"""Asking a search server: one request per batch, repeated while the server is busy or restarting.
 
     async with SearchClient("http://localhost:8100") as client:
         results = await client.search(["Who founded the band?"], top_k=5)
 
-What may pass (no connection, no answer in time, and the codes in `BUSY`) is tried again after growing waits, at least
-as long as the server asks for; what will not (any other refusal) is raised at once. `check_server` asks one short
-question before anything depends on the server.
+Failures that may pass (no connection, no answer in time, the codes in `BUSY`) are tried again after growing waits, at
+least as long as the server asks for, until `retry_seconds` are over. Any other refusal is raised at once.
+`check_server` asks one short question before anything depends on the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import ssl
+import time
 from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
@@ -24,7 +26,9 @@ from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit
 from agent_r1.tools.search.wire import Health, read_results
 
-BUSY = (408, 429, 502, 503, 504)
+BUSY = (408, 429, 502, 503, 504)  # all other codes are final
+SECONDS_PER_ATTEMPT = 25.0  # more than a server takes to say that it is too busy
+RETRY_SECONDS = 120.0  # enough for a server to be restarted and to load its index
 HEALTH_SECONDS = 5.0  # a server says how it is at once, whatever it is searching
 MAX_SHOWN_CHARS = 300  # of a server's text in an error
 
@@ -58,21 +62,23 @@ class SearchClient:
         self,
         url: str,
         *,
-        seconds_per_attempt: float = 25.0,  # more than a server takes to say that it is too busy
-        attempts: int = 5,
+        seconds_per_attempt: float = SECONDS_PER_ATTEMPT,
+        retry_seconds: float = RETRY_SECONDS,  # no attempt starts later than that after the first; 0: one attempt
         backoff_seconds: float = 0.2,
-        max_wait: float = 10.0,  # seconds; a server that asks for a longer wait is taken to mean no
+        max_wait: float = 10.0,  # longest pause between attempts; a server that asks for more is taken to mean no
         max_connections: int = 100,
     ) -> None:
         self.url = check_url(url)
-        if attempts < 1 or seconds_per_attempt <= 0 or backoff_seconds < 0:
-            raise ConfigError(
-                "SearchClient needs attempts of at least 1, positive seconds_per_attempt and no negative "
-                f"backoff_seconds: got {attempts}, {seconds_per_attempt} and {backoff_seconds}"
-            )
-        self._seconds, self._attempts, self._backoff, self._max_wait = (
-            seconds_per_attempt, attempts, backoff_seconds, max_wait,
-        )  # fmt: skip
+        for name, value, least in (
+            ("seconds_per_attempt", seconds_per_attempt, 0.001),
+            ("retry_seconds", retry_seconds, 0),
+            ("backoff_seconds", backoff_seconds, 0.001),
+            ("max_wait", max_wait, 0),
+        ):
+            if not least <= value < math.inf:
+                raise ConfigError(f"SearchClient needs {name} of at least {least}, and finite: got {value}")
+        self._seconds, self._retry_seconds = seconds_per_attempt, retry_seconds
+        self._backoff, self._max_wait = backoff_seconds, max_wait
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=seconds_per_attempt,
@@ -96,22 +102,26 @@ class SearchClient:
         answer = await self._asked(body)
         try:
             return read_results(answer.json(), len(queries))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SearchRefused(f"{self.url}/search: {error}: {_shown(answer)}") from error
 
     async def _asked(self, body: dict[str, Any]) -> httpx.Response:
-        for number in range(self._attempts):
+        began, attempts = time.monotonic(), 0
+        while True:
             try:
                 return await self._attempt(body)
             except _Failed as failure:
-                if number + 1 == self._attempts:
-                    tried = f"{self._attempts} attempt{'s' if self._attempts > 1 else ''}"
+                attempts += 1
+                # Jitter: clients that failed together would only fail together again.
+                backoff = min(self._backoff * 2 ** min(attempts - 1, 60), self._max_wait)
+                pause = max(failure.wait, backoff) * _JITTER.uniform(1.0, 1.5)
+                took = time.monotonic() - began
+                if took + pause > self._retry_seconds:
                     raise SearchUnavailable(
-                        f"{self.url}/search: no answer after {tried}; the last: {failure}"
+                        f"{self.url}/search: no answer in {took:.1f} s ({attempts} attempt{'s' * (attempts > 1)}, "
+                        f"retry_seconds={self._retry_seconds:g}); the last: {failure}"
                     ) from None
-                # Never all at once again: those that failed together would only fail together once more.
-                await asyncio.sleep(max(failure.wait, self._backoff * 2**number) * _JITTER.uniform(1.0, 1.5))
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                await asyncio.sleep(pause)
 
     async def _attempt(self, body: dict[str, Any]) -> httpx.Response:
         try:
@@ -139,7 +149,7 @@ def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
         if answer.status_code != 200:
             raise ValueError(f"it answered {answer.status_code}: {_shown(answer)}")
         health = Health.read(answer.json())
-    except (httpx.RequestError, ValueError) as error:
+    except (httpx.RequestError, ValueError, RecursionError) as error:
         raise SearchUnavailable(
             f"no search server of ours answers at {url}: {error}. Start one there: agent-r1 search serve INDEX"
         ) from error

@@ -101,7 +101,9 @@ async def load(
 
     async with contextlib.AsyncExitStack() as opened:
         # A pool each, as clients in different processes have; one pool of 200 connections would itself be the limit.
-        asking = [SearchClient(url, attempts=1, seconds_per_attempt=60.0, max_connections=1) for _ in range(clients)]
+        asking = [
+            SearchClient(url, retry_seconds=0, seconds_per_attempt=60.0, max_connections=1) for _ in range(clients)
+        ]
         for one in asking:
             await opened.enter_async_context(one)
         began = time.perf_counter()

@@ -1,10 +1,10 @@
 """An HTTP search server for many trainers: POST /search, GET /search?query=, GET /health.
 
-The queries of all clients that wait at one moment are ranked together, in a thread of their own, while the event loop
-goes on reading requests. Everything is bounded: the size of a body, queries per request, queries that wait (beyond
-that, 503 with Retry-After), how long a body may take to come (408) and its answer to be found (504). Asked to stop, the
-server takes no new connections and answers what it has. Not covered: encryption and access control, which belong to a
-proxy in front.
+All waiting queries are ranked together in a separate thread, while the event loop goes on reading requests. Everything
+is bounded: the size of a body, queries per request, queries that wait (503 with Retry-After above that), the time to
+receive a body (408) and to find its answer (504), open connections and how long each may stay idle (`connections.py`).
+Asked to stop, the server takes no new connections and answers what it has. Encryption and access control are not
+covered; they belong to a proxy in front.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import math
+import resource
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
-from agent_r1.tools.search.wire import BadRequest, Health, SearchRequest, write_results
+from agent_r1.tools.search.wire import BadRequest, Health, SearchRequest, show, write_results
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = "1"  # seconds a client that was sent away should wait
+CLOSE = {"Connection": "close"}  # the rest of a body that was not read must not be taken for a request
+FILES_RESERVED = 64  # file descriptors kept for the index, the log and the server itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +48,8 @@ class ServerLimits:
     max_body_bytes: int = 2_000_000
     max_waiting: int = 4096  # queries; one more is sent away
     max_batch: int = 128  # queries ranked together: a request that comes now waits for one such batch
-    seconds: float = 20.0  # per request: to send its body, to be answered
-    max_connections: int = 2048
+    seconds: float = 20.0  # for each of: sending the headers, sending the body, finding the answer
+    max_connections: int = 2048  # one more closes the connection that has been idle longest
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -175,9 +179,9 @@ class _App:
             top_k, kind = self._checked(asked)
             results = await self._batcher.submit(asked.queries, top_k, kind)
         except _TooLarge as error:
-            return _problem(413, str(error))
+            return _problem(413, str(error), CLOSE)
         except _TooSlow as error:
-            return _problem(408, str(error))
+            return _problem(408, str(error), CLOSE)
         except (BadRequest, ConfigError) as error:
             return _problem(400, str(error))
         except Overloaded:
@@ -196,8 +200,10 @@ class _App:
             raise _TooSlow(f"the body did not come within {self._limits.seconds:g} s") from None
         try:
             return SearchRequest.read(json.loads(body))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"the body is not JSON: {error}") from None
+        except BadRequest:
+            raise
+        except (ValueError, RecursionError) as error:  # json limits neither depth nor digits; Python does
+            raise BadRequest(f"the body is not JSON that can be read: {error}") from None
 
     async def _body(self, request: Request) -> bytes:
         largest, body = self._limits.max_body_bytes, b""
@@ -215,7 +221,7 @@ class _App:
             raise BadRequest(f"a query has more than {limits.max_query_chars} characters")
         top_k = limits.top_k if asked.top_k is None else asked.top_k
         if top_k > limits.max_top_k:
-            raise BadRequest(f"top_k={top_k} is more than {limits.max_top_k}")
+            raise BadRequest(f"top_k={show(top_k)} is more than {limits.max_top_k}")
         kind = asked.kind or self._index.default_kind
         return top_k, check_kind(kind, self._index.manifest, self._index.directory)
 
@@ -229,7 +235,7 @@ class _TooSlow(Exception):
 
 
 def make_app(index: Index, limits: ServerLimits) -> Starlette:
-    """The ASGI application; for a server of one's own choice."""
+    """The ASGI application, to be run by any server. Slow headers and idle connections are that server's concern."""
     _require_server()
     from starlette.applications import Starlette
     from starlette.routing import Route
@@ -242,6 +248,27 @@ def make_app(index: Index, limits: ServerLimits) -> Starlette:
     return Starlette(routes=routes, lifespan=app.lifespan)
 
 
+def make_config(index: Index, limits: ServerLimits) -> uvicorn.Config:
+    """The application in a server that bounds its connections."""
+    app = make_app(index, limits)
+    import uvicorn
+
+    from agent_r1.tools.search.connections import bounded_protocol
+
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # accepting more would fail, for everybody
+    protocol = bounded_protocol(
+        seconds=limits.seconds, max_connections=max(1, min(limits.max_connections, open_files - FILES_RESERVED))
+    )
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_level="error",  # not a line per connection that sends nonsense
+        access_log=False,
+        timeout_graceful_shutdown=math.ceil(limits.seconds),
+    )
+
+
 def serve(
     index: Index, *, host: str, port: int, limits: ServerLimits, announce: Callable[[str], None] | None = None
 ) -> None:
@@ -249,16 +276,9 @@ def serve(
 
     `announce` is told the address when clients can connect to it; port 0 is a free one.
     """
-    _require_server()
+    config = make_config(index, limits)
     import uvicorn
 
-    config = uvicorn.Config(
-        make_app(index, limits),
-        log_level="warning",
-        access_log=False,
-        limit_concurrency=limits.max_connections,
-        timeout_graceful_shutdown=math.ceil(limits.seconds),
-    )
     with _bound(host, port) as listener:
         index.search(["warm up"], 1)  # loads what ranks, so that a damaged index is found before a client finds it
         _listening(listener, config.backlog)  # only now: a client that connected earlier would hang while it loads
@@ -299,7 +319,7 @@ def _from_address(request: Request) -> SearchRequest:
     try:
         top_k = int(given["top_k"]) if "top_k" in given else None
     except ValueError:
-        raise BadRequest(f"'top_k' must be a whole number, got {given['top_k']!r}") from None
+        raise BadRequest(f"'top_k' must be a whole number, got {show(given['top_k'])}") from None
     return SearchRequest.read({"queries": [given["query"]], "top_k": top_k, "kind": given.get("kind")})
 
 

@@ -9,6 +9,7 @@ keeps contexts small.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -17,7 +18,14 @@ from agent_r1.agent.guard import call
 from agent_r1.agent.tool import BatchTool, Returned, ToolCall, ToolResult
 from agent_r1.errors import ConfigError
 from agent_r1.tasks.download import data_dir
-from agent_r1.tools.search.client import SearchClient, SearchError, check_server, check_url
+from agent_r1.tools.search.client import (
+    RETRY_SECONDS,
+    SECONDS_PER_ATTEMPT,
+    SearchClient,
+    SearchError,
+    check_server,
+    check_url,
+)
 from agent_r1.tools.search.index import Hit, Index, Kind, Manifest, check_kind
 
 MAX_QUERY_CHARS = 500  # of what the policy writes; the rest says nothing that a ranker could use
@@ -28,9 +36,7 @@ _OPENING = Lock()
 
 
 class SearchTool(BatchTool):
-    # A server is asked again for longer than a call usually may take; when it stays silent, the episode must fail with
-    # the client's error rather than go on with "did not answer" as a result.
-    timeout = 240.0
+    timeout = 240.0  # for an index on this machine; with a server, as long as its client keeps trying
     name = "search"
     description = "Find passages about something."
     parameters = {  # noqa: RUF012 (the attribute of BaseTool; nobody writes to it)
@@ -47,15 +53,23 @@ class SearchTool(BatchTool):
         kind: Kind | None = None,  # None: hybrid where the index has both parts, else the one it has
         top_k: int = 3,
         max_chars: int = 450,  # of a passage, its title not counted: about 75 words
+        retry_seconds: float | None = None,  # how long to keep asking a server that fails; None: RETRY_SECONDS
     ) -> None:
         if (index is None) == (url is None):
             raise ConfigError(f"the search tool needs either an index or a url, got index={index!r} and url={url!r}")
         if top_k < 1 or max_chars < 1:
             raise ConfigError(f"the search tool needs top_k and max_chars of at least 1, got {top_k} and {max_chars}")
         self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
+        if url is None and retry_seconds is not None:
+            raise ConfigError("the search tool's retry_seconds is for a server; leave it out, or set url")
         self._url = None if url is None else check_url(url)
+        self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
+        if not 0 <= self._retry_seconds < math.inf:
+            raise ConfigError(f"the search tool's retry_seconds must be at least 0 and finite, got {retry_seconds}")
         self._directory = None if index is None else _checked(index, kind)
         if self._url is not None:
+            # The call must outlast its client: a silent server is a failure, not a result that says "did not answer".
+            self.timeout = self._retry_seconds + 2 * SECONDS_PER_ATTEMPT
             self.max_batch = check_server(self._url, top_k=top_k, kind=kind).max_queries
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
@@ -85,7 +99,7 @@ class SearchTool(BatchTool):
 
     async def _search(self, queries: list[str]) -> list[list[Hit]]:
         if self._url is not None:
-            async with SearchClient(self._url) as client:
+            async with SearchClient(self._url, retry_seconds=self._retry_seconds) as client:
                 return await client.search(queries, self._top_k, self._kind)
         results: list[list[Hit]] = await call(self._search_here, queries)
         return results

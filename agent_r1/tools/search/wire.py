@@ -16,9 +16,17 @@ from typing import Any
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit
 
+MAX_SHOWN_CHARS = 60  # of a value from a request, in an error
+
 
 class BadRequest(ValueError):
     """What was asked cannot be understood; the text tells the client why."""
+
+
+def show(value: Any) -> str:
+    """A value from a request, short enough for an error message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +41,14 @@ class SearchRequest:
             raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
         unknown = sorted(set(body) - {"queries", "top_k", "kind"})
         if unknown:
-            raise BadRequest(f"unknown field {unknown[0]!r}; a request has queries, top_k and kind")
+            raise BadRequest(f"unknown field {show(unknown[0])}; a request has queries, top_k and kind")
         queries, top_k, kind = body.get("queries"), body.get("top_k"), body.get("kind")
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise BadRequest("'queries' must be a list of at least one text")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
-            raise BadRequest(f"'top_k' must be a whole number of at least 1, got {top_k!r}")
-        if kind is not None and not isinstance(kind, str):
-            raise BadRequest(f"'kind' must be a text, got {kind!r}")
+            raise BadRequest(f"'top_k' must be a whole number of at least 1, got {show(top_k)}")
+        if kind is not None and (not isinstance(kind, str) or len(kind) > MAX_SHOWN_CHARS):
+            raise BadRequest(f"'kind' must be the name of a kind of search, got {show(kind)}")
         return cls(queries=queries, top_k=top_k, kind=kind)
 
 
@@ -84,7 +92,7 @@ def read_results(body: Any, num_queries: int) -> list[list[Hit]]:
     """ValueError for what is not an answer to so many queries."""
     try:
         results = [[_hit(found) for found in answered["results"]] for answered in body["query_results"]]
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"not the answer of a search server: {error!r}") from error
     if len(results) != num_queries:
         raise ValueError(f"{len(results)} results for {num_queries} queries")
