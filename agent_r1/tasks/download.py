@@ -1,7 +1,7 @@
 """Public data files, fetched once and checked.
 
-A file is complete or not there: it is written beside its place, checked against its hash, where one is known, and
-renamed. Recipes say what they need; whoever has a copy of their own points `data.path` at it and nothing is fetched.
+A file is complete or missing: it is written beside its final place, checked against its hash if one is known, and
+renamed. Recipes say what they need. With `data.path` set to a copy of your own, nothing is fetched.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ def data_folder(name: str, path: str | None) -> Path:
 
 
 def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
-    """The file at `to`, downloaded unless it is there. `DataError` if it cannot be had, or is not the right one.
+    """Download a file to `to`, unless it is there. Raise `DataError` if that fails or its hash is wrong.
 
-    Without a hash to compare with (None), whoever reads the file has to see to it that it is what was meant.
+    Without a hash (None), the caller has to check what it reads.
     """
     if to.exists():
+        if sha256 is not None and (digest := _hash_of(to)) != sha256:
+            raise DataError(
+                f"{to} has sha256 {digest}, and {sha256} was expected: it is damaged or another file. Delete it to "
+                f"fetch {url} again"
+            )
         return to
     to.parent.mkdir(parents=True, exist_ok=True)
     part = to.with_name(f".{to.name}.{os.getpid()}.part")
@@ -61,6 +66,11 @@ def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
     finally:
         part.unlink(missing_ok=True)
     return to
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(url: str, to: Path, report: Report) -> str:

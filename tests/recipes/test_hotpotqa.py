@@ -281,6 +281,20 @@ def test_preparing_from_a_folder_leaves_it_alone_and_makes_all_that_a_run_needs(
     assert SearchTool(index="hotpotqa/index").look("town 7")[0].passage.title == "Town 7"
 
 
+def test_every_source_is_fetched_over_https() -> None:
+    urls = [*(url for source in data.SOURCES.values() for url in source.urls), data.LEAD_SECTIONS_URL]
+    assert [url for url in urls if not url.startswith("https://")] == []
+
+
+def test_a_hotpotqa_file_with_the_wrong_hash_is_not_read(tmp_path: Path) -> None:
+    raw = tmp_path / "fetched" / "hotpot_dev_distractor_v1.json"
+    raw.parent.mkdir()
+    raw.write_text(json.dumps([record(number) for number in range(7405)]), encoding="utf-8")
+    with pytest.raises(DataError, match=f"{raw} has sha256 .* Delete it to fetch https://curtis"):
+        data.prepare(tmp_path, lambda line: None)
+    assert not (tmp_path / data.QUESTIONS).exists()
+
+
 @pytest.mark.parametrize("preset", ["2wiki", "musique"])
 def test_presets_of_other_questions_begin_with_the_warm_start_of_hotpotqa_and_say_so(preset: str) -> None:
     config = load_config(f"hotpotqa/{preset}", [])

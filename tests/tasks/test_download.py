@@ -87,6 +87,14 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
     assert server.asked == ["/good"]
 
 
+def test_a_file_that_is_there_must_have_the_hash_too(server: Server, tmp_path: Path) -> None:
+    to = tmp_path / "file.txt"
+    to.write_bytes(CONTENT[:-1])
+    with pytest.raises(DataError, match=f"{to} has sha256 .*, and {RIGHT} was expected.* Delete it to fetch http"):
+        fetch(url(server, "/good"), to, sha256=RIGHT, report=silent)
+    assert (server.asked, to.read_bytes()) == ([], CONTENT[:-1])  # a user's file is neither used nor overwritten
+
+
 def test_a_long_download_says_how_far_it_is(server: Server, tmp_path: Path) -> None:
     said: list[str] = []
     fetch(url(server, "/large"), tmp_path / "file", sha256=hashlib.sha256(LARGE).hexdigest(), report=said.append)

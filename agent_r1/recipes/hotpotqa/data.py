@@ -46,7 +46,7 @@ class Source:
     """One set of questions."""
 
     file: str  # under `QUESTIONS`: JSON lines, gzipped
-    urls: tuple[str, ...]  # where its records come from
+    urls: Mapping[str, str | None]  # where its records come from, with the sha256 of the file; None: a pinned commit
     num_records: int  # at least; fewer mean that the source has changed or was cut off
     test_share: float  # of the questions
 
@@ -54,17 +54,23 @@ class Source:
 SOURCES = {
     "hotpotqa": Source(
         file="hotpot_ctx.jsonl.gz",
-        urls=("http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",),
+        urls={
+            "https://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json": (
+                "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea"
+            )
+        },
         num_records=7405,
         test_share=0.24,
     ),
     "2wiki": Source(
         file="2wiki_ctx.jsonl.gz",
-        urls=(f"{MIGRES}/wikihop.json", f"{MIGRES}/wikihop_train_preprocess.json"),
+        urls={f"{MIGRES}/wikihop.json": None, f"{MIGRES}/wikihop_train_preprocess.json": None},
         num_records=660,
         test_share=0.75,
     ),
-    "musique": Source(file="musique_ctx.jsonl.gz", urls=(f"{MIGRES}/musique.json",), num_records=200, test_share=0.75),
+    "musique": Source(
+        file="musique_ctx.jsonl.gz", urls={f"{MIGRES}/musique.json": None}, num_records=200, test_share=0.75
+    ),
 }
 SPLITS = {  # of the rows -> which questions, and whether they are held out
     "train": ("hotpotqa", False),
@@ -212,8 +218,8 @@ def _fetch_questions(directory: Path, report: Report) -> None:
             report(f"{name}: {to} is there")
             continue
         found = dict[str, dict[str, Any]]()
-        for url in source.urls:
-            raw = fetch(url, directory / "fetched" / url.rpartition("/")[2], sha256=None, report=report)
+        for url, digest in source.urls.items():
+            raw = fetch(url, directory / "fetched" / url.rpartition("/")[2], sha256=digest, report=report)
             found |= {record["question"]: record for record in map(_normal, _json_records(raw))}
         _check_count(name, len(found), source.num_records)
         to.parent.mkdir(parents=True, exist_ok=True)
