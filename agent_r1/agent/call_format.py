@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from agent_r1.types import Message
 
@@ -23,6 +24,7 @@ class ParsedCall:
     name: str
     arguments: dict[str, Any]
     span: Span
+    call_id: str = ""  # if the model wrote one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,11 @@ class ToolCallFormat(ABC):
 
     form: ClassVar[str]  # how to write a call, as told to a model that did not
     roles: ClassVar[tuple[str, ...]] = ("tool", "user")  # that may carry results; the first is the format's own
+    marked: ClassVar[bool] = True  # calls contain text that no answer contains, so even a broken one is recognised
+    # A response enters the conversation as `tool_calls`, because its control tokens could not stand in a content.
+    as_tool_calls: ClassVar[bool] = False
     fixed_tool: str | None = None  # the only tool this format can call
+    prompt_thinks: bool | None = None  # whether prompts end with an open <think>; None: unknown
 
     def parse(self, text: str) -> Parsed:
         """Read a response. Never raises; spans are ordered and do not overlap."""
@@ -56,31 +62,124 @@ class ToolCallFormat(ABC):
 
     @abstractmethod
     def _parse(self, text: str) -> Parsed:
-        """Read a response up to the call after `MAX_CALLS`."""
+        """Read a response, at least up to the call after `MAX_CALLS`."""
 
     @abstractmethod
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of one call, as `parse` reads it; for demonstrations. ValueError if the format cannot say it."""
 
+    def has_call(self, text: str, tools: Collection[str]) -> bool:
+        """Whether the text calls one of `tools` in this format."""
+        return any(isinstance(event, ParsedCall) and event.name in tools for event in self.parse(text)[1])
+
     def typed(self, arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with JSON types, by the tool's schema; a format that writes JSON has them already."""
         return dict(arguments)
 
+    def for_prompt(self, *, thinks: bool) -> Self:
+        """This format for prompts that end with an open `<think>`, or do not."""
+        bound = copy(self)
+        object.__setattr__(bound, "prompt_thinks", thinks)  # formats may be frozen dataclasses
+        return bound
+
     def assistant_message(self, text: str) -> Message:
         """The response as a message of the conversation."""
-        return {"role": "assistant", "content": text}
+        content, events = self.parse(text) if self.as_tool_calls else ("", [])
+        if not events:
+            return {"role": "assistant", "content": text}
+        calls = []
+        for index, event in enumerate(events):
+            function = {"name": event.name, "arguments": self.message_arguments(event)}
+            calls.append({"id": _call_id(event, index), "type": "function", "function": function})
+        return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+    def message_arguments(self, event: Event) -> Any:
+        """The arguments as chat templates of this format take them."""
+        return event.arguments if isinstance(event, ParsedCall) else event.source
 
     def result_messages(self, results: Sequence[str], calls: Sequence[Event], role: str | None = None) -> list[Message]:
         """The answers to the calls of one response, in order; role "user" is for templates without a tool role."""
         if (role or self.roles[0]) == "tool":
-            named = zip(results, calls, strict=True)
-            return [{"role": "tool", "name": call.name or "unknown", "content": result} for result, call in named]
+            messages: list[Message] = []
+            for index, (result, call) in enumerate(zip(results, calls, strict=True)):
+                call_id = {"tool_call_id": _call_id(call, index)} if self.as_tool_calls else {}
+                messages.append({"role": "tool", "name": call.name or "unknown", **call_id, "content": result})
+            return messages
         # One message: many templates refuse two user turns in a row.
         # Marked, so that rendering lets none of it become a control token, as with role "tool".
         return [{"role": "user", "from_tool": True, "content": "\n".join(self.wrap(result) for result in results)}]
 
     def wrap(self, result: str) -> str:
         return f"<tool_response>\n{result}\n</tool_response>"
+
+    def check_written(self, written: str, name: str, arguments: Mapping[str, Any]) -> str:
+        """`written`, if it reads as this call and nothing else. For formats that cannot quote everything."""
+        events = self.parse(written)[1]
+        read = [(event.name, event.arguments) if isinstance(event, ParsedCall) else None for event in events]
+        if read != [(name, dict(arguments))]:
+            raise ValueError(f"{type(self).__name__} cannot write this call: {name!r} with {dict(arguments)!r:.200}")
+        return written
+
+
+def _call_id(event: Event, index: int) -> str:
+    """As the model wrote it, else nine letters and digits, which Mistral's templates insist on."""
+    return (event.call_id if isinstance(event, ParsedCall) else "") or f"call{index:05d}"
+
+
+class ScannedFormat(ToolCallFormat):
+    """Finds calls from left to right, and skips what the model thinks between `<think>` and `</think>`."""
+
+    starts: ClassVar[str]  # a regular expression: where a call, or a stray piece of one, starts
+    opening: ClassVar[str] = r"(?!)"  # another: what is a call only where the visible text begins
+    joiner: ClassVar[str] = ""  # between the pieces of text around calls
+
+    _starts: ClassVar[re.Pattern[str]]
+    _opening: ClassVar[re.Pattern[str]]
+    _tags: ClassVar[re.Pattern[str]]  # where calls start, and <think> and </think>
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "starts"):
+            cls._starts, cls._opening = re.compile(cls.starts), re.compile(cls.opening)
+            cls._tags = re.compile(rf"</?think>|{cls.starts}")
+
+    @abstractmethod
+    def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
+        """The calls and failures that begin with `start`; at least one, and the first begins there."""
+
+    def _parse(self, text: str) -> Parsed:
+        events: list[Event] = []
+        early: list[Event] = []  # before a first </think> that was not opened
+        thoughts: list[Span] = []
+        at, begins, may_close = 0, True, self.prompt_thinks is not False
+        while len(events) <= MAX_CALLS:
+            tag = (self._opening.match(text, at) if begins else None) or self._tags.search(text, at)
+            if tag is None:
+                break
+            begins = tag[0] in ("<think>", "</think>")
+            if tag[0] == "<think>":
+                may_close = False
+                end = text.find("</think>", tag.end())
+                at = len(text) if end < 0 else end + len("</think>")
+                thoughts.append((tag.start(), at))
+                if end < 0 and (call := self._starts.search(text, tag.end())):
+                    message = "the call stands inside thinking; close it with </think> before the call"
+                    thoughts[-1] = (tag.start(), call.start())
+                    events.append(ParseFailure(message=message, span=(call.start(), at)))
+            elif tag[0] == "</think>":
+                at = tag.end()
+                if may_close:  # the prompt opened the thinking, or the tag is stray: known at the end
+                    events, early, thoughts, may_close = [], events, [(0, at)], False
+                else:
+                    thoughts.append(tag.span())
+            else:
+                events.extend(self.read_calls(text, tag))
+                at = events[-1].span[1]
+        content = content_without(text, sorted([*thoughts, *(event.span for event in events)]), self.joiner)
+        if not events and self.prompt_thinks is None:
+            # No sign that the prompt opened the thinking: a call before a stray tag must not vanish.
+            events = [event for event in early if isinstance(event, ParsedCall)]
+        return content, events
 
 
 _DECODER = json.JSONDecoder()
@@ -89,6 +188,11 @@ _SPACE = re.compile(r"\s*")
 
 def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def check_json(value: Any) -> None:
+    """ValueError for what Python reads and JSON or UTF-8 cannot say: NaN, half a surrogate pair."""
+    dump_json(value).encode()
 
 
 def sure(match: re.Match[str] | None) -> re.Match[str]:
@@ -105,7 +209,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     start = skip_space(text, start)
     try:
         value, end = _DECODER.raw_decode(text, start)
-        dump_json(value).encode()  # refuses what Python reads and JSON or UTF-8 cannot say: NaN, half a surrogate pair
+        check_json(value)
     except json.JSONDecodeError as error:
         near = text[error.pos : error.pos + 20]
         return None, start, f"{error.msg} {f'at {near!r}' if near else 'at the end'}"
@@ -130,10 +234,13 @@ def call_of(value: Any, key: str, span: Span, form: str) -> Event:
     return ParsedCall(name=name, arguments=arguments, span=span)
 
 
-def content_without(text: str, holes: Sequence[Span]) -> str:
+def content_without(text: str, holes: Sequence[Span], joiner: str = "") -> str:
     """The text without the holes."""
     parts, at = [], 0
     for start, end in holes:
         parts.append(text[at:start])
         at = end
-    return "".join([*parts, text[at:]]).strip()
+    parts.append(text[at:])
+    if joiner:
+        parts = [part.strip() for part in parts if part.strip()]
+    return joiner.join(parts).strip()

@@ -91,6 +91,29 @@ def test_a_malformed_hermes_call_is_an_event_that_says_what_is_wrong(text: str, 
     assert text[slice(*event.span)] == (bad or text)
 
 
+def test_only_a_first_end_of_thinking_turns_what_came_before_into_thoughts() -> None:
+    one, two = HERMES.write_call("add", {"a": 1}), HERMES.write_call("add", {"a": 2})
+    answer = f"<think>so</think>{one}</think>done"  # the thinking was closed, so the second tag is a slip
+    assert call("hermes", answer)[1:] == ({"a": 1}, one)
+    assert [e.span for e in HERMES.parse(f"x</think>{one}</think>{two}")[1]] == [
+        (9, 9 + len(one)),
+        (17 + len(one), 17 + len(one) + len(two)),
+    ]
+    # Nobody knows whether the prompt opened the thinking: with no call after the tag, the one before it counts.
+    assert call("hermes", f"{one}</think>")[2] == one
+    assert HERMES.parse(f"{one}</think>done")[0] == "done"
+    # Known from the chat template, it is decided.
+    assert HERMES.for_prompt(thinks=True).parse(f"{one}</think>done") == ("done", [])
+    assert len(HERMES.for_prompt(thinks=False).parse(f"{one}</think>{two}")[1]) == 2
+    assert HERMES.prompt_thinks is None  # the registered one is as it was
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
+def test_a_closing_tag_without_its_opening_is_a_malformed_call(name: str) -> None:
+    event = failure(name, '{"name": "add", "arguments": {}}\n</tool_call>')
+    assert event.message == f"</tool_call> closes no call. Write {FORMATS[name].form}"
+
+
 def test_an_unclosed_call_does_not_swallow_the_next_one() -> None:
     good = HERMES.write_call("add", {"a": 1})
     first, second = HERMES.parse(f'<tool_call>{{"name": "add" {good}')[1]
@@ -249,6 +272,23 @@ def test_a_malformed_harmony_call_is_an_event_and_still_a_call_to_the_template(t
     assert message in event.message
     assert (event.name, event.span) == ("get", (0, len(text)))
     assert HARMONY.assistant_message(text)["tool_calls"][0]["function"]["name"] == "get"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "<|channel|>commentary to=functions.get <|constrain|>json{}<|call|>",
+        "<|start|>assistant to=functions.get<|channel|>commentary json{}",
+        " to=functions.get{}",
+    ],
+)
+def test_a_harmony_call_without_a_message_is_malformed_also_before_a_later_message(written: str) -> None:
+    content, events = HARMONY.parse(f"{written}<|start|>assistant<|channel|>final<|message|>It is 4.<|return|>")
+    event = only(events)
+    assert isinstance(event, ParseFailure)
+    assert "stops before its <|message|>" in event.message
+    assert event.name.startswith("get")
+    assert content == "It is 4."
 
 
 def test_a_second_harmony_call_of_one_message_is_refused() -> None:
