@@ -14,7 +14,7 @@ from typing import Any
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import RAISED_BY, mended, note
 from agent_r1.agent.tool import BaseTool, get_tool
-from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat
+from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat, detect_format
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
@@ -78,6 +78,8 @@ class ToolEnv(AgentEnv):
                 "ToolEnv.step was called outside an episode; call reset first, and make no step after the end"
             )
         content, events = self._format.parse(action.text)
+        if not events and (found := detect_format(content, self._tools)) is not None:
+            events = [self._foreign_call(found, action.text)]
         if not events:
             self._messages = None
             return Transition(terminated=True, stop=StopReason.ANSWERED, info={"answer": content})
@@ -99,6 +101,12 @@ class ToolEnv(AgentEnv):
         # A copy of the list: observations handed out earlier must not grow. The messages themselves never change.
         observation = Observation(messages=list(self._messages))
         return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
+
+    def _foreign_call(self, found: str, text: str) -> ParseFailure:
+        """A response that would end the episode as an answer, but was meant as a call."""
+        own = FORMATS[found].form == self._format.form
+        why = "this looks like a call" + ("" if own else f" in the format {found!r}") + ", and cannot be read as one"
+        return ParseFailure(message=f"{why}. Write {self._format.form}", span=(0, len(text)))
 
     async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
         if not self._parallel:
