@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
+from agent_r1.agent.conversations import Conversations
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.flow import Limits
-from agent_r1.agent.rendering import Conversation, Renderer
+from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampling
 from agent_r1.types import Action, Observation, StopReason, TaskRow
 
@@ -121,7 +122,7 @@ class _Attempt:
 
     env: AgentEnv
     observation: Observation
-    conversation: Conversation
+    conversation: Conversations
     prompts: list[list[int]] = field(default_factory=list)
     responses: list[list[int]] = field(default_factory=list)
     stop: StopReason | None = None  # None: still active
@@ -156,7 +157,7 @@ class TurnLoop:
     async def _begin(self, row: TaskRow) -> _Attempt:
         env = self.make_env(row)
         observation = await env.reset(row.without_ground_truth())
-        return _Attempt(env=env, observation=observation, conversation=Conversation(self.renderer, env.tool_schemas))
+        return _Attempt(env=env, observation=observation, conversation=Conversations(self.renderer))
 
     def _ask(self, attempt: _Attempt) -> None:
         """Render the next prompt, unless a budget is used up."""
@@ -165,7 +166,7 @@ class TurnLoop:
         if len(attempt.responses) >= self.limits.max_steps:
             attempt.stop = StopReason.MAX_STEPS
             return
-        prompt = attempt.conversation.prompt(attempt.observation)
+        prompt = attempt.conversation.prompt(attempt.observation, attempt.env.tool_schemas)
         if len(prompt) >= self.limits.max_context_tokens:
             attempt.stop = StopReason.MAX_TOKENS
             return

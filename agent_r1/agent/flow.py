@@ -25,10 +25,11 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
+from agent_r1.agent.conversations import Conversations
 from agent_r1.agent.env import AgentEnv, ask, check_observation, check_transition
-from agent_r1.agent.guard import CANCEL_SECONDS, guarded, mended, trace
+from agent_r1.agent.guard import CANCEL_SECONDS, Signal, guarded, mended, trace
 from agent_r1.agent.registry import Registry
-from agent_r1.agent.rendering import Conversation, Renderer
+from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
 from agent_r1.errors import DataError
 from agent_r1.types import (
@@ -64,8 +65,8 @@ class Limits:
     episode_seconds: float
 
 
-class EpisodeLimit(Exception):
-    """Not a failure but the typed end of an episode: `Episode.act` raises it when a budget is used up."""
+class EpisodeLimit(Signal):
+    """Raised by `Episode.act` when a budget is used up: the typed end of an episode, not a failure."""
 
     def __init__(self, stop: StopReason, reason: str) -> None:
         super().__init__(reason)
@@ -87,12 +88,12 @@ class Episode:
         self.messages: list[Message] = []  # the conversation that was last responded to, all of it
         self.opening: list[Message] = []  # the first one
         self.limit: StopReason | None = None  # the budget that ended it, even before anything was sampled
+        self.limit_reason = ""  # which setting that was, and its value
         self.fault: str | None = None  # who ended it as failed, where nothing was raised
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
-        self._conversation: Conversation | None = None
-        self._tools: list[dict[str, Any]] | None = None
+        self._conversations = Conversations(renderer)
         self._begun: list[ContextPolicy] = []  # those that know their first observation
         self._acting: asyncio.Task[Any] | None = None  # the one in which `act` runs
         self._closed = False
@@ -119,11 +120,15 @@ class Episode:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
         self._acting = asyncio.current_task()
+        self.limit, self.limit_reason = None, ""  # a flow may catch a limit and go on with a shorter conversation
         try:
             if self.num_actions >= self.limits.max_steps:
                 self.next_prompt_ids = await self._unanswered(observation, tools or [], context)
                 raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}")
             return await self._act(observation, tools or [], context)
+        except EpisodeLimit as limit:
+            self.limit, self.limit_reason = limit.stop, str(limit)
+            raise
         finally:
             self._acting = None
 
@@ -141,10 +146,15 @@ class Episode:
         completion, text = await self._sample(prompt_ids, self.limits.max_response_tokens, hidden)
         self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
-            raise EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {len(completion.token_ids)} tokens")
-        assert self._conversation is not None
-        self._conversation.sampled(completion.token_ids, text)
+            raise EpisodeLimit(StopReason.MAX_TOKENS, self._why_cut(len(prompt_ids), len(completion.token_ids)))
+        self._conversations.sampled(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
+
+    def _why_cut(self, prompt: int, response: int) -> str:
+        if response >= self.limits.max_response_tokens:
+            return f"a response was cut at {response} tokens, max_response_tokens is {self.limits.max_response_tokens}"
+        room = f"max_context_tokens is {self.limits.max_context_tokens}"
+        return f"a response was cut at {response} tokens after a prompt of {prompt}, {room}"
 
     async def _shown(self, observation: Observation, context: ContextPolicy, author: Author) -> Shown:
         conversation = _messages_of(observation)
@@ -166,7 +176,7 @@ class Episode:
             prompt_ids = self._render(observation, tools)
         except _Unwritten as asked:
             prompt_ids = asked.prompt_ids
-        except Exception as error:  # noqa: BLE001 (nobody was to see it, so it must not change why the episode ended)
+        except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (it must not change why the episode ended)
             logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
             return []
         return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
@@ -231,10 +241,9 @@ class Episode:
     def _render(self, observation: Observation, tools: list[dict[str, Any]]) -> list[int]:
         size = _text_size([observation.messages, observation.text]) + len(observation.token_ids or [])
         if size > self.limits.max_context_tokens * MAX_CHARS_PER_TOKEN:
-            raise EpisodeLimit(StopReason.MAX_TOKENS, f"the observation has {size} characters")
-        if self._conversation is None or tools != self._tools:
-            self._conversation, self._tools = Conversation(self.renderer, tools), tools
-        return self._conversation.prompt(observation)
+            reason = f"the observation has {size} characters, max_context_tokens is {self.limits.max_context_tokens}"
+            raise EpisodeLimit(StopReason.MAX_TOKENS, reason)
+        return self._conversations.prompt(observation, tools)
 
     def _next_sampling(self, max_tokens: int) -> Sampling:
         # A function of (seed, step), so an episode draws the same noise whatever else runs beside it.

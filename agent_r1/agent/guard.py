@@ -33,20 +33,24 @@ class TimedOut(Exception):
     """The deadline passed. Not a TimeoutError: user code raises those itself, about something else."""
 
 
+class Signal(BaseException):
+    """Ends user code on purpose. Not an Exception, so its `except Exception` lets it pass, as does `guarded`."""
+
+
 class Escaped(Exception):
     """User code raised what would have ended the run: SystemExit, CancelledError, another BaseException."""
 
 
 async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
-    """The result of `work`; its exception, as an `Exception`; or `TimedOut`."""
+    """The result of `work`; its exception, as an `Exception` or a `Signal`; or `TimedOut`."""
     cancelled_by_us = False
 
-    async def contained() -> tuple[T | None, Exception | None]:
+    async def contained() -> tuple[T | None, Exception | Signal | None]:
         try:
             return await work, None
         except KeyboardInterrupt:
             raise
-        except Exception as error:  # noqa: BLE001 (raised again below, outside the task)
+        except (Exception, Signal) as error:  # noqa: BLE001 (raised again below, outside the task)
             return None, error
         except BaseException as error:
             if cancelled_by_us:

@@ -1,10 +1,8 @@
 """Exact tokens: observations become prompts, and what was sampled is never tokenised again.
 
-    prompt(observation) -> ids      sampled(ids, text)      prompt(observation') -> ids + sampled ids + new ids
-
 A first prompt is written by the model's own chat template. A later one that only adds messages to what the model has
 already seen and said is built by appending ids ("extended"); anything else, a rewritten history above all, is rendered
-afresh. Text is for the env and for people.
+afresh. Which prompt extends which exchange is decided in `conversations.py`. Text is for the env and for people.
 
 Contents cannot forge control tokens. Text from a message never becomes a special token, and text from a tool never
 becomes any added token (`</tool_response>`, `<think>`, ...). The template reads the contents with their look-alikes
@@ -18,10 +16,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 
-MAX_TURNS = 8  # of an episode, that a next prompt may extend; the last one nearly always
 # A template that says this of itself, in a comment, writes what follows a reply without looking at what is before it.
 # Then that is all it is asked to write, however long the conversation has become.
 FORGETFUL = "What follows a reply does not depend on what is before it."
@@ -333,38 +328,6 @@ class Renderer:
         return response_ids[-1] if response_ids and response_ids[-1] in self.stop_ids else None
 
 
-class Conversation:
-    """The prompts of one episode: call `prompt`, sample, call `sampled`, and so on."""
-
-    def __init__(self, renderer: Renderer, tools: ToolSchemas = ()) -> None:
-        self.extended = False  # whether the last prompt extends an earlier prompt and its response
-        self._renderer = renderer
-        self._tools = tools
-        self._asked: tuple[Observation, list[int]] | None = None
-        self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
-
-    def prompt(self, observation: Observation) -> list[int]:
-        """The exact ids to sample from next."""
-        # Not only the last turn: a flow may take turns between several conversations.
-        candidates = [turn for turn in self._turns if turn is self._turns[-1] or not _adds_replies(turn, observation)]
-        tries = ((turn, self._renderer.extend(turn, observation, self._tools)) for turn in reversed(candidates))
-        turn, ids = next(((turn, ids) for turn, ids in tries if ids is not None), (None, None))
-        self.extended = turn is not None
-        if ids is None:
-            ids = self._renderer.render(observation, self._tools)
-        self._asked = (_snapshot(observation, turn), list(ids))
-        return ids
-
-    def sampled(self, response_ids: Sequence[int], text: str) -> None:
-        """What was sampled from the last prompt: its ids, stop token included, and the text the env gets."""
-        if self._asked is None:
-            raise ValueError("Conversation.sampled was called without a prompt; call prompt(observation) first.")
-        observation, prompt_ids = self._asked
-        turn = Turn(observation=observation, prompt_ids=prompt_ids, response_ids=list(response_ids), text=text)
-        self._turns.append(turn)
-        self._asked = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateReport:
     """What a chat template can do for an agent."""
@@ -428,20 +391,3 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         tools_shown=tools_shown,
         problems=tuple(problem for problem, holds in checks.items() if not holds),
     )
-
-
-def _snapshot(observation: Observation, extends: Turn | None) -> Observation:
-    """A copy, because an env may edit its messages in place, and that must show as a rewritten history."""
-    if observation.messages is None:
-        return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
-    # What it extends is a copy already, and compared equal.
-    known = extends.observation.messages if extends is not None and extends.observation.messages else []
-    return Observation(messages=[*known, *deepcopy(observation.messages[len(known) :])])
-
-
-def _adds_replies(turn: Turn, observation: Observation) -> bool:
-    """Whether replies follow the turn's own: then a later turn was rewritten, and the whole is rendered afresh."""
-    if observation.messages is None or turn.observation.messages is None:
-        return False
-    added = observation.messages[len(turn.observation.messages) + 1 :]
-    return any(message.get("role") == "assistant" for message in added)

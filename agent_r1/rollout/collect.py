@@ -125,8 +125,8 @@ class Collector:
             flow = self.make_flow(own)
             stop = await guarded(flow.run(own, episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
-            episode.limit = limit.stop
-            return (limit.stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {limit}")
+            episode.limit, episode.limit_reason = limit.stop, str(limit)
+            return _limited(episode, limit.stop)
         except TimedOut as late:
             return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
@@ -136,9 +136,15 @@ class Collector:
             return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
         if stop.is_failure:  # as somebody has said, who raised nothing
             return stop, episode.fault or f"{type(flow).__name__}.run returned StopReason.{stop.name}"
+        if episode.limit is not None:  # the flow caught it, and sampled nothing more
+            return _limited(episode, episode.limit)
         if not episode.steps:
             return StopReason.ERROR, "the flow ended without a single model call"
         return stop, None
+
+
+def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, str | None]:
+    return (stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {episode.limit_reason}")
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

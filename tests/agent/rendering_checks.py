@@ -12,7 +12,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agent_r1.agent.control_tokens import CUT, SLOT
-from agent_r1.agent.rendering import Conversation, Renderer
+from agent_r1.agent.conversations import Conversations
+from agent_r1.agent.rendering import Renderer
 from agent_r1.types import Message, Observation
 from tests.agent.small_tokenizers import template_ids, template_text
 
@@ -136,7 +137,7 @@ def check_prompts_extend_what_was_sampled(
     subject: Subject, messages: list[Message], turns: list[tuple[list[int], list[Message]]]
 ) -> None:
     """Each turn is what the model sampled and what the env adds to it."""
-    conversation = Conversation(subject.renderer)
+    conversation = Conversations(subject.renderer)
     prompt_ids = conversation.prompt(Observation(messages=messages))
     as_seen_by_template = list(messages)
     for response_ids, added in turns:

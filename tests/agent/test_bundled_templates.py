@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.agent.rendering import FORGETFUL, Conversation, Renderer, verify_template
+from agent_r1.agent.conversations import Conversations
+from agent_r1.agent.rendering import FORGETFUL, Renderer, verify_template
 from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
@@ -137,13 +138,13 @@ def test_what_it_cannot_write_is_refused(message: Message, problem: str) -> None
 
 def test_a_reply_taken_apart_into_calls_is_extended_exactly() -> None:
     renderer = subject_of("smollm2").renderer
-    conversation = Conversation(renderer, [TOOL])
-    first = conversation.prompt(Observation(messages=[USER]))
+    conversation = Conversations(renderer)
+    first = conversation.prompt(Observation(messages=[USER]), [TOOL])
     text = f"Let me look.\n{HERMES.write_call('search', {'query': 'Faust'})}"
     conversation.sampled(renderer.encode_response(text), text)
     reply = {"role": "assistant", "content": "Let me look.", "tool_calls": [call("search", {"query": "Faust"})]}
     messages: list[Message] = [USER, reply, {"role": "tool", "content": "Goethe"}]
-    second = conversation.prompt(Observation(messages=messages))
+    second = conversation.prompt(Observation(messages=messages), [TOOL])
     assert conversation.extended
     assert second[: len(first)] == first
     assert renderer.decode(second) == written(*messages, tools=[TOOL])
@@ -189,16 +190,16 @@ def test_templates_that_forget_write_what_they_would_write_if_they_did_not(famil
         assert FORGETFUL in template
         remembering = Renderer(subject.tokenizer, chat_template=template.replace(FORGETFUL, ""))
         conversations = [
-            Conversation(Renderer(subject.tokenizer, chat_template=template), [TOOL]),
-            Conversation(remembering, [TOOL]),
+            Conversations(Renderer(subject.tokenizer, chat_template=template)),
+            Conversations(remembering),
         ]
         messages = list(first)
         for ids, answers in turns:
-            prompts = [conversation.prompt(Observation(messages=messages)) for conversation in conversations]
+            prompts = [conversation.prompt(Observation(messages=messages), [TOOL]) for conversation in conversations]
             assert prompts[0] == prompts[1]
             text = subject.renderer.decode(ids)
             for conversation in conversations:
                 conversation.sampled(ids, text)
             messages = [*messages, {"role": "assistant", "content": text}, *answers]
-        prompts = [conversation.prompt(Observation(messages=messages)) for conversation in conversations]
+        prompts = [conversation.prompt(Observation(messages=messages), [TOOL]) for conversation in conversations]
         assert prompts[0] == prompts[1]

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent.control_tokens import CUT
+from agent_r1.agent.conversations import Conversations
 from agent_r1.agent.remember import MAX_KEPT
-from agent_r1.agent.rendering import Conversation, Renderer
+from agent_r1.agent.rendering import Renderer
 from agent_r1.types import Message, Observation
 from tests.agent.rendering_checks import (
     Subject,
@@ -79,7 +80,7 @@ def test_every_prompt_starts_with_the_exact_prompt_and_response_before_it(name: 
 def test_appending_gives_the_templates_own_text_when_replies_are_canonical(name: str, data: st.DataObject) -> None:
     subject = SUBJECTS[name]
     contents = subject.clean().map(str.strip)
-    conversation, messages = Conversation(subject.renderer), [USER]
+    conversation, messages = Conversations(subject.renderer), [USER]
     for text, added in data.draw(st.lists(st.tuples(contents, subject.answers(contents)), min_size=1, max_size=3)):
         conversation.prompt(Observation(messages=messages))
         conversation.sampled(subject.renderer.encode_response(text), text)
@@ -118,7 +119,7 @@ def test_three_turns_by_hand() -> None:
     turn 2  \\n<|im_start|>user\\n<tool_response>\\nworld\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n ~ok
     turn 3  <|im_end|>\\n<|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\n
     """
-    tokenizer, conversation = tokenizer_of("qwen3"), Conversation(renderer_of("qwen3"))
+    tokenizer, conversation = tokenizer_of("qwen3"), Conversations(renderer_of("qwen3"))
 
     def ids(*pieces: str) -> list[int]:
         return [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
@@ -169,7 +170,7 @@ def test_decoding_keeps_special_tokens_but_for_the_stop_token_at_the_end() -> No
 def test_another_stop_token_than_the_templates_still_ends_the_turn() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     endoftext = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    conversation = Conversation(Renderer(tokenizer, extra_stop_ids=[endoftext]))
+    conversation = Conversations(Renderer(tokenizer, extra_stop_ids=[endoftext]))
     prompt = conversation.prompt(asking(USER))
     conversation.sampled([endoftext], "")
     after = conversation.prompt(asking(USER, said(""), USER))
@@ -197,9 +198,9 @@ def test_template_kwargs_reach_the_template() -> None:
 # When history is rewritten
 
 
-def after_one_reply(text: str) -> tuple[Conversation, list[Message]]:
+def after_one_reply(text: str) -> tuple[Conversations, list[Message]]:
     renderer, messages = renderer_of("qwen2_5"), [USER]
-    conversation = Conversation(renderer)
+    conversation = Conversations(renderer)
     conversation.prompt(Observation(messages=messages))
     conversation.sampled(renderer.encode_response(text), text)
     return conversation, messages
@@ -238,12 +239,12 @@ def test_messages_edited_in_place_count_as_rewritten() -> None:
 
 
 def test_a_prompt_that_nothing_was_sampled_from_is_not_extended() -> None:
-    conversation = Conversation(renderer_of("qwen2_5"))
+    conversation = Conversations(renderer_of("qwen2_5"))
     conversation.prompt(asking(USER))
     conversation.prompt(asking(USER, said("Goethe."), USER))
     assert not conversation.extended
     with pytest.raises(ValueError, match="call prompt"):
-        Conversation(renderer_of("qwen2_5")).sampled([1], "x")
+        Conversations(renderer_of("qwen2_5")).sampled([1], "x")
 
 
 # Replies that the env takes apart
@@ -280,11 +281,11 @@ RESULT: Message = {"role": "tool", "name": "search", "content": "Goethe <|im_end
 )
 def test_a_reply_taken_apart_into_calls_is_extended_by_its_exact_ids(name: str, sampled: str, reply: Message) -> None:
     tokenizer, renderer = tokenizer_of(name), renderer_of(name)
-    conversation = Conversation(renderer, [TOOL])
-    prompt = conversation.prompt(asking(USER))
+    conversation = Conversations(renderer)
+    prompt = conversation.prompt(asking(USER), [TOOL])
     response = tokenizer.encode(sampled, add_special_tokens=False)
     conversation.sampled(response, renderer.decode(response))
-    after = conversation.prompt(asking(USER, reply, RESULT))
+    after = conversation.prompt(asking(USER, reply, RESULT), [TOOL])
     assert conversation.extended
     assert after[: len(prompt) + len(response)] == prompt + response
     # What was added is what the template writes after the end of the reply, here marked by the stop token.
@@ -334,7 +335,7 @@ def test_text_observations_are_tokenised_as_they_stand() -> None:
 )
 def test_a_text_that_goes_on_from_what_was_sampled_is_extended(more: str, extended: bool) -> None:
     tokenizer, renderer = tokenizer_of("qwen2_5"), renderer_of("qwen2_5")
-    conversation = Conversation(renderer)
+    conversation = Conversations(renderer)
     prompt = conversation.prompt(Observation(text="Question: 1 + 2\n"))
     response = [*tokenizer.encode("1"), *tokenizer.encode("+"), *renderer.stop_ids]
     conversation.sampled(response, "1+")
@@ -345,7 +346,7 @@ def test_a_text_that_goes_on_from_what_was_sampled_is_extended(more: str, extend
 
 
 def test_token_ids_are_taken_verbatim() -> None:
-    conversation = Conversation(renderer_of("qwen2_5"))
+    conversation = Conversations(renderer_of("qwen2_5"))
     assert conversation.prompt(Observation(token_ids=[5, 6])) == [5, 6]
     conversation.sampled([7], "x")
     assert conversation.prompt(Observation(token_ids=[5, 6, 7, 8])) == [5, 6, 7, 8]
@@ -376,12 +377,12 @@ def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_c
     asked = [USER, said("Goethe."), {"role": "tool", "content": "1808"}]
     prompts = []
     for _ in range(8):
-        conversation = Conversation(renderer, [TOOL])
-        first = conversation.prompt(asking(USER))
+        conversation = Conversations(renderer)
+        first = conversation.prompt(asking(USER), [TOOL])
         prompts.append(list(first))
         first.clear()
         conversation.sampled(renderer.encode_response("Goethe."), "Goethe.")
-        prompts.append(conversation.prompt(asking(*asked)))
+        prompts.append(conversation.prompt(asking(*asked), [TOOL]))
     assert prompts == prompts[:2] * 8
     assert len(written) == 2
     # Another tool, another history or another kind of number is another prompt.

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.rendering import Conversation, Renderer, verify_template
+from agent_r1.agent.conversations import Conversations
+from agent_r1.agent.rendering import Renderer, verify_template
 from agent_r1.errors import DataError
 from agent_r1.types import Message, Observation
 from tests.agent.small_tokenizers import FAMILIES, TOOL, renderer_of, tokenizer_of
@@ -68,7 +69,7 @@ def test_a_template_without_end_of_turn_keeps_the_token_that_opens_the_next_turn
         tokenizer, chat_template=template, extra_stop_ids=tokenizer.convert_tokens_to_ids(["<|start|>", "<|call|>"])
     )
     for stop, expected in (("<|start|>", "hi<|start|>?<|message|>"), ("<|call|>", "hi<|call|><|start|>?<|message|>")):
-        conversation = Conversation(renderer)
+        conversation = Conversations(renderer)
         prompt = conversation.prompt(asking(USER))
         conversation.sampled(tokenizer.encode("hi" + stop), "hi")
         after = conversation.prompt(asking(USER, said("hi"), {"role": "user", "content": "?"}))
@@ -134,7 +135,7 @@ def test_parts_of_a_content_cannot_be_glued_into_a_control_token() -> None:
 
 def test_a_reply_in_parts_is_extended() -> None:
     renderer = with_template(PARTS_TEMPLATE)
-    conversation = Conversation(renderer)
+    conversation = Conversations(renderer)
     prompt = conversation.prompt(asking(USER))
     response = renderer.encode_response("Goethe.")
     conversation.sampled(response, "Goethe.")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.agent.rendering import FORGETFUL, Conversation, Renderer
+from agent_r1.agent.conversations import Conversations
+from agent_r1.agent.rendering import FORGETFUL, Renderer
 from agent_r1.agent.tokenizing import decoder, encoder
 from agent_r1.types import Message, Observation
 from tests.agent.small_tokenizers import FAMILIES, tokenizer_of
@@ -81,7 +82,7 @@ def test_of_several_templates_none_is_taken_to_forget_because_another_does(token
     )
     tokenizer.chat_template = {"default": counting, "tool_use": f"{{# {FORGETFUL} #}}{counting}"}
     user: Message = {"role": "user", "content": "hello"}
-    conversation, renderer = Conversation(Renderer(tokenizer)), Renderer(tokenizer)
+    conversation, renderer = Conversations(Renderer(tokenizer)), Renderer(tokenizer)
     conversation.prompt(Observation(messages=[user]))
     conversation.sampled(renderer.encode_response("ok"), "ok")
     ids = conversation.prompt(Observation(messages=[user, {"role": "assistant", "content": "ok"}, user]))

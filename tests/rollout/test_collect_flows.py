@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentFlowBase, Episode, flow_class
+from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, flow_class
 from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
@@ -173,3 +173,75 @@ def test_the_flows_that_the_pages_show_keep_the_ground_truth_and_close_what_they
     assert played(flow_class(flow), env).stop is StopReason.ANSWERED
     assert env.closed == len(env.shown) > 0
     assert set(env.shown) == {None}
+
+
+class Careful(AgentFlowBase):
+    """Acts until something goes wrong, and calls that an answer."""
+
+    catches: type[BaseException] = Exception
+
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        try:
+            while True:
+                await episode.act(Observation(messages=row.prompt))
+        except self.catches:
+            return StopReason.ANSWERED
+
+
+class Determined(Careful):
+    """Catches everything."""
+
+    catches = BaseException
+
+
+@pytest.mark.parametrize("flow", [Careful, Determined])
+@pytest.mark.parametrize(
+    ("limits", "stop"),
+    [({"max_steps": 2}, StopReason.MAX_STEPS), ({"max_response_tokens": 1}, StopReason.MAX_TOKENS)],
+    ids=["steps", "tokens"],
+)
+def test_a_flow_cannot_turn_a_limit_into_an_answer(
+    flow: type[AgentFlowBase], limits: dict[str, int], stop: StopReason
+) -> None:
+    assert played(flow, World(), **limits).stop is stop
+
+
+def test_a_flow_that_catches_a_limit_before_anything_was_sampled_has_failed_with_that_limit() -> None:
+    trajectory = played(Determined, World(), max_context_tokens=10)
+    assert trajectory.stop is StopReason.ERROR
+    assert re.fullmatch(
+        r"nothing was sampled: the prompt has \d+ tokens, max_context_tokens is 10", trajectory.error or ""
+    )
+
+
+def test_a_flow_may_catch_a_limit_and_go_on_with_a_shorter_conversation() -> None:
+    class Branches(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            try:
+                await episode.act(Observation(text="long " * 100))
+            except EpisodeLimit:
+                await episode.act(Observation(text="short"))
+            return StopReason.ANSWERED
+
+    trajectory = played(Branches, World(), max_context_tokens=100)
+    assert (trajectory.stop, len(trajectory.steps)) == (StopReason.ANSWERED, 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_steps": 2}, "max_steps is 2"),
+        ({"max_response_tokens": 3}, "a response was cut at 3 tokens, max_response_tokens is 3"),
+        (
+            {"max_context_tokens": 24},
+            r"a response was cut at \d tokens after a prompt of \d+, max_context_tokens is 24",
+        ),
+        ({"max_context_tokens": 9}, r"the prompt has \d+ tokens, max_context_tokens is 9"),
+    ],
+)
+def test_the_limit_that_ended_an_episode_is_named_with_its_value(limits: dict[str, int], reason: str) -> None:
+    engine = ScriptedEngine(lambda call: "on and on", tokenizer=tokenizer())
+    collect = collector(engine, make_flow=lambda _: Endless(lambda _: World()), **limits)
+    episode = collect.episode(Episode, "e", 0)
+    asyncio.run(collect.play(ROW, episode))
+    assert re.fullmatch(reason, episode.limit_reason)

@@ -1,0 +1,119 @@
+"""The conversations of one episode: which earlier exchange a prompt continues, so that sampled ids are kept as sampled.
+
+    prompt(observation) -> ids      sampled(ids, text)      prompt(observation') -> ids + sampled ids + new ids
+
+An episode may hold any number of conversations, interleaved and each with its own tools: roles, branches, drafts. A
+prompt continues the exchange that is its longest exact prefix; without one it is rendered from scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from agent_r1.agent.rendering import Renderer, ToolSchemas, Turn
+from agent_r1.types import Observation
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """A prompt and its response."""
+
+    observation: Observation
+    tools: ToolSchemas
+    ids: list[int]  # prompt, response, then what continued them: exchanges of one conversation share the list
+    prompt_size: int
+    size: int  # of prompt and response
+    text: str
+
+    @property
+    def is_continued(self) -> bool:
+        return len(self.ids) > self.size
+
+    @property
+    def turn(self) -> Turn:
+        prompt_ids, response_ids = self.ids[: self.prompt_size], self.ids[self.prompt_size : self.size]
+        return Turn(observation=self.observation, prompt_ids=prompt_ids, response_ids=response_ids, text=self.text)
+
+
+class Conversations:
+    """The prompts of one episode: call `prompt`, sample, call `sampled`, and so on."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.extended = False  # whether the last prompt extends an earlier prompt and its response
+        self._renderer = renderer
+        self._asked: tuple[Observation, ToolSchemas, list[int], _Exchange | None] | None = None
+        self._exchanges: list[_Exchange] = []
+
+    def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
+        """The exact ids to sample from next."""
+        earlier, ids = self._continued(observation, tools)
+        self.extended = earlier is not None
+        if ids is None:
+            ids = self._renderer.render(observation, tools)
+        seen = (exchange.tools for exchange in reversed(self._exchanges))
+        kept_tools = next((known for known in seen if known == tools), None)
+        self._asked = _snapshot(observation, earlier), kept_tools or deepcopy(tools), list(ids), earlier
+        return ids
+
+    def sampled(self, response_ids: Sequence[int], text: str) -> None:
+        """What was sampled from the last prompt: its ids, stop token included, and the text the env gets."""
+        if self._asked is None:
+            raise ValueError("Conversations.sampled was called without a prompt; call prompt(observation) first.")
+        observation, tools, prompt_ids, earlier = self._asked
+        ids = [*prompt_ids, *response_ids]
+        if earlier is not None and not earlier.is_continued:  # one list per conversation: memory grows linearly
+            earlier.ids.extend(ids[earlier.size :])
+            ids = earlier.ids
+        self._exchanges.append(
+            _Exchange(
+                observation=observation,
+                tools=tools,
+                ids=ids,
+                prompt_size=len(prompt_ids),
+                size=len(ids),
+                text=text,
+            )
+        )
+        self._asked = None
+
+    def _continued(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
+        """The exchange that the observation continues, and the prompt that does so."""
+        latest_first = reversed(self._exchanges)
+        for exchange in sorted(latest_first, key=lambda exchange: _length(exchange.observation), reverse=True):
+            if exchange.is_continued and _adds_replies(exchange, observation):
+                continue
+            ids = self._renderer.extend(exchange.turn, observation, tools)
+            if ids is not None and self._shows_the_same(exchange, tools):
+                return exchange, ids
+        return None, None
+
+    def _shows_the_same(self, exchange: _Exchange, tools: ToolSchemas) -> bool:
+        """Whether these tools leave the prompt as it was: equal ones do, and so do any that the template ignores."""
+        if tools == exchange.tools:
+            return True
+        before, now = (self._renderer.render(exchange.observation, each) for each in (exchange.tools, tools))
+        return before == now
+
+
+def _length(observation: Observation) -> int:
+    return len(observation.messages or observation.text or observation.token_ids or ())
+
+
+def _snapshot(observation: Observation, earlier: _Exchange | None) -> Observation:
+    """A copy, because an env may edit its messages in place, and that must show as a rewritten history."""
+    if observation.messages is None:
+        return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
+    # What it extends is a copy already, and compared equal.
+    known = earlier.observation.messages if earlier is not None and earlier.observation.messages else []
+    return Observation(messages=[*known, *deepcopy(observation.messages[len(known) :])])
+
+
+def _adds_replies(exchange: _Exchange, observation: Observation) -> bool:
+    """Whether replies follow the exchange's own. If it was continued, one of them was rewritten since, and a rewritten
+    history is rendered from scratch."""
+    if observation.messages is None or exchange.observation.messages is None:
+        return False
+    added = observation.messages[len(exchange.observation.messages) + 1 :]
+    return any(message.get("role") == "assistant" for message in added)
