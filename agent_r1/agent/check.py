@@ -12,15 +12,20 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
+from agent_r1.agent.check_parallel import State, different_results, different_states, overlapping, plain, taking_turns
 from agent_r1.agent.env import AgentEnv, ask, make_env, merge_env_kwargs
+from agent_r1.agent.guard import cause
 from agent_r1.agent.tool import BaseTool, get_tool
+from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.tool_run import run_tool
-from agent_r1.types import Action, Observation, TaskRow, Transition
+from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transition
 
 CANARY = "CANARY-7f3a"
+SHOWN_BEFORE, SHOWN_AFTER = 60, 140  # characters around the first difference
 CANARY_NUMBER = 70_310_529_641  # for answers that an env may want to read as a number
 
 
@@ -29,6 +34,9 @@ class _Play:
     observations: list[Observation]
     rewards: list[float]
     ends: list[tuple[bool, str]]
+    # Not compared between plays in order: seconds differ, and so may objects of the row that are all alike.
+    calls: list[tuple[ToolCallRecord, ...]] = field(compare=False)
+    states: list[State] = field(compare=False)  # of tools: before the first step and after the last
 
 
 async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:
@@ -36,8 +44,9 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
     `env_kwargs` of the row; what needs more is given as a function.
 
     The rules: observations and transitions are well formed; the row stays as it was; an observation once given does not
-    change; the same actions give the same play; the answer, here replaced by a canary, is never shown; `close` may come
-    at any time and twice. A warning advises `deterministic = True` where a class neither says that nor False.
+    change; the same actions give the same play; the answer, here replaced by a canary, is never shown; calls of tools
+    that are `parallel` give the same overlapping as in order; `close` may come at any time and twice. A warning advises
+    `deterministic = True` where a class neither says that nor False.
     """
     make = _maker(env, row) if isinstance(env, type) else env
     before = deepcopy(row)
@@ -47,7 +56,7 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
     for index, (one, other) in enumerate(zip(first.observations, second.observations, strict=False)):
         assert one == other, (
             f"env is not deterministic for row {row.row_id!r}: same actions, different observation {index}: "
-            f"{_shown(one)[:200]} and {_shown(other)[:200]}"
+            f"{_difference(one, other)}"
         )
     assert first == second, (
         f"env is not deterministic for row {row.row_id!r}: same actions, "
@@ -60,7 +69,33 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
         assert not seen, f"observation {index} shows the answer to the policy: {text[:200]}"
     unplayed = make()
     await _close_twice(unplayed)  # an episode may fail before its reset
+    if isinstance(unplayed, ToolEnv) and (named := overlapping(first.calls, unplayed.parallel_tools)):
+        await _check_parallel(make, row, actions, first, named)
     _advise(type(unplayed))
+
+
+async def _check_parallel(
+    make: Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str], in_order: _Play, tools: list[str]
+) -> None:
+    try:
+        with taking_turns():
+            at_once = await _play(make, row, actions, parallel=True)
+    except Exception as error:
+        problem: str | None = f"{cause(error)} in parallel and nothing in order"
+        raise AssertionError(_lost(tools, problem)) from error
+    problem = different_results(in_order.calls, at_once.calls)
+    if problem is None:
+        before, after = zip(in_order.states, at_once.states, strict=True)
+        problem = different_states(before, after)
+    assert problem is None, _lost(tools, problem)
+
+
+def _lost(tools: list[str], problem: str | None) -> str:
+    which = f"tool {tools[0]!r} is" if len(tools) == 1 else f"tools {', '.join(map(repr, tools))} are"
+    return (
+        f"{which} declared parallel, but calls that overlap do something else: {problem}. Leave parallel=True out, or "
+        "protect what the calls change with a lock"
+    )
 
 
 def _advise(cls: type[AgentEnv]) -> None:
@@ -116,30 +151,47 @@ async def check_tool(
         assert same, f"tool {name!r} is not deterministic: first {outcome.text[:200]!r}, then {again.text[:200]!r}"
 
 
-async def _play(make_env: Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str], *, hide: bool = True) -> _Play:
-    play = _Play(observations=[], rewards=[], ends=[])
+async def _play(
+    make_env: Callable[[], AgentEnv],
+    row: TaskRow,
+    actions: Sequence[str],
+    *,
+    hide: bool = True,
+    parallel: bool = False,  # whether calls overlap that may
+) -> _Play:
+    play = _Play(observations=[], rewards=[], ends=[], calls=[], states=[])
     given: list[Observation] = []
     env = make_env()
+    if isinstance(env, ToolEnv):
+        env.parallel = env.parallel and parallel
     try:
         given.append(await ask(env, row.without_ground_truth() if hide and not env.sees_ground_truth else row))
         _check_observation(given[-1], "reset returned")
         play.observations.append(deepcopy(given[-1]))
         json.dumps(env.tool_schemas)
+        play.states.append(_state(env))
         for index, text in enumerate(actions):
             transition = await ask(env, Action(text=text, token_ids=[]))
             _check_transition(transition, text, f"step {index} returned")
             play.rewards.append(transition.reward)
+            play.calls.append(transition.calls)
             play.ends.append((transition.terminated, transition.stop if transition.terminated else ""))
             if transition.observation is None or transition.terminated:
                 break
             _check_observation(transition.observation, f"step {index} returned")
             given.append(transition.observation)
             play.observations.append(deepcopy(transition.observation))
+        play.states.append(_state(env))
     finally:
         await _close_twice(env)
     for index, (before, now) in enumerate(zip(play.observations, given, strict=True)):
         assert before == now, f"observation {index} changed after it was given; hand out a copy of the messages"
     return play
+
+
+def _state(env: AgentEnv) -> State:
+    state: State = plain(env.state) if isinstance(env, ToolEnv) else {}
+    return state
 
 
 def _marked(row: TaskRow) -> TaskRow:
@@ -191,6 +243,24 @@ async def _close_twice(env: AgentEnv) -> None:
             await env.close()
         except Exception as error:
             raise AssertionError(f"{type(env).__name__}.close failed the {time} time: {error!r}") from error
+
+
+def _difference(one: Observation, other: Observation) -> str:
+    """Where two observations first differ, and what stands there."""
+    pairs = enumerate(zip_longest(_parts(one), _parts(other), fillvalue="(nothing)"))
+    index, (first, second) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    same = (a == b for a, b in zip(first, second, strict=False))
+    place = next((place for place, equal in enumerate(same) if not equal), min(len(first), len(second)))
+    begin = max(0, place - SHOWN_BEFORE)
+    texts = [f"{'...' if begin else ''}{text[begin : place + SHOWN_AFTER]}" for text in (first, second)]
+    what = f"message {index}, " if one.messages is not None else ""
+    return f"{what}from character {place} on: {texts[0]} and {texts[1]}"
+
+
+def _parts(observation: Observation) -> list[str]:
+    if observation.messages is not None:
+        return list(map(repr, observation.messages))
+    return [observation.text if observation.text is not None else repr(observation.token_ids)]
 
 
 def _shown(observation: Observation) -> str:

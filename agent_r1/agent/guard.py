@@ -145,14 +145,19 @@ def place(error: BaseException) -> str:
     further in is for the log. One that comes from another process has a note instead of a traceback."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
-            theirs = path.is_relative_to(_PACKAGE / "recipes")
-        else:
-            library = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
-            theirs = path.is_absolute() and not library  # not absolute: "<string>", "<frozen ...>"
-        if theirs:
+        ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
+        if not ours and not is_library(path):
             return f"{path.name}:{line}"
     return _noted(error, RAISED_AT)
+
+
+def is_library(file: str | Path) -> bool:
+    """Whether code stands in the standard library or another installed package; ours does not count as one."""
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return False
+    installed = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(installed) or not path.is_absolute()  # not absolute: "<string>", "<frozen ...>"
 
 
 def mended(text: str) -> str:

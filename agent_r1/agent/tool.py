@@ -79,6 +79,7 @@ class BaseTool(ABC):
     description: str
     parameters: dict[str, Any]  # JSON schema of type "object"
     timeout: float = 30.0  # seconds per call
+    parallel: bool = False  # True: calls of one response may overlap. For tools that change no state of the episode
     max_batch: int | None = None  # None: no limit
     max_wait: float = 0.0  # seconds; 0: only until the event loop has nothing new
 
@@ -125,6 +126,8 @@ class BaseTool(ABC):
 class BatchTool(BaseTool):
     """A tool that runs calls together. Give it `batch_execute`; a call alone is a batch of one."""
 
+    parallel = True  # so the calls of one response come in one batch
+
     async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
         (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
         if isinstance(result, BaseException):
@@ -156,6 +159,8 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
     if not (isinstance(tool.timeout, int | float) and tool.timeout > 0):
         raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout!r}")
+    if not isinstance(tool.parallel, bool):
+        raise ConfigError(f"tool {tool.name!r}: parallel must be True or False, got {tool.parallel!r}")
     if tool.max_batch is not None and not (isinstance(tool.max_batch, int) and tool.max_batch >= 1):
         raise ConfigError(
             f"tool {tool.name!r}: max_batch must be a whole number from 1 on, or None for no limit, "
@@ -222,8 +227,8 @@ class BatchFunctionTool(BatchTool, FunctionTool):
 def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def tool(
-    *, name: str | None = None, timeout: float | None = None, batch: bool = False, max_batch: int | None = None,
-    max_wait: float | None = None,
+    *, name: str | None = None, timeout: float | None = None, parallel: bool | None = None, batch: bool = False,
+    max_batch: int | None = None, max_wait: float | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...  # fmt: skip
 def tool(
     function: Callable[..., Any] | None = None,
@@ -231,12 +236,14 @@ def tool(
     *,
     name: str | None = None,  # the function's
     timeout: float | None = None,  # BaseTool.timeout
+    parallel: bool | None = None,  # BaseTool.parallel, with batch=True that of BatchTool
     batch: bool = False,
     max_batch: int | None = None,
     max_wait: float | None = None,  # BaseTool.max_wait
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
     """Make a tool from a typed function: signature -> schema, docstring -> description.
 
+    The calls of one response run one after another. With `parallel=True` consecutive ones may overlap.
     With `batch=True` the function takes a list of a pydantic model, whose fields are the arguments of one call, and
     returns one result per call; a ToolError in the list is the answer to that call.
     """
@@ -244,12 +251,27 @@ def tool(
     def make(function: Callable[..., Any]) -> FunctionTool:
         if not inspect.isroutine(function):  # a partial or an object has no docstring of its own, perhaps no name
             raise ConfigError(f"@tool takes a function, got {function!r:.80}. Wrap it in one, or write a BaseTool")
+        if _is_method(function):
+            raise ConfigError(
+                f"@tool takes a function, and {function.__qualname__} is a method. Write a function at module level "
+                "that takes what it needs as FromRow parameters, write the class as a BaseTool, or make the tool from "
+                f"an object: tool(thing.{function.__name__})"
+            )
         if not batch and (max_batch is not None or max_wait is not None):
             raise ConfigError(f"tool {function.__name__!r}: max_batch and max_wait do nothing without batch=True")
         made = (BatchFunctionTool if batch else FunctionTool)(function, name or function.__name__)
         made.max_batch = max_batch
+        made.parallel = type(made).parallel if parallel is None else parallel
         made.timeout = BaseTool.timeout if timeout is None else timeout
         made.max_wait = BaseTool.max_wait if max_wait is None else max_wait
         return made
 
     return make if function is None else make(function)
+
+
+def _is_method(function: Callable[..., Any]) -> bool:
+    """Whether it stands in a class and is not bound to an object."""
+    owner = function.__qualname__.rpartition(".")[0]
+    if not owner or owner.endswith("<locals>"):
+        return False
+    return next(iter(inspect.signature(function).parameters), None) in ("self", "cls")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import groupby
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
@@ -35,6 +36,9 @@ class ToolEnv(AgentEnv):
     A bad call (one that cannot be read, names no tool, or has arguments that do not fit) is answered with what was
     wrong. `max_bad_calls` of them in a row, over steps, end the episode as `StopReason.PARSE_LIMIT`; a call that ran
     starts the count anew, whether its tool was content or not. The count is looked at after all calls of a step.
+
+    The calls of a response run one after another, so that tools may change the state of the episode. Consecutive calls
+    overlap if all their tools are `parallel`.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class ToolEnv(AgentEnv):
         max_bad_calls: int = 3,
         max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
-        parallel: bool = True,  # False: the calls of a step run one after the other, for tools that share a state
+        parallel: bool = True,  # False: calls never overlap, not even those of tools that are `parallel`
     ) -> None:
         if max_bad_calls < 1 or max_result_chars < 1:
             raise ConfigError(
@@ -59,9 +63,19 @@ class ToolEnv(AgentEnv):
         self._max_bad_calls = max_bad_calls
         self._max_result_chars = max_result_chars
         self._tool_role = tool_role
-        self._parallel = parallel
+        self.parallel = parallel
         self._messages: list[Message] | None = None  # None: before the first reset and after the end
         self._bad_calls = 0  # in a row
+
+    @property
+    def parallel_tools(self) -> frozenset[str]:
+        """The tools whose calls may overlap."""
+        return frozenset(name for name, tool in self._tools.items() if self.parallel and tool.parallel)
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the row gave to each tool, with the changes that calls have made to it."""
+        return self._context
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -109,8 +123,17 @@ class ToolEnv(AgentEnv):
         return ParseFailure(message=f"{why}. Write {self._format.form}", span=(0, len(text)))
 
     async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
-        if not self._parallel:
-            return [await self._answer(event) for event in events]
+        outcomes: list[ToolOutcome] = []
+        for overlap, group in groupby(events, key=self._may_overlap):
+            calls = list(group)
+            outcomes += await self._run_together(calls) if overlap else [await self._answer(call) for call in calls]
+        return outcomes
+
+    def _may_overlap(self, event: Event) -> bool:
+        tool = self._tools.get(event.name)  # None: a bad call, which runs nothing
+        return self.parallel and (tool is None or tool.parallel)
+
+    async def _run_together(self, events: Sequence[Event]) -> list[ToolOutcome]:
         # A tool's bug is raised when all have ended: no call outlives its step, and the first in order is reported.
         outcomes = await asyncio.gather(*map(self._answer, events), return_exceptions=True)
         for outcome in outcomes:

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+)
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
@@ -243,10 +251,15 @@ def _inlined(tool: str, node: Any, defs: Mapping[str, Any], inside: tuple[str, .
     return result
 
 
+def _number(value: Any, as_float: ValidatorFunctionWrapHandler) -> Any:
+    """JSON has one type for numbers: 250 stays whole, or a tool that writes it to a table writes 250.0."""
+    return value if type(value) is int else as_float(value)
+
+
 _JSON_TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
-    "number": float,
+    "number": Annotated[float, WrapValidator(_number)],
     "boolean": bool,
     "null": None,
     "array": list[Any],

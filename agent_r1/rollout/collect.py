@@ -32,7 +32,7 @@ OnEpisode = Callable[[Trajectory], None]
 EpisodeKind = TypeVar("EpisodeKind", bound=Episode)
 
 _PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.cause` ends
-_QUOTED = re.compile(r"(['\"]).*?\1")
+_DATA = re.compile(r"(['\"]).*?\1|\d+(?:[.,]\d+)*")  # what is quoted, and numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def commonest_failures(failed: Iterable[Trajectory]) -> list[str]:
 def _alike(error: str) -> str:
     """The same for errors of one bug, whose messages differ by the data: what was raised where, or else the text."""
     place = _PLACE.search(error)
-    return error.partition(": ")[0] + place[0] if place else _QUOTED.sub("", error)
+    return error.partition(": ")[0] + place[0] if place else _DATA.sub("", error)
 
 
 def with_failure(trajectory: Trajectory, error: str) -> Trajectory:

@@ -34,7 +34,7 @@ class NotAnExpression(ValueError):
     """The text is not one the grammar knows, or its value is too large."""
 
 
-@tool
+@tool(parallel=True)
 async def calculator(expression: str) -> str:
     """The value of an arithmetic expression, such as (48 + 24) / 2."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -284,3 +285,144 @@ def test_a_broken_tool_is_told_which_rule_it_breaks() -> None:
             tool_check(one, arguments)
     with pytest.raises(AssertionError, match="tool 'plain' is not deterministic: first '1', then '2'"):
         tool_check(Plain(), {"x": 1}, deterministic=True)
+
+
+# Parallel calls
+
+
+def deposits(function: Callable[..., Any], *, parallel: bool) -> ToolEnv:
+    """An env with a fresh account of 0, for a tool that puts money on it."""
+    return ToolEnv(tools=[tool(name="deposit", parallel=parallel)(function)], tools_kwargs={"account": {"balance": 0}})
+
+
+def deposit_in_lines(amount: int, account: FromRow[dict[str, int]]) -> str:
+    """Put money on the account."""
+    before = account["balance"]
+    account["balance"] = before + amount
+    return "done"
+
+
+def deposit_in_place(amount: int, account: FromRow[dict[str, int]]) -> str:
+    """Put money on the account."""
+    account["balance"] += amount
+    return "done"
+
+
+def deposit_and_tell(amount: int, account: FromRow[dict[str, int]]) -> int:
+    """Put money on the account and say how much there is."""
+    account["balance"] += amount
+    return account["balance"]
+
+
+async def deposit_async(amount: int, account: FromRow[dict[str, int]]) -> str:
+    """Put money on the account of a bank that answers later."""
+    before = account["balance"]
+    await asyncio.sleep(0)
+    account["balance"] = before + amount
+    return "done"
+
+
+LOCK = threading.Lock()
+
+
+def deposit_with_lock(amount: int, account: FromRow[dict[str, int]]) -> str:
+    """Put money on the account, one call at a time."""
+    with LOCK:
+        account["balance"] += amount
+    return "done"
+
+
+THREE = "".join(FORMATS["hermes"].write_call("deposit", {"amount": amount}) for amount in (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (deposit_in_lines, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
+        (deposit_in_place, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
+        (deposit_async, "'account' of the row ends as {'balance': 4} in parallel and as {'balance': 7} in order"),
+        (deposit_and_tell, r"call \d of step 0 \(deposit\) answers '\d' in parallel and '\d' in order"),
+    ],
+)
+def test_an_update_that_parallel_calls_lose_is_found_and_its_tool_named(
+    function: Callable[..., Any], problem: str
+) -> None:
+    with pytest.raises(AssertionError, match=f"tool 'deposit' is declared parallel, but .*: {problem}"):
+        asyncio.run(check_env(lambda: deposits(function, parallel=True), ROW, [THREE]))
+    asyncio.run(check_env(lambda: deposits(function, parallel=False), ROW, [THREE]))
+
+
+def test_a_parallel_tool_that_locks_what_it_changes_passes() -> None:
+    asyncio.run(check_env(lambda: deposits(deposit_with_lock, parallel=True), ROW, [THREE]))
+
+
+def test_a_parallel_tool_that_breaks_when_calls_overlap_is_named() -> None:
+    @tool(parallel=True)
+    async def take(amount: int, purse: FromRow[list[int]]) -> str:
+        """Take a coin."""
+        if purse:
+            await asyncio.sleep(0)
+            purse.pop()
+        return "done"
+
+    calls = "".join(FORMATS["hermes"].write_call("take", {"amount": 1}) for _ in range(2))
+    with pytest.raises(
+        AssertionError, match=r"tool 'take' is declared parallel, but .* IndexError: pop from empty list"
+    ):
+        asyncio.run(check_env(lambda: ToolEnv(tools=[take], tools_kwargs={"purse": [1]}), ROW, [calls]))
+
+
+def test_a_state_that_envs_share_is_told_from_a_lost_update() -> None:
+    account = {"balance": 0}
+    deposit = tool(name="deposit", parallel=True)(deposit_with_lock)
+    with pytest.raises(AssertionError, match="'account' of tool 'deposit' is shared by episodes: make a new one"):
+        asyncio.run(check_env(lambda: ToolEnv(tools=[deposit], tools_kwargs={"account": account}), ROW, [THREE]))
+
+
+def test_the_search_for_lost_updates_leaves_no_trace_behind() -> None:
+    before = threading.gettrace()
+    asyncio.run(check_env(lambda: deposits(deposit_with_lock, parallel=True), ROW, [THREE]))
+    assert threading.gettrace() is before
+
+
+# What differs
+
+
+class LongAndRandom(Growing):
+    """Says much that is always the same, and then something else each time."""
+
+    made = 0
+
+    def reply(self, text: str) -> str:
+        LongAndRandom.made += 1
+        return "the same " * 100 + f"number {LongAndRandom.made}" + " and more" * 100
+
+
+class RandomText(LongAndRandom):
+    async def reset(self, row: TaskRow) -> Observation:
+        return Observation(text=self.reply(""))
+
+
+class RandomLength(Growing):
+    made = 0
+
+    async def reset(self, row: TaskRow) -> Observation:
+        RandomLength.made += 1
+        return Observation(messages=[{"role": "user", "content": "x"}] * RandomLength.made)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            LongAndRandom,
+            r"different observation 1: message 1, from character 9\d\d on: \.\.\..* number \d and .* number \d",
+        ),
+        (RandomText, r"different observation 0: from character 907 on: \.\.\..* number \d and .* number \d"),
+        (RandomLength, r"message 1, from character 0 on: \(nothing\) and {'role': 'user', 'content': 'x'}"),
+    ],
+)
+def test_the_place_where_two_observations_differ_is_shown(env: type[AgentEnv], message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as raised:
+        asyncio.run(check_env(env, ROW, ["hello"]))
+    assert len(str(raised.value)) < 700

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Optional
@@ -372,3 +373,61 @@ def test_only_a_function_can_be_made_a_tool() -> None:
     for thing in (partial(max, 1), Callable_(), Callable_):
         with pytest.raises(ConfigError, match=r"@tool takes a function, got .* Wrap it in one, or write a BaseTool"):
             tool(name="named")(thing)
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [(250, 250), (250.0, 250.0), (2.5, 2.5), (-(10**30), -(10**30)), ("250", 250.0), ("2.5", 2.5)],
+)
+def test_a_number_of_a_hand_written_schema_stays_whole_where_it_was_sent_whole(sent: Any, taken: float) -> None:
+    class Pay(BaseTool):
+        name = "pay"
+        description = "Pay."
+        parameters: dict[str, Any] = {  # noqa: RUF012
+            "type": "object",
+            "properties": {
+                "amount": {"type": "number"},
+                "parts": {"type": "array", "items": {"type": ["number", "null"]}},
+                "order": {"type": "object", "properties": {"price": {"type": "number"}}},
+            },
+        }
+
+        async def execute(self, args: dict[str, Any], **context: Any) -> str:
+            return repr(args)
+
+    arguments = {"amount": sent, "parts": [sent, None], "order": {"price": sent}}
+    with warnings.catch_warnings(action="error"):
+        text = run(Pay(), arguments).text
+    assert text == repr({"amount": taken, "parts": [taken, None], "order": {"price": taken}})
+    assert "'amount': input should be a valid number" in run(Pay(), {"amount": "many"}).text
+    assert run(Pay(), {"amount": "nan"}).refused
+
+
+def test_tool_on_a_method_says_how_to_write_it_instead() -> None:
+    with pytest.raises(
+        ConfigError, match=r"@tool takes a function, and .*Bank.deposit is a method. .* tool\(thing.deposit\)"
+    ):
+
+        class Bank:
+            @tool
+            def deposit(self, amount: int) -> str:
+                """Put money on the account."""
+                return str(amount)
+
+    class Till:
+        balance = 0
+
+        def deposit(self, amount: int) -> int:
+            """Put money in the till."""
+            self.balance += amount
+            return self.balance
+
+        @staticmethod
+        @tool
+        def close(reason: str) -> str:
+            """Close the till."""
+            return reason
+
+    till = Till()
+    assert [run(tool(till.deposit), {"amount": amount}).text for amount in (1, 2)] == ["1", "3"]
+    assert run(Till.close, {"reason": "late"}).text == "late"

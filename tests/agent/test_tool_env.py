@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BaseModel
 
 from agent_r1.agent.env import env_class, make_env
 from agent_r1.agent.tool import BaseTool, FromRow, ToolError, ToolResult, tool
@@ -139,37 +141,83 @@ def test_bad_calls_in_a_row_end_the_episode_with_their_own_reason() -> None:
     assert not any(step.terminated for step in play(ToolEnv(tools=[refuse], max_bad_calls=1), no, no, no))
 
 
-def test_calls_of_a_step_run_together_unless_told_otherwise() -> None:
-    async def order(parallel: bool) -> str:
-        log: list[str] = []
+class Log(BaseTool):
+    """Writes down when its calls begin and end."""
 
-        @tool
-        async def slow(name: str) -> str:
-            """Log."""
-            log.append(f"{name} begins")
-            await asyncio.sleep(0)
-            log.append(f"{name} ends")
-            return name
+    description = "Log."
+    parameters: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}  # noqa: RUF012
 
-        env = ToolEnv(tools=[slow], parallel=parallel)
-        await env.reset(ROW)
-        transition = await env.step(Action(text=say("slow", name="a") + say("slow", name="b"), token_ids=[]))
-        assert transition.feedback == "slow: a\nslow: b"
-        return ", ".join(log)
+    def __init__(self, name: str, log: list[str], *, parallel: bool | None) -> None:
+        self.name, self.log = name, log
+        if parallel is not None:
+            self.parallel = parallel
 
-    assert asyncio.run(order(parallel=True)) == "a begins, b begins, a ends, b ends"
-    assert asyncio.run(order(parallel=False)) == "a begins, a ends, b begins, b ends"
+    async def execute(self, args: dict[str, Any], **context: Any) -> str:
+        self.log.append(f"{args['x']} begins")
+        await asyncio.sleep(0)
+        self.log.append(f"{args['x']} ends")
+        return str(args["x"])
+
+
+def logged(first: bool | None, second: bool | None = None, **settings: Any) -> str:
+    """When the calls a, b of the first tool and c, d of the second began and ended."""
+    log: list[str] = []
+    env = ToolEnv(tools=[Log("one", log, parallel=first), Log("two", log, parallel=second)], **settings)
+    text = "".join(say(name, x=x) for name, x in (("one", "a"), ("one", "b"), ("two", "c"), ("two", "d")))
+    (step,) = play(env, text)
+    assert [call.result for call in step.calls] == ["a", "b", "c", "d"]
+    return ", ".join(entry.replace(" begins", "+").replace(" ends", "-") for entry in log)
+
+
+def test_calls_of_a_response_run_in_order_unless_their_tools_are_parallel() -> None:
+    assert logged(None) == logged(False, False) == "a+, a-, b+, b-, c+, c-, d+, d-"
+    assert logged(True, False) == "a+, b+, a-, b-, c+, c-, d+, d-"
+    assert logged(True, True) == "a+, b+, c+, d+, a-, b-, c-, d-"
+    assert logged(True, True, parallel=False) == "a+, a-, b+, b-, c+, c-, d+, d-"
+
+
+def test_sync_calls_that_change_the_state_of_an_episode_lose_nothing() -> None:
+    @tool
+    def deposit(amount: int, account: FromRow[dict[str, int]]) -> int:
+        """Put money on the account."""
+        before = account["balance"]
+        time.sleep(0.01)
+        account["balance"] = before + amount
+        return account["balance"]
+
+    env = ToolEnv(tools=[deposit], tools_kwargs={"account": {"balance": 0}})
+    (step,) = play(env, "".join(say("deposit", amount=amount) for amount in (1, 2, 4)))
+    assert [call.result for call in step.calls] == ["1", "3", "7"]
+
+
+def test_the_calls_of_one_response_come_to_a_batch_tool_together() -> None:
+    sizes: list[int] = []
+
+    class Item(BaseModel):
+        x: int
+
+    def double(calls: list[Item]) -> list[int]:
+        """Double."""
+        sizes.append(len(calls))
+        return [2 * call.x for call in calls]
+
+    double.__annotations__["calls"] = list[Item]
+    text = say("double", x=1) + say("double", x=2)
+    for made, expected in ((tool(batch=True), [2]), (tool(batch=True, parallel=False), [1, 1])):
+        sizes.clear()
+        (step,) = play(ToolEnv(tools=[made(double)]), text)
+        assert ([call.result for call in step.calls], sizes) == (["2", "4"], expected)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_bug_of_a_tool_is_raised_for_the_flow_to_handle(parallel: bool) -> None:
-    @tool
+    @tool(parallel=parallel)
     def broken(x: int) -> str:
         """Break."""
         raise ZeroDivisionError(f"bug {x}")
 
     with pytest.raises(ZeroDivisionError, match="bug 1") as raised:  # the first in call order
-        play(ToolEnv(tools=[broken, add], parallel=parallel), say("broken", x=1) + say("broken", x=2))
+        play(ToolEnv(tools=[broken, add]), say("broken", x=1) + say("broken", x=2))
     assert raised.value.__notes__ == ["raised by tool 'broken'"]
 
 

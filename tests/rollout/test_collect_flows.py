@@ -201,7 +201,7 @@ class Determined(Careful):
     ids=["steps", "tokens"],
 )
 def test_a_flow_cannot_turn_a_limit_into_an_answer(
-    flow: type[AgentFlowBase], limits: dict[str, int], stop: StopReason
+    flow: type[AgentFlowBase], limits: dict[str, Any], stop: StopReason
 ) -> None:
     assert played(flow, World(), **limits).stop is stop
 
@@ -239,7 +239,7 @@ def test_a_flow_may_catch_a_limit_and_go_on_with_a_shorter_conversation() -> Non
         ({"max_context_tokens": 9}, r"the prompt has \d+ tokens, max_context_tokens is 9"),
     ],
 )
-def test_the_limit_that_ended_an_episode_is_named_with_its_value(limits: dict[str, int], reason: str) -> None:
+def test_the_limit_that_ended_an_episode_is_named_with_its_value(limits: dict[str, Any], reason: str) -> None:
     engine = ScriptedEngine(lambda call: "on and on", tokenizer=tokenizer())
     collect = collector(engine, make_flow=lambda _: Endless(lambda _: World()), **limits)
     episode = collect.episode(Episode, "e", 0)

@@ -88,3 +88,16 @@ def test_failures_of_one_bug_are_counted_together_whatever_their_messages() -> N
     # without a place: texts that differ in what they quote
     quoting = ["reward 'f' failed: KeyError: 'a'", "reward 'f' failed: KeyError: 'b'"]
     assert commonest_failures(failed("RuntimeError: x", "RuntimeError: y", "RuntimeError: z", *quoting)) == quoting
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing was sampled: the prompt has {} tokens, max_context_tokens is 100",
+        "the episode was not finished after {} s (rollout.episode_seconds)",
+        "RuntimeError: took {}.5 of 1,{} s",
+    ],
+)
+def test_failures_that_differ_by_a_number_are_counted_together(text: str) -> None:
+    same = [text.format(number, number) for number in (7, 120, 31)]
+    assert commonest_failures(failed("RuntimeError: x", "RuntimeError: x", *same)) == same
