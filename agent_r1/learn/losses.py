@@ -108,10 +108,16 @@ def clipped_surrogate(
 
 
 def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor) -> Tensor:
-    """The mean log-ratio of a step at each of its tokens: exp of it is the length-normalised ratio of the whole
-    response (GSPO, arXiv:2507.18071; StepPO, arXiv:2604.18401). The gradient flows through the mean."""
-    sums_S = torch.zeros_like(log_ratio_T).index_add(0, step_ids_T, log_ratio_T)  # not more steps than tokens
-    return sums_S[step_ids_T] / step_sizes_T
+    """The mean log-ratio of a step, at each of its tokens: its exp is the length-normalised ratio of the whole
+    response (GSPO, arXiv:2507.18071; StepPO, arXiv:2604.18401).
+
+    The mean sets the value; each token carries its own gradient (GSPO-token, eq. 14). With equal weights in a step this
+    is the gradient of the mean. With weights per token, a token of weight 0 gets gradient 0; through the mean, every
+    token would get the step's average weight instead.
+    """
+    own_T = log_ratio_T.detach()
+    sums_S = torch.zeros_like(own_T).index_add(0, step_ids_T, own_T)  # there are at most as many steps as tokens
+    return sums_S[step_ids_T] / step_sizes_T + log_ratio_T - own_T
 
 
 def weighted_likelihood(logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor) -> Tensor:
@@ -171,9 +177,10 @@ def kl_k2(log_ratio_T: Tensor) -> Tensor:
 
 
 def kl_k3(log_ratio_T: Tensor) -> Tensor:
-    """Unbiased, low variance, never negative: e^d - d - 1."""
+    """Unbiased, low variance, never negative: e^d - 1 - d."""
     clamped_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return clamped_T.exp() - clamped_T - 1
+    # e^d - 1 would cancel for the small d of a sampler that almost agrees. What expm1 leaves may still round below 0.
+    return (clamped_T.expm1() - clamped_T).clamp(min=0)
 
 
 # As penalties in a loss, each takes (log-probs with gradient, reference, old). What is differentiated is not what is

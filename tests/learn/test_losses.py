@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.losses import (
     KL_PENALTIES,
     MAX_LOG_RATIO,
@@ -171,8 +172,46 @@ def test_the_ratio_of_a_step_is_the_geometric_mean_of_its_tokens() -> None:
     log_ratio = leaf(math.log(2), math.log(8), math.log(3))
     got = step_log_ratio(log_ratio, torch.tensor([0, 0, 1]), numbers(2, 2, 1))
     assert got.exp().tolist() == approx(4, 4, 3)
-    # the gradient flows through the mean: a weighted sum 1 * m0 + 2 * m0 + 5 * m1 has slopes 3/2, 3/2 and 5
-    assert slope((got * numbers(1, 2, 5)).sum(), log_ratio) == approx(1.5, 1.5, 5)
+    # each token carries its own weight; through the mean, the first two would share 3 as 3/2 and 3/2
+    assert slope((got * numbers(1, 2, 5)).sum(), log_ratio) == approx(1, 2, 5)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=8), st.floats(-3, 3))
+def test_with_equal_weights_in_a_step_the_gradient_is_that_of_the_mean(ratios: list[float], advantage: float) -> None:
+    ids, sizes = torch.zeros(len(ratios), dtype=torch.long), numbers(*[len(ratios)] * len(ratios))
+    ours, plain = leaf(*ratios), leaf(*ratios)
+    (step_log_ratio(ours, ids, sizes).exp() * advantage / sizes).sum().backward()
+    (plain.mean().exp() * advantage).backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rejected_token_of_a_step_learns_nothing() -> None:
+    # one step of three tokens at ratio 1, A = 1, mean over the step; the correction rejects the second (weight 0) and
+    # weighs the third by 2: slopes -1/3 * (1, 0, 2)
+    logprobs = leaf(-1, -2, -3)
+    inputs = LossInputs(
+        logprobs_T=logprobs,
+        old_logprobs_T=numbers(-1, -2, -3),
+        advantages_T=numbers(1, 1, 1),
+        importance_T=numbers(1, 0, 2),
+        step_ids_T=torch.tensor([0, 0, 0]),
+        step_sizes_T=numbers(3, 3, 3),
+        trajectory_sizes_T=numbers(3, 3, 3),
+        counts=Counts(tokens=3, steps=1, trajectories=1),
+    )
+    for name in ("gspo", "steppo"):
+        assert slope(get_algorithm(name).loss(inputs).loss, logprobs) == approx(-1 / 3, 0, -2 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kl_estimate_of_a_sampler_that_almost_agrees_is_never_negative(dtype: torch.dtype) -> None:
+    # e^d - d - 1 in float32 loses all digits below |d| = 1e-4 and comes out negative for about half of them
+    log_ratio = torch.cat([torch.linspace(-1e-3, 1e-3, 20_001, dtype=dtype), torch.logspace(-12, 0, 500, dtype=dtype)])
+    got = kl_k3(log_ratio)
+    assert bool((got >= 0).all())
+    torch.testing.assert_close(got.double(), log_ratio.double().expm1() - log_ratio.double(), rtol=1e-2, atol=1e-9)
 
 
 def test_the_clipped_objective_of_a_step_by_hand() -> None:

@@ -75,7 +75,8 @@ def token_clip(
 def step_clip(
     episodes: Episodes, *, low: float = 3e-4, high: float = 4e-4, aggregation: str = "step", horizon: int = 256
 ) -> tuple[float, Slopes]:
-    """All tokens of a step have its ratio, exp(mean log-ratio), so each of them moves the terms of all."""
+    """All tokens of a step have its ratio, exp(mean log-ratio). Each token carries the gradient of its own term
+    (GSPO-token, arXiv:2507.18071, eq. 14), so d ratio / d logprob = ratio at that token and 0 at the others."""
     loss = 0.0
     slopes: Slopes = [[[] for _ in steps] for steps in episodes]
     for i, steps in enumerate(episodes):
@@ -83,14 +84,11 @@ def step_clip(
             if not step:
                 continue
             ratio = exp(sum(token.logprob - token.old for token in step) / len(step))
-            by_ratio_of_step = 0.0
             for token in step:
                 objective, by_ratio = clipped(ratio, token.advantage, low, high, None)
                 share = weight(episodes, i, k, aggregation, horizon) * token.importance
                 loss -= share * objective
-                by_ratio_of_step -= share * by_ratio
-            # d ratio / d logprob of any of its tokens = ratio / length
-            slopes[i][k] = [by_ratio_of_step * ratio / len(step) for _ in step]
+                slopes[i][k].append(-share * by_ratio * ratio)
     return loss, slopes
 
 
