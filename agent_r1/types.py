@@ -135,6 +135,7 @@ class Step:
     action_text: str = ""
     feedback: str = ""  # the env's reply, for people
     policy_version: int = 0  # learner step whose weights sampled this
+    is_cut: bool = False  # a token limit ended the response, not the policy
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)  # the env's

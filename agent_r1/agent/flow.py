@@ -200,6 +200,7 @@ class Episode:
             response_logprobs=completion.logprobs,
             action_text=text,
             policy_version=completion.policy_version,
+            is_cut=completion.stop == "length",
             generate_seconds=time.perf_counter() - started,
             hidden_messages=hidden,
         )

@@ -17,10 +17,25 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-12  # what rewards of size 1 differ by when they were added up in another order is well below it
+# The smallest standard deviation that anything is divided by, in units of the reward (verl's whitening and TRL's group
+# scale have the same). Differences smaller than this keep their own small size instead of being blown up to 1.
+MIN_STD = 1e-4
 
 
-def group_centered(returns_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps).
+def standardize(values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
+    """(x - mean) / max(std, MIN_STD). Every division of credit by a standard deviation happens here.
+
+    Without signal the result is exactly 0. `returns_N` are the returns before a critic's baseline and a KL penalty were
+    subtracted (default: the values themselves): if they are all equal, whatever tells the values apart is critic error
+    or KL, and dividing it by its own deviation would turn it into a full-size update.
+    """
+    if all_equal(values_N) or (returns_N is not None and all_equal(returns_N)):
+        return torch.zeros_like(values_N)
+    return (values_N - values_N.mean()) / values_N.std().clamp(min=MIN_STD)
+
+
+def group_centered(returns_G: Tensor, *, divide_by_std: bool, before_kl_G: Tensor | None = None) -> Tensor:
+    """GRPO (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r), by `standardize`.
 
     `divide_by_std=False` is Dr.GRPO (arXiv:2503.20783), which drops the division because it over-weights groups that
     are almost all right or almost all wrong. A group of one has nothing to compare with and gets advantage 0, not its
@@ -29,10 +44,9 @@ def group_centered(returns_G: Tensor, *, divide_by_std: bool, eps: float = 1e-6)
     The standard deviation is the unbiased one (divide by G - 1), torch's default; the biased one would scale every
     advantage of a group of G by sqrt(G / (G - 1)) and change nothing else.
     """
-    if all_equal(returns_G):
-        return torch.zeros_like(returns_G)
-    centered_G = returns_G - returns_G.mean()
-    return centered_G / (returns_G.std() + eps) if divide_by_std else centered_G
+    if divide_by_std:
+        return standardize(returns_G, before_kl_G)
+    return torch.zeros_like(returns_G) if all_equal(returns_G) else returns_G - returns_G.mean()
 
 
 def leave_one_out(returns_G: Tensor) -> Tensor:
@@ -66,13 +80,6 @@ def gae(rewards_K: Tensor, values_K: Tensor, *, bootstrap: float, gamma: float |
         advantages[k] = running
         next_value = values[k]
     return torch.tensor(advantages, dtype=rewards_K.dtype)
-
-
-def whiten(values_N: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps). One number, or numbers that are all equal, carry no signal and become 0."""
-    if all_equal(values_N):
-        return torch.zeros_like(values_N)
-    return (values_N - values_N.mean()) / (values_N.std() + eps)
 
 
 def match_states(states: Sequence[Hashable], *, similarity: float | None) -> list[int]:

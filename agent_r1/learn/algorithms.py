@@ -203,8 +203,10 @@ _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
 _STEP_CLIP = partial(step_clip, clip_low=3e-4, clip_high=4e-4, **{**_WEIGHTING, "aggregation": "step"})
 _GROUP = partial(credit.group_return, divide_by_std=True)
-# Without a discount, an attempt that is cut off loses nothing against the critic's hope for it, and dithering pays.
-_GAE: dict[str, Any] = {"gamma": 0.95, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": True}
+# The budget of steps is part of the task: evaluation counts success within it, so an episode that runs out has earned
+# what it has earned. One discount for all rows, or comparing them would compare discounts.
+_GAMMA = 1.0
+_GAE: dict[str, Any] = {"gamma": _GAMMA, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": False}
 
 _ROWS = [
     Algorithm(name="grpo", paper="arXiv:2402.03300", credit=_GROUP, loss=_CLIP, min_group_size=2),
@@ -251,11 +253,13 @@ _ROWS = [
     Algorithm(
         name="reinforce",
         paper="10.1007/BF00992696",
-        credit=partial(credit.step_return, gamma=1.0, whiten_batch=True),
+        credit=partial(credit.step_return, gamma=_GAMMA, whiten_batch=True),
         loss=partial(reinforce, **_WEIGHTING),
         on_policy_only=True,
     ),
-    Algorithm(name="reinforce++", paper="arXiv:2501.03262", credit=partial(credit.token_return, gamma=1.0), loss=_CLIP),
+    Algorithm(
+        name="reinforce++", paper="arXiv:2501.03262", credit=partial(credit.token_return, gamma=_GAMMA), loss=_CLIP
+    ),
     Algorithm(
         name="reinforce++_baseline",
         paper="arXiv:2501.03262",
@@ -282,7 +286,12 @@ _ROWS = [
         name="gigpo",
         paper="arXiv:2505.10978",
         credit=partial(
-            credit.anchored_return, divide_by_std=True, step_weight=1.0, gamma=0.95, anchor="prompt", similarity=None
+            credit.anchored_return,
+            divide_by_std=True,
+            step_weight=1.0,
+            gamma=_GAMMA,
+            anchor="observation",
+            similarity=None,
         ),
         loss=_CLIP,
         min_group_size=2,
@@ -341,16 +350,17 @@ def assign_credit(
     attempts = [trajectory for group in kept for trajectory in group.trajectories]
     greedy = _greedy_attempts(kept) if algorithm.needs_greedy else []
     ratios = [*kl(attempts), *repeat(None, len(greedy))] if kl else None
-    rewards = shaper([*attempts, *greedy], ratios)
+    before_kl = shaper.place([*attempts, *greedy])
+    rewards = shaper.penalize(before_kl, ratios)
     # A group's greedy attempt is found by identity: two groups may well have equal ones.
     totals = {id(t): total(placed) for t, placed in zip(greedy, rewards[len(attempts) :], strict=True)}
     baselines = [totals.get(id(group.greedy)) for group in kept for _ in group.trajectories]
     valued = values(attempts) if values else [None] * len(attempts)
+    count = len(attempts)
+    columns = zip(attempts, rewards[:count], before_kl[:count], valued, baselines, strict=True)
     scored = [
-        Scored(trajectory=trajectory, rewards=placed, values=said, baseline=baseline)
-        for trajectory, placed, said, baseline in zip(
-            attempts, rewards[: len(attempts)], valued, baselines, strict=True
-        )
+        Scored(trajectory=one, rewards=placed, before_kl=without if kl else None, values=said, baseline=baseline)
+        for one, placed, without, said, baseline in columns
     ]
     in_order = iter(scored)
     grouped = [[next(in_order) for _ in group.trajectories] for group in kept]

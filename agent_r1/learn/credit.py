@@ -11,7 +11,7 @@ earned was already handed to the decision before it (`rewards.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, whiten
+from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, standardize
 from agent_r1.learn.rewards import total
 from agent_r1.types import PerToken, Trajectory
 
@@ -41,12 +41,18 @@ class Scored:
 
     trajectory: Trajectory
     rewards: PerToken  # each on the token that earned it; their sum is the return
+    before_kl: PerToken | None = None  # the same without a KL penalty; None: there is no penalty in them
     values: Values | None = None  # of the critic
     baseline: float | None = None  # return of the greedy attempt at the same row
 
     @property
     def total(self) -> float:
         return total(self.rewards)
+
+    @property
+    def without_kl(self) -> Scored:
+        """This trajectory as if there were no KL penalty: decides whether a batch has any signal."""
+        return self if self.before_kl is None else replace(self, rewards=self.before_kl, before_kl=None)
 
     @property
     def decisions(self) -> list[int]:
@@ -72,6 +78,7 @@ class Credit:
 ScoredGroups = Sequence[Sequence[Scored]]
 # All groups of the batch in, the same nesting out: some algorithms normalise over the whole batch.
 CreditFunction = Callable[..., list[list[Credit]]]
+Estimate = tuple[Tensor, Tensor]  # of one trajectory: an advantage per decision, and the critic's value of its state
 
 
 # Trajectory level: one number for all tokens.
@@ -79,7 +86,7 @@ CreditFunction = Callable[..., list[list[Credit]]]
 
 def group_return(groups: ScoredGroups, *, divide_by_std: bool) -> list[list[Credit]]:
     """Compare the returns inside each group."""
-    return [_broadcast(group, group_centered(_returns(group), divide_by_std=divide_by_std)) for group in groups]
+    return [_broadcast(group, _group_advantages(group, divide_by_std)) for group in groups]
 
 
 def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
@@ -89,12 +96,15 @@ def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
 
 def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
     """REINFORCE++ with baseline: returns minus their group's mean, then whitened over the tokens of the batch."""
-    centered = [
-        value.expand(item.trajectory.num_response_tokens)
-        for group in groups
-        for item, value in zip(group, group_centered(_returns(group), divide_by_std=False), strict=True)
-    ]
-    return _per_token(groups, _normalise(centered, True))
+
+    def centered(groups: ScoredGroups) -> list[Tensor]:
+        return [
+            value.expand(item.trajectory.num_response_tokens)
+            for group in groups
+            for item, value in zip(group, group_centered(_returns(group), divide_by_std=False), strict=True)
+        ]
+
+    return _per_token(groups, _whitened(centered(groups), centered(_without_kl(groups))))
 
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
@@ -110,25 +120,30 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
 
 def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:
     """REINFORCE on the step-level MDP: the discounted return from each step on, whitened over all steps."""
-    returns = [
-        discounted_return(_step_rewards(item), gamma=_step_discounts(item, gamma))
-        for item in chain.from_iterable(groups)
-    ]
-    normalised = _normalise(returns, whiten_batch)
-    return [[Credit(advantages=item.spread(next(normalised))) for item in group] for group in groups]
+
+    def returns(groups: ScoredGroups) -> list[Tensor]:
+        return [
+            discounted_return(_step_rewards(item), gamma=_step_discounts(item, gamma))
+            for item in chain.from_iterable(groups)
+        ]
+
+    found = returns(groups)
+    numbers = _whitened(found, returns(_without_kl(groups))) if whiten_batch else (each.tolist() for each in found)
+    return [[Credit(advantages=item.spread(next(numbers))) for item in group] for group in groups]
 
 
 def step_gae(
     groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
 ) -> list[list[Credit]]:
     """StepPO: GAE whose decisions are whole responses. V is read, and trained, at the last prompt token of a step."""
-    advantages = []
-    for item in chain.from_iterable(groups):
+
+    def estimate(item: Scored) -> Estimate:
         values_K = torch.tensor([_values(item).per_token[k][0] for k in item.decisions], dtype=torch.float64)
         after = _value_after(item) if bootstrap_truncated else 0.0
         discounts = _step_discounts(item, gamma)
-        advantages.append(gae(_step_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
-    return _with_targets(groups, advantages, whiten_batch, Scored.spread, _at_step_starts)
+        return gae(_step_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam), values_K
+
+    return _with_targets(groups, estimate, whiten_batch, Scored.spread, _at_step_starts)
 
 
 def anchored_return(
@@ -149,7 +164,7 @@ def anchored_return(
     """
     result = []
     for group in groups:
-        episode = group_centered(_returns(group), divide_by_std=divide_by_std).tolist()
+        episode = _group_advantages(group, divide_by_std).tolist()
         steps = _anchored_steps(group, gamma, divide_by_std, anchor, similarity)
         result.append(
             [
@@ -164,7 +179,11 @@ def _anchored_steps(
     group: Sequence[Scored], gamma: float, divide_by_std: bool, anchor: str, similarity: float | None
 ) -> list[list[float]]:
     """[attempt][decision]: how the return from there compares with those from equal states of the group."""
-    returns_N = torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in group])
+
+    def returns(items: Sequence[Scored]) -> Tensor:
+        return torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in items])
+
+    returns_N, before_kl_N = returns(group), returns([item.without_kl for item in group])
     decisions = [(item, k) for item in group for k in item.decisions]
     advantages_N = torch.zeros_like(returns_N)
     for is_summary in (False, True):  # however similar what they were shown: what they decided is not
@@ -172,7 +191,9 @@ def _anchored_steps(
         numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
         for number in set(numbers):
             same = [n for n, own in zip(ours, numbers, strict=True) if own == number]
-            advantages_N[same] = group_centered(returns_N[same], divide_by_std=divide_by_std)
+            advantages_N[same] = group_centered(
+                returns_N[same], divide_by_std=divide_by_std, before_kl_G=before_kl_N[same]
+            )
     flat = iter(advantages_N.tolist())
     return [[next(flat) for _ in item.decisions] for item in group]
 
@@ -191,24 +212,28 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
 
 def token_return(groups: ScoredGroups, *, gamma: Share) -> list[list[Credit]]:
     """REINFORCE++: the discounted return from each token on, across steps, whitened over the tokens of the batch."""
-    returns = [
-        discounted_return(_token_rewards(item), gamma=_token_discounts(item, gamma))
-        for item in chain.from_iterable(groups)
-    ]
-    return _per_token(groups, _normalise(returns, True))
+
+    def returns(groups: ScoredGroups) -> list[Tensor]:
+        return [
+            discounted_return(_token_rewards(item), gamma=_token_discounts(item, gamma))
+            for item in chain.from_iterable(groups)
+        ]
+
+    return _per_token(groups, _whitened(returns(groups), returns(_without_kl(groups))))
 
 
 def token_gae(
     groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
 ) -> list[list[Credit]]:
     """PPO: GAE over all tokens of the policy in order; the recursion runs on across steps and skips tool text."""
-    advantages = []
-    for item in chain.from_iterable(groups):
+
+    def estimate(item: Scored) -> Estimate:
         values_K = torch.tensor(list(chain.from_iterable(_values(item).per_token)), dtype=torch.float64)
         after = _value_after(item) if bootstrap_truncated else 0.0
         discounts = _token_discounts(item, gamma)
-        advantages.append(gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam))
-    return _with_targets(groups, advantages, whiten_batch, Scored.unflatten, _at_every_token)
+        return gae(_token_rewards(item), values_K, bootstrap=after, gamma=discounts, lam=lam), values_K
+
+    return _with_targets(groups, estimate, whiten_batch, Scored.unflatten, _at_every_token)
 
 
 # Reading and spreading.
@@ -216,6 +241,15 @@ def token_gae(
 
 def _returns(group: Sequence[Scored]) -> Tensor:
     return torch.tensor([item.total for item in group], dtype=torch.float64)
+
+
+def _group_advantages(group: Sequence[Scored], divide_by_std: bool) -> Tensor:
+    before_kl_G = _returns([item.without_kl for item in group])
+    return group_centered(_returns(group), divide_by_std=divide_by_std, before_kl_G=before_kl_G)
+
+
+def _without_kl(groups: ScoredGroups) -> ScoredGroups:
+    return [[item.without_kl for item in group] for group in groups]
 
 
 def _step_rewards(item: Scored) -> Tensor:
@@ -264,13 +298,12 @@ def _broadcast(group: Sequence[Scored], values_G: Tensor) -> list[Credit]:
     return [_constant(item, value) for item, value in zip(group, values_G.tolist(), strict=True)]
 
 
-def _normalise(per_trajectory: Sequence[Tensor], whiten_batch: bool) -> Iterator[list[float]]:
-    """Every number of the batch whitened with all others, or left as it is; one list per trajectory."""
+def _whitened(per_trajectory: Sequence[Tensor], returns: Sequence[Tensor]) -> Iterator[list[float]]:
+    """Every number of the batch standardized with all others; one list per trajectory. `returns` as there."""
     if not per_trajectory:
         return iter(())
-    whole_N = torch.cat(list(per_trajectory))
-    parts = (whiten(whole_N) if whiten_batch else whole_N).split([len(numbers) for numbers in per_trajectory])
-    return (part.tolist() for part in parts)
+    whole_N = standardize(torch.cat(list(per_trajectory)), torch.cat(list(returns)))
+    return (part.tolist() for part in whole_N.split([len(numbers) for numbers in per_trajectory]))
 
 
 def _per_token(groups: ScoredGroups, per_trajectory: Iterator[list[float]]) -> list[list[Credit]]:
@@ -279,15 +312,25 @@ def _per_token(groups: ScoredGroups, per_trajectory: Iterator[list[float]]) -> l
 
 def _with_targets(
     groups: ScoredGroups,
-    advantages: Sequence[Tensor],
+    estimate: Callable[[Scored], Estimate],
     whiten_batch: bool,
     spread: Callable[[Scored, Sequence[float]], PerToken],
     targets: Callable[[Scored, Tensor], list[list[float | None]]],
 ) -> list[list[Credit]]:
-    """Advantages may be whitened, but what the critic is trained towards never is: it would change its unit."""
-    normalised, raw = _normalise(advantages, whiten_batch), iter(advantages)
+    """Advantages may be whitened. What the critic is trained towards never is, because that would change its unit."""
+    items = list(chain.from_iterable(groups))
+    estimates = [estimate(item) for item in items]
+    found = [advantages_K for advantages_K, _ in estimates]
+    before_kl = [
+        known if item.before_kl is None else estimate(item.without_kl)
+        for item, known in zip(items, estimates, strict=True)
+    ]
+    # Advantage plus value is the return that GAE estimates; with lam below 1 the critic has a say in it.
+    returns = [advantages_K + values_K for advantages_K, values_K in before_kl]
+    numbers = _whitened(found, returns) if whiten_batch else (each.tolist() for each in found)
+    raw = iter(found)
     return [
-        [Credit(advantages=spread(item, next(normalised)), value_targets=targets(item, next(raw))) for item in group]
+        [Credit(advantages=spread(item, next(numbers)), value_targets=targets(item, next(raw))) for item in group]
         for group in groups
     ]
 

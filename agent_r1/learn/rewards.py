@@ -3,7 +3,7 @@
     process reward of a tool call    on the last token of that call
     the rest of a step's reward      on the last token of the step
     outcome reward                   on the last token of the trajectory
-    overlong penalty                 on the last token of the step that was nearly cut off
+    overlong penalty                 on the last token of the response that was nearly cut off, once per episode
     KL to the reference, if wanted   on every token, its own share
 
 Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models and no algorithms. Two
@@ -52,16 +52,24 @@ def outcome_rewards(trajectory: Trajectory) -> PerToken:
 
 
 def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, penalty: float) -> PerToken:
-    """DAPO's soft punishment (arXiv:2503.14476, section 3.4), per response: nothing up to `limit * (1 - buffer)`
-    tokens, from there linearly down to `-penalty` at the limit, where a response is cut off. Summaries have another
-    limit, and none of this."""
+    """DAPO's soft punishment (arXiv:2503.14476, section 3.4): a response of up to `limit * (1 - buffer)` tokens costs
+    nothing, from there the cost grows linearly to `penalty` at the limit. A response that was cut off costs all of it,
+    even if the context cut it before the limit. The longest response of an episode pays, so that an episode of many
+    steps loses no more than one of a single step. Summaries have another limit and cost nothing."""
     placed = zeros(trajectory)
     allowed = limit * (1 - buffer)
-    for index, step in enumerate(trajectory.steps):
+
+    def share(step: Step) -> float:
         length = len(step.response_ids)
-        if penalty and not step.is_summary and (length > allowed or length >= limit):
-            share = 1.0 if length >= limit else (length - allowed) / (limit - allowed)
-            _put(placed, index, -penalty * share)
+        if step.is_summary or not length:
+            return 0.0
+        if step.is_cut or length >= limit:
+            return 1.0
+        return (length - allowed) / (limit - allowed) if length > allowed else 0.0
+
+    shares = list(map(share, trajectory.steps))
+    if penalty and any(shares):
+        _put(placed, shares.index(max(shares)), -penalty * max(shares))
     return placed
 
 
@@ -118,18 +126,39 @@ class RewardShaper:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
 
     def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
-        """`kl` is log pi - log reference of every response token, when a KL penalty is wanted; None for a trajectory
-        that was not sampled from pi (a greedy one), whose log-ratios would estimate nothing."""
-        if (kl is None) != (self.kl is None):
-            raise ValueError("a KL in the reward needs the log-probs of the reference, and nothing else does")
+        """Place the rewards, then subtract the KL penalty if there is one."""
+        return self.penalize(self.place(batch), kl)
+
+    def place(self, batch: Sequence[Trajectory]) -> list[PerToken]:
+        """All rewards on their tokens, before a KL penalty."""
         process = [process_rewards(trajectory) for trajectory in batch]
         scale = self.process_weight * self._scale(process)
         self.metrics = {"process_scale": scale} if any(map(_any, process)) else {}
-        rewards = [
+        return [
             _add(_scaled(steps, scale), outcome_rewards(trajectory), self._overlong(trajectory))
             for trajectory, steps in zip(batch, process, strict=True)
         ]
-        return rewards if kl is None else self._penalised(rewards, kl)
+
+    def penalize(self, rewards: list[PerToken], kl: Sequence[PerToken | None] | None) -> list[PerToken]:
+        """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards as they are.
+
+        `kl` is log pi - log reference of every response token. It is None for a trajectory that was not sampled from pi
+        (a greedy one), whose log-ratios would estimate nothing.
+        """
+        if (kl is None) != (self.kl is None):
+            raise ValueError("a KL in the reward needs the log-probs of the reference, and nothing else does")
+        if kl is None or self.kl is None:
+            return rewards
+        penalised = [
+            one if other is None else _add(one, _scaled(other, -self.kl.coef))
+            for one, other in zip(rewards, kl, strict=True)
+        ]
+        sampled = [placed for placed in kl if placed is not None]
+        flat = [value for placed in sampled for step in placed for value in step]
+        mean = sum(flat) / max(1, len(flat))
+        self.metrics |= {"reward_kl": mean, "reward_kl_coef": self.kl.coef}
+        self.kl.adapt(mean, len(sampled))
+        return penalised
 
     def earned(self, trajectory: Trajectory) -> tuple[float, ...]:
         """What tells attempts at a row apart: the return they are compared by, before penalties, which alone must not
@@ -159,19 +188,6 @@ class RewardShaper:
         return overlong_penalties(
             trajectory, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
         )
-
-    def _penalised(self, rewards: list[PerToken], kl: Sequence[PerToken | None]) -> list[PerToken]:
-        assert self.kl is not None
-        penalised = [
-            one if other is None else _add(one, _scaled(other, -self.kl.coef))
-            for one, other in zip(rewards, kl, strict=True)
-        ]
-        sampled = [placed for placed in kl if placed is not None]
-        flat = [value for placed in sampled for step in placed for value in step]
-        mean = sum(flat) / max(1, len(flat))
-        self.metrics |= {"reward_kl": mean, "reward_kl_coef": self.kl.coef}
-        self.kl.adapt(mean, len(sampled))
-        return penalised
 
 
 def _by_largest_return(process: Sequence[PerToken], running: RunningStd) -> float:

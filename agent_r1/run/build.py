@@ -88,11 +88,6 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
     algorithm.require_group_size(config.rollout.group_size)
     algorithm.require_updates(config.learner.num_epochs * config.learner.num_minibatches)
-    if config.algorithm.kl_in == "reward" and algorithm.settings.get("divide_by_std"):
-        raise ConfigError(
-            f"{algorithm.name} divides by the deviation of a group's returns, which makes a full-size signal of the KL "
-            "alone wherever all attempts earned the same. Use algorithm.kl_in=loss, or another algorithm"
-        )
     if config.critic is not None and not algorithm.needs_critic:
         raise ConfigError(f"algorithm {algorithm.name!r} has no critic: leave the section critic out")
     return algorithm

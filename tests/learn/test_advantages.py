@@ -16,7 +16,7 @@ from agent_r1.learn.advantages import (
     group_centered,
     leave_one_out,
     match_states,
-    whiten,
+    standardize,
 )
 
 rewards = st.lists(st.floats(-10, 10, allow_nan=False, width=32), min_size=1, max_size=8)
@@ -61,7 +61,7 @@ def test_equal_numbers_become_exactly_zero(dtype: torch.dtype, value: float, siz
         group_centered(same, divide_by_std=True),
         group_centered(same, divide_by_std=False),
         leave_one_out(same),
-        whiten(same),
+        standardize(same),
     ):
         assert got.tolist() == [0.0] * size
 
@@ -75,14 +75,28 @@ def test_returns_that_differ_by_rounding_alone_are_equal(size: float) -> None:
     assert all_equal(same)
     assert group_centered(same, divide_by_std=True).tolist() == [0.0] * 3
     assert leave_one_out(same).tolist() == [0.0] * 3
-    assert whiten(same).tolist() == [0.0] * 3
+    assert standardize(same).tolist() == [0.0] * 3
 
 
 def test_small_differences_are_still_differences() -> None:
     assert not all_equal(double(0, 1e-9))
     assert not all_equal(double(1e8, 1e8 + 0.01))
-    # std of 0 and 1e-4 is 1e-4 / sqrt(2); eps takes 1e-6 / 7.07e-5 = 1.4 % off the advantage of 0.7071
-    assert group_centered(double(0, 1e-4), divide_by_std=True)[1].item() == pytest.approx(0.7071 / 1.01414, rel=1e-4)
+    # 0 and 1e-3: std 1e-3 / sqrt(2), above the floor of 1e-4, so the scale does not matter: 0.5e-3 / 0.7071e-3
+    assert group_centered(double(0, 1e-3), divide_by_std=True)[1].item() == pytest.approx(0.7071, rel=1e-4)
+
+
+def test_no_deviation_below_the_floor_is_divided_by() -> None:
+    # 0 and 1e-6: std 0.7e-6 is below 1e-4, so 0.5e-6 / 1e-4 = 0.005 instead of 0.7071
+    for got in (group_centered(double(0, 1e-6), divide_by_std=True), standardize(double(0, 1e-6))):
+        assert got.tolist() == pytest.approx([-0.005, 0.005])
+
+
+def test_numbers_that_differ_where_no_return_does_carry_no_signal() -> None:
+    values, returns = double(0.3, 0.1, -0.4), double(1, 1, 1)
+    assert standardize(values, returns).tolist() == [0.0] * 3
+    assert group_centered(values, divide_by_std=True, before_kl_G=returns).tolist() == [0.0] * 3
+    # Without a division nothing is amplified, and the differences keep their size: the mean is 0.
+    assert group_centered(values, divide_by_std=False, before_kl_G=returns).tolist() == pytest.approx([0.3, 0.1, -0.4])
 
 
 @given(rewards, st.booleans())
@@ -150,7 +164,7 @@ def test_gae_by_hand() -> None:
 def test_no_decisions_have_no_advantages() -> None:
     assert gae(double(), double(), bootstrap=3.0, gamma=1.0, lam=1.0).tolist() == []
     assert discounted_return(double(), gamma=0.9).tolist() == []
-    assert whiten(double()).tolist() == []
+    assert standardize(double()).tolist() == []
 
 
 @given(rewards, st.integers(0, 2**32), st.floats(-5, 5))
@@ -185,18 +199,18 @@ def test_the_discounted_return_is_gae_of_a_critic_that_says_zero(values: list[fl
 
 def test_whiten_by_hand() -> None:
     # 1, 2, 3: mean 2, unbiased std 1
-    assert whiten(double(1, 2, 3)).tolist() == pytest.approx([-1.0, 0.0, 1.0])
+    assert standardize(double(1, 2, 3)).tolist() == pytest.approx([-1.0, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("numbers", [(5.0,), (2.0, 2.0)])
 def test_whitening_what_does_not_vary_gives_zero(numbers: tuple[float, ...]) -> None:
-    assert whiten(double(*numbers)).tolist() == [0.0] * len(numbers)
+    assert standardize(double(*numbers)).tolist() == [0.0] * len(numbers)
 
 
 @given(rewards)
 def test_whitened_numbers_have_mean_0_and_std_1(values: list[float]) -> None:
     exact = double(*(round(v * 64) / 64 for v in values))
-    got = whiten(exact)
+    got = standardize(exact)
     assert abs(got.mean().item()) < 1e-9
     assert all_equal(exact) or got.std().item() == pytest.approx(1.0, abs=1e-5)
 
@@ -204,7 +218,7 @@ def test_whitened_numbers_have_mean_0_and_std_1(values: list[float]) -> None:
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e8, 1e150])
 def test_no_scale_of_rewards_gives_nan_or_inf(scale: float) -> None:
     numbers = double(1, 2, 2, 5) * scale
-    for got in (group_centered(numbers, divide_by_std=True), leave_one_out(numbers), whiten(numbers)):
+    for got in (group_centered(numbers, divide_by_std=True), leave_one_out(numbers), standardize(numbers)):
         assert all(map(math.isfinite, got.tolist()))
 
 

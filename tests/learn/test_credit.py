@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from agent_r1.learn.algorithms import ALGORITHMS, assign_credit, get_algorithm
 from agent_r1.learn.credit import Values
+from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
-from tests.learn.builders import group, step, trajectory
+from tests.learn.builders import group, steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, critic, episode, flat
 
 GROUP_ROWS = ["grpo", "dr_grpo", "gspo", "cispo", "rloo"]
@@ -100,7 +101,7 @@ def test_reinforce_whitens_over_steps_whatever_their_length() -> None:
 )
 def test_steppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> None:
     paid = episode([2, 1], 2.0, rewards=[1.0, 0.0], stop=stop)
-    algorithm = get_algorithm("steppo", gamma=0.5, lam=0.5, whiten_batch=False)
+    algorithm = get_algorithm("steppo", gamma=0.5, lam=0.5, whiten_batch=False, bootstrap_truncated=True)
     said = critic([[2.0, 99.0], [4.0]], bootstrap=[6.0])
     (got,) = assign_credit([group(paid)], algorithm, values=said)
     assert (got.advantages, got.value_targets) == (wanted, targets)
@@ -120,7 +121,7 @@ def test_steppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> 
 )
 def test_ppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> None:
     paid = episode([2, 1], 2.0, rewards=[1.0, 0.0], stop=stop)
-    algorithm = get_algorithm("ppo", gamma=0.5, lam=0.5, whiten_batch=False)
+    algorithm = get_algorithm("ppo", gamma=0.5, lam=0.5, whiten_batch=False, bootstrap_truncated=True)
     (got,) = assign_credit([group(paid)], algorithm, values=critic([[2.0, 4.0], [1.0]], bootstrap=[6.0]))
     assert (got.advantages, got.value_targets) == (wanted, targets)
 
@@ -159,6 +160,71 @@ def test_value_targets_are_not_whitened(name: str) -> None:
     # advantages 7 and 1: whitened +-0.70711; the critic should have said 8 and 2
     assert [first.advantages, second.advantages] == [close([0.70711]), close([-0.70711])]
     assert [first.value_targets, second.value_targets] == [[[8.0]], [[2.0]]]
+
+
+# Signal.
+
+
+@pytest.mark.parametrize("name", ["ppo", "steppo"])
+def test_critic_error_alone_moves_no_policy(name: str) -> None:
+    # All attempts earned 1. Whitened, a critic that is off by 1e-7 would give advantages of size 0.7.
+    same = group(episode([2], 1.0), episode([1], 1.0))
+    said = critic([[0.5, 0.5 + 1e-7]], [[0.5 - 1e-7]])
+    credited = assign_credit([same], get_algorithm(name), values=said)
+    assert flat([flat(each.advantages) for each in credited]) == [0.0] * 3
+    assert credited[0].value_targets is not None
+    assert credited[0].value_targets[0][0] == pytest.approx(1.0)  # the critic still learns
+
+
+@pytest.mark.parametrize("name", ["grpo", "gigpo", "reinforce", "reinforce++", "reinforce++_baseline", "ppo", "steppo"])
+def test_a_kl_penalty_alone_is_not_blown_up_to_a_full_size_advantage(name: str) -> None:
+    def size(outcomes: tuple[float, float]) -> float:
+        played = group(episode([2], outcomes[0]), episode([2], outcomes[1]))
+        algorithm = get_algorithm(name)
+        credited = assign_credit(
+            [played],
+            algorithm,
+            shaper=RewardShaper(kl=steady_kl(1e-3)),
+            kl=lambda asked: [[[0.1, 0.3]], [[-0.2, 0.5]]],
+            values=(lambda _: [Values(per_token=[[0.0, 0.0]])] * 2) if algorithm.needs_critic else None,
+        )
+        return max(map(abs, flat([flat(each.advantages) for each in credited])))
+
+    assert size((1.0, 1.0)) == 0.0
+    assert size((1.0, 0.0)) > 0.5
+
+
+@pytest.mark.parametrize("name", ["ppo", "steppo"])
+def test_with_lam_below_1_values_are_a_signal_of_their_own(name: str) -> None:
+    # Both attempts earned nothing, but the second went from a state worth 0.1 to one worth 0.9 before it failed.
+    same = group(episode([1, 1], 0.0), episode([1, 1], 0.0))
+    said = critic([[0.5], [0.5]], [[0.1], [0.9]])
+    first, second = assign_credit([same], get_algorithm(name, lam=0.0), values=said)
+    assert second.advantages[0][0] > first.advantages[0][0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "steppo"])
+def test_by_default_the_step_budget_is_part_of_the_task(name: str) -> None:
+    # Out of steps with nothing earned: 0 - 0.5, whatever the critic hopes for afterwards. The gain of an answer, 1 -
+    # 0.5, is not discounted by the step before it.
+    cut, solved = episode([1], 0.0, stop=StopReason.MAX_STEPS), episode([1, 1], 1.0)
+    said = critic([[0.5]], [[0.5], [0.5]], bootstrap=[0.9, 0.0])
+    first, second = assign_credit([group(cut, solved)], get_algorithm(name, whiten_batch=False), values=said)
+    assert (first.advantages, second.advantages) == ([[-0.5]], [[0.5], [0.5]])
+
+
+def test_every_algorithm_has_the_same_discount() -> None:
+    assert {row.settings["gamma"] for row in ALGORITHMS.values() if "gamma" in row.settings} == {1.0}
+
+
+def test_gigpo_compares_what_was_observed_by_default() -> None:
+    # Prompts that grow are never equal after the first step; what the env showed is.
+    def played(name: int, outcome: float) -> Trajectory:
+        steps = [step([1], [name]), step([1, name, 7], [2])]
+        return replace(episode([1, 1], outcome), steps=[replace(steps[0], feedback="hall"), steps[1]])
+
+    got = advantages(group(played(3, 1.0), played(4, 0.0)), algorithm="gigpo", divide_by_std=False)
+    assert got == [[[1.0], [1.0]], [[-1.0], [-1.0]]]  # 0.5 of the episode and 0.5 of each state
 
 
 # By hand: GiGPO.

@@ -105,7 +105,7 @@ def test_the_step_added_for_the_last_state_is_seen_by_the_critic_alone() -> None
 def test_the_bootstrap_enters_the_advantages_of_truncated_episodes_alone(shared: bool) -> None:
     # one step, reward 1, gamma = lambda = 1, no whitening: A = 1 + V(next) - V(start) if truncated, 1 - V(start) if not
     learner, _ = setup(shared, name="steppo")
-    row = get_algorithm("steppo", gamma=1.0, whiten_batch=False)
+    row = get_algorithm("steppo", whiten_batch=False, bootstrap_truncated=True)
     for stop in (StopReason.MAX_STEPS, StopReason.ANSWERED):
         attempt = replace(trajectory(step([1, 2], [3, 4]), reward=1.0, stop=stop), next_prompt_ids=[1, 2, 3, 4, 5])
         (item,) = assign_credit([group(attempt)], row, values=learner.values)

@@ -93,15 +93,28 @@ def test_placed_rewards_add_up_to_the_return(batch: Batch) -> None:
 
 def test_the_overlong_penalty_grows_linearly_to_the_limit() -> None:
     # limit 10, buffer 0.4: free up to 6 tokens, then a quarter of the penalty per token
-    lengths = [5, 6, 7, 9, 10, 12]
-    placed = overlong_penalties(episode(lengths), limit=10, buffer=0.4, penalty=2.0)
-    assert [row[-1] for row in placed] == pytest.approx([0, 0, -0.5, -1.5, -2.0, -2.0])
-    assert all(value == 0 for row in placed for value in row[:-1])
+    for length, wanted in {5: 0, 6: 0, 7: -0.5, 9: -1.5, 10: -2.0, 12: -2.0}.items():
+        (placed,) = overlong_penalties(episode([length]), limit=10, buffer=0.4, penalty=2.0)
+        assert placed == pytest.approx([0.0] * (length - 1) + [wanted])
+
+
+def test_the_longest_response_pays_the_overlong_penalty_of_the_episode() -> None:
+    # 7 costs 0.5, 9 costs 1.5 twice: the first 9 pays, the others do not add to it
+    placed = overlong_penalties(episode([7, 9, 3, 9]), limit=10, buffer=0.4, penalty=2.0)
+    assert [row[-1] for row in placed] == pytest.approx([0, -1.5, 0, 0])
+
+
+def test_a_response_that_the_context_cut_pays_the_whole_overlong_penalty() -> None:
+    played = episode([7, 3])
+    cut = replace(played, steps=[played.steps[0], replace(played.steps[1], is_cut=True)])
+    placed = overlong_penalties(cut, limit=10, buffer=0.4, penalty=2.0)
+    assert [row[-1] for row in placed] == pytest.approx([0, -2.0])
 
 
 def test_without_a_buffer_only_responses_at_the_limit_are_punished() -> None:
     placed = overlong_penalties(episode([3, 4, 5, 0]), limit=4, buffer=0.0, penalty=1.0)
-    assert [sum(row) for row in placed] == [0, -1.0, -1.0, 0]
+    assert [sum(row) for row in placed] == [0, -1.0, 0, 0]
+    assert flat(overlong_penalties(episode([3]), limit=4, buffer=0.0, penalty=1.0)) == [0.0] * 3
 
 
 def test_without_a_penalty_no_response_is_too_long() -> None:

@@ -8,7 +8,7 @@ Positions count the response tokens of an episode, over all its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -22,6 +22,7 @@ class Episode:
     name: str
     step_of: list[int]  # per token
     rewards: list[float]  # per token
+    before_kl: list[float]  # per token: the same without a KL penalty
     earned: float  # process rewards by their scale, and the outcome; no penalties
     prompts: list[tuple[int, ...]]  # per step
     shown: list[str]  # per step: what the env had said before it
@@ -47,6 +48,9 @@ class Episode:
     def elapsed(self, k: int, later: int) -> int:
         """How often the env answered from step k on, until step `later` was taken."""
         return sum(1 for number in self.acted if k <= number < later and not self.wrote[number])
+
+    def without_kl(self) -> Episode:
+        return replace(self, rewards=self.before_kl)
 
     def step_reward(self, k: int) -> float:
         return sum(r for r, step in zip(self.rewards, self.step_of, strict=True) if step == k)
@@ -107,19 +111,24 @@ def process_per_token(one: Trajectory) -> list[float]:
 
 
 def overlong_per_token(one: Trajectory, limit: int, buffer: float, penalty: float) -> list[float]:
-    placed = []
+    """DEVIATION: an episode pays once, for its first response that costs the most."""
+    losses = []
     for step in one.steps:
         size = len(step.response_ids)
         free = limit * (1 - buffer)
-        if step.summary is not None:
-            loss = 0.0  # the limit is of actions
-        elif size >= limit:
-            loss = penalty
+        if step.summary is not None or size == 0:
+            losses.append(0.0)  # the limit is of actions
+        elif size >= limit or step.is_cut:
+            losses.append(penalty)
         elif size <= free:
-            loss = 0.0
+            losses.append(0.0)
         else:
-            loss = penalty * (size - free) / (limit - free)
-        placed += [-loss if i == size - 1 else 0.0 for i in range(size)]
+            losses.append(penalty * (size - free) / (limit - free))
+    placed = []
+    for k, step in enumerate(one.steps):
+        pays = losses[k] == max(losses) and losses[k] not in losses[:k]
+        size = len(step.response_ids)
+        placed += [-losses[k] if pays and i == size - 1 else 0.0 for i in range(size)]
     return placed
 
 
@@ -130,12 +139,16 @@ def read(groups: Sequence[Group], shaping: Shaping, *, with_greedy: bool) -> lis
     baselines = [group.greedy for group in groups if with_greedy and group.greedy is not None and counts(group.greedy)]
     scale = shaping.process_scale([process_per_token(one) for one in [*(t for g in kept for t in g), *baselines]])
 
-    def rewards(one: Trajectory) -> list[float]:
+    def before_kl(one: Trajectory) -> list[float]:
         result = [scale * reward for reward in process_per_token(one)]
         result[-1] += one.outcome_reward
         if shaping.overlong is not None:
             for position, loss in enumerate(overlong_per_token(one, *shaping.overlong)):
                 result[position] += loss
+        return result
+
+    def rewards(one: Trajectory) -> list[float]:
+        result = before_kl(one)
         for position, ratio in enumerate(shaping.kl.get(one.trajectory_id, [])):
             result[position] -= shaping.kl_coef * ratio
         return result
@@ -151,6 +164,7 @@ def read(groups: Sequence[Group], shaping: Shaping, *, with_greedy: bool) -> lis
                     name=one.trajectory_id,
                     step_of=step_of_token(one),
                     rewards=rewards(one),
+                    before_kl=before_kl(one),
                     earned=scale * sum(process_per_token(one)) + one.outcome_reward,
                     prompts=[tuple(step.prompt_ids) for step in one.steps],
                     shown=[seen_before(one, k) for k in range(len(one.steps))],
@@ -175,7 +189,8 @@ def seen_before(one: Trajectory, k: int) -> str:
 
 
 # Normalisations. DEVIATION: numbers that do not differ (rounding apart) become 0; published: a single one keeps its
-# raw reward in a group, and is NaN when whitened.
+# raw reward in a group, and is NaN when whitened. DEVIATION: so do numbers of which only a critic's baseline or a KL
+# penalty differs, where they would be divided by a deviation; and no deviation below 1e-4 is divided by.
 
 
 def mean(numbers: Sequence[float]) -> float:
@@ -191,24 +206,24 @@ def same(numbers: Sequence[float]) -> bool:
     return not numbers or max(numbers) - min(numbers) <= 1e-12 * max(1.0, *(abs(x) for x in numbers))
 
 
-def normalised(numbers: Sequence[float], *, divide: bool, eps: float) -> list[float]:
-    if same(numbers):
+def normalised(numbers: Sequence[float], *, divide: bool, returns: Sequence[float]) -> list[float]:
+    if same(numbers) or (divide and same(returns)):
         return [0.0 for _ in numbers]
-    return [(x - mean(numbers)) / (std(numbers) + eps if divide else 1.0) for x in numbers]
+    return [(x - mean(numbers)) / (max(std(numbers), 1e-4) if divide else 1.0) for x in numbers]
 
 
-def whiten_tokens(groups: list[list[Episode]]) -> None:
+def whiten_tokens(groups: list[list[Episode]], returns: list[float]) -> None:
     everyone = [episode for group in groups for episode in group]
-    whitened = iter(normalised([a for e in everyone for a in e.advantages], divide=True, eps=1e-8))
+    whitened = iter(normalised([a for e in everyone for a in e.advantages], divide=True, returns=returns))
     for episode in everyone:
         episode.advantages = [next(whitened) for _ in episode.advantages]
 
 
-def whiten_steps(groups: list[list[Episode]]) -> None:
+def whiten_steps(groups: list[list[Episode]], returns: list[float]) -> None:
     """Each step once, however many tokens it has."""
     everyone = [episode for group in groups for episode in group]
     per_step = [{k: e.advantages[e.step_of.index(k)] for k in e.acted} for e in everyone]
-    whitened = iter(normalised([a for steps in per_step for a in steps.values()], divide=True, eps=1e-8))
+    whitened = iter(normalised([a for steps in per_step for a in steps.values()], divide=True, returns=returns))
     for episode, steps in zip(everyone, per_step, strict=True):
         episode.spread({k: next(whitened) for k in steps})
 
@@ -218,8 +233,9 @@ def whiten_steps(groups: list[list[Episode]]) -> None:
 
 def group_relative(groups: list[list[Episode]], settings: Settings) -> None:
     for group in groups:
-        returns = [episode.total for episode in group]
-        for episode, a in zip(group, normalised(returns, divide=settings["divide_by_std"], eps=1e-6), strict=True):
+        totals, pure = [episode.total for episode in group], [episode.without_kl().total for episode in group]
+        parts = normalised(totals, divide=settings["divide_by_std"], returns=pure)
+        for episode, a in zip(group, parts, strict=True):
             episode.advantages = [a for _ in episode.rewards]
 
 
@@ -250,7 +266,8 @@ def reinforce(groups: list[list[Episode]], settings: Settings) -> None:
         for episode in group:
             episode.spread(step_returns(episode, settings["gamma"]))
     if settings["whiten_batch"]:
-        whiten_steps(groups)
+        pure = [step_returns(e.without_kl(), settings["gamma"]) for group in groups for e in group]
+        whiten_steps(groups, [value for steps in pure for value in steps.values()])
 
 
 def step_returns(episode: Episode, gamma: float) -> dict[int, float]:
@@ -260,19 +277,25 @@ def step_returns(episode: Episode, gamma: float) -> dict[int, float]:
 
 def reinforce_plus_plus(groups: list[list[Episode]], settings: Settings) -> None:
     gamma = settings["gamma"]
+
+    def returns(e: Episode) -> list[float]:
+        # DEVIATION: gamma is per answer of the env, so it counts the actions that end in between.
+        return [
+            sum(gamma ** e.elapsed(e.step_of[t], e.step_of[u]) * e.rewards[u] for u in range(t, len(e.rewards)))
+            for t in range(len(e.rewards))
+        ]
+
     for group in groups:
         for e in group:
-            # DEVIATION: gamma is per answer of the env, so it counts the actions that end in between.
-            e.advantages = [
-                sum(gamma ** e.elapsed(e.step_of[t], e.step_of[u]) * e.rewards[u] for u in range(t, len(e.rewards)))
-                for t in range(len(e.rewards))
-            ]
-    whiten_tokens(groups)
+            e.advantages = returns(e)
+    whiten_tokens(groups, [value for group in groups for e in group for value in returns(e.without_kl())])
 
 
 def reinforce_plus_plus_baseline(groups: list[list[Episode]], settings: Settings) -> None:
-    group_relative(groups, {"divide_by_std": False})
-    whiten_tokens(groups)
+    pure = [[e.without_kl() for e in group] for group in groups]
+    for some in (groups, pure):
+        group_relative(some, {"divide_by_std": False})
+    whiten_tokens(groups, [value for group in pure for e in group for value in e.advantages])
 
 
 def gae(
@@ -290,16 +313,20 @@ def gae(
 
 
 def ppo(groups: list[list[Episode]], settings: Settings) -> None:
+    pure = []
     for group in groups:
         for e in group:
             after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
             e.advantages = gae(e, e.step_of, e.rewards, e.values, after, settings["gamma"], settings["lam"])
             e.targets = [a + v for a, v in zip(e.advantages, e.values, strict=True)]
+            without = gae(e, e.step_of, e.before_kl, e.values, after, settings["gamma"], settings["lam"])
+            pure += [a + v for a, v in zip(without, e.values, strict=True)]
     if settings["whiten_batch"]:
-        whiten_tokens(groups)
+        whiten_tokens(groups, pure)
 
 
 def steppo(groups: list[list[Episode]], settings: Settings) -> None:
+    pure = []
     for group in groups:
         for e in group:
             after = e.bootstrap if settings["bootstrap_truncated"] else 0.0
@@ -311,8 +338,11 @@ def steppo(groups: list[list[Episode]], settings: Settings) -> None:
             e.targets = [None for _ in e.rewards]
             for first, advantage, value in zip(firsts, advantages, values, strict=True):
                 e.targets[first] = advantage + value
+            rewards = [e.without_kl().step_reward(k) for k in e.acted]
+            without = gae(e, e.acted, rewards, values, after, settings["gamma"], settings["lam"])
+            pure += [a + v for a, v in zip(without, values, strict=True)]
     if settings["whiten_batch"]:
-        whiten_steps(groups)
+        whiten_steps(groups, pure)
 
 
 def gigpo(groups: list[list[Episode]], settings: Settings) -> None:
@@ -329,7 +359,8 @@ def gigpo(groups: list[list[Episode]], settings: Settings) -> None:
         bonus: dict[tuple[str, int], float] = {}
         for state in states:
             returns = [step_returns(episode, settings["gamma"])[k] for episode, k in state]
-            parts = normalised(returns, divide=settings["divide_by_std"], eps=1e-6)
+            pure = [step_returns(episode.without_kl(), settings["gamma"])[k] for episode, k in state]
+            parts = normalised(returns, divide=settings["divide_by_std"], returns=pure)
             bonus |= {(episode.name, k): part for (episode, k), part in zip(state, parts, strict=True)}
         for e in group:
             e.advantages = [

@@ -148,7 +148,7 @@ def test_agent_r1_a_truncated_episode_is_treated_as_terminal(name: str) -> None:
 
     def last(stop: StopReason) -> float:
         said = critic([[0.0], [1.0]], bootstrap=[4.0])
-        row = get_algorithm(name, gamma=1.0, whiten_batch=False)
+        row = get_algorithm(name, whiten_batch=False, bootstrap_truncated=True)
         (got,) = assign_credit([group(episode([1, 1], 1.0, stop=stop))], row, values=said)
         return got.advantages[-1][-1]
 

@@ -148,7 +148,6 @@ def test_an_episode_cut_at_max_steps_remembers_where_it_would_have_gone_on(tmp_p
         (["algorithm.settings.horizon=10"], "horizon does nothing with aggregation=token"),
         (["algorithm.settings.overlong_buffer=0.5"], "does nothing without overlong_penalty"),
         (["algorithm.name=remax", "learner.num_epochs=2"], "remax has no importance ratio"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "grpo divides by the deviation"),
     ],
 )
 def test_settings_an_algorithm_cannot_use_are_refused(overrides: list[str], message: str) -> None:
