@@ -119,9 +119,12 @@ def test_nothing_follows_where_an_episode_outgrew_its_context_after_a_summary_or
 
 
 def test_an_overlong_penalty_is_for_actions() -> None:
-    placed = overlong_penalties(summarised(), limit=1, buffer=0.0, penalty=1.0)
-    punished = [any(rewards) for rewards in placed]
-    assert punished == [not step.is_summary for step in summarised().steps]
+    trajectory = summarised()
+    longest = max((step for step in trajectory.steps if not step.is_summary), key=lambda step: len(step.response_ids))
+    limit = len(longest.response_ids)
+    assert any(len(step.response_ids) > limit for step in trajectory.steps if step.is_summary)
+    placed = overlong_penalties(trajectory, limit=limit, buffer=0.0, penalty=1.0)
+    assert [k for k, rewards in enumerate(placed) if any(rewards)] == [trajectory.steps.index(longest)]
 
 
 def test_formats_are_of_actions_and_people_and_judges_can_tell_a_summary() -> None:
