@@ -188,7 +188,7 @@ def test_a_kl_penalty_alone_is_not_blown_up_to_a_full_size_advantage(name: str) 
             kl=lambda asked: [[[0.1, 0.3]], [[-0.2, 0.5]]],
             values=(lambda _: [Values(per_token=[[0.0, 0.0]])] * 2) if algorithm.needs_critic else None,
         )
-        return max(map(abs, flat([flat(each.advantages) for each in credited])))
+        return max(abs(value) for each in credited for row in each.advantages for value in row)
 
     assert size((1.0, 1.0)) == 0.0
     assert size((1.0, 0.0)) > 0.5
