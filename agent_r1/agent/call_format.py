@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from agent_r1.types import Message
 
-MAX_CALLS = 32  # of one response: a policy that repeats itself must not flood tools, context or the parser
+MAX_CALLS = 32  # by default
 
 Span = tuple[int, int]  # characters [start, end) of the text
 
@@ -51,18 +51,20 @@ class ToolCallFormat(ABC):
     as_tool_calls: ClassVar[bool] = False
     fixed_tool: str | None = None  # the only tool this format can call
     prompt_thinks: bool | None = None  # whether prompts end with an open <think>; None: unknown
+    max_calls: int = MAX_CALLS  # of one response: one that repeats itself must not flood tools, context or the parser
 
     def parse(self, text: str) -> Parsed:
         """Read a response. Never raises; spans are ordered and do not overlap."""
         content, events = self._parse(text)
-        if len(events) > MAX_CALLS:
-            message = f"there are more than {MAX_CALLS} calls; the rest was not read. Make fewer calls at once"
-            events[MAX_CALLS:] = [ParseFailure(message=message, span=(events[MAX_CALLS].span[0], len(text)))]
+        limit = self.max_calls
+        if len(events) > limit:
+            message = f"there are more than {limit} calls; the rest was not read. Make fewer calls at once"
+            events[limit:] = [ParseFailure(message=message, span=(events[limit].span[0], len(text)))]
         return content, events
 
     @abstractmethod
     def _parse(self, text: str) -> Parsed:
-        """Read a response, at least up to the call after `MAX_CALLS`."""
+        """Read a response, at least up to the call after `max_calls`."""
 
     @abstractmethod
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -78,8 +80,15 @@ class ToolCallFormat(ABC):
 
     def for_prompt(self, *, thinks: bool) -> Self:
         """This format for prompts that end with an open `<think>`, or do not."""
+        return self._changed("prompt_thinks", thinks)
+
+    def with_max_calls(self, max_calls: int) -> Self:
+        """This format, reading at most so many calls of a response."""
+        return self._changed("max_calls", max_calls)
+
+    def _changed(self, attribute: str, value: Any) -> Self:
         bound = copy(self)
-        object.__setattr__(bound, "prompt_thinks", thinks)  # formats may be frozen dataclasses
+        object.__setattr__(bound, attribute, value)  # formats may be frozen dataclasses
         return bound
 
     def assistant_message(self, text: str) -> Message:
@@ -152,7 +161,7 @@ class ScannedFormat(ToolCallFormat):
         early: list[Event] = []  # before a first </think> that was not opened
         thoughts: list[Span] = []
         at, begins, may_close = 0, True, self.prompt_thinks is not False
-        while len(events) <= MAX_CALLS:
+        while len(events) <= self.max_calls:
             tag = (self._opening.match(text, at) if begins else None) or self._tags.search(text, at)
             if tag is None:
                 break

@@ -86,6 +86,11 @@ async def ask(env: AgentEnv, given: TaskRow | Action) -> Any:
     return await answer
 
 
+def takes_setting(cls: type[AgentEnv], name: str) -> bool:
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
     """ConfigError for settings that the class does not take, or takes as something else."""
     signature = inspect.signature(cls)

@@ -12,6 +12,7 @@ from copy import deepcopy
 from itertools import groupby
 from typing import Any
 
+from agent_r1.agent.call_format import MAX_CALLS
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import RAISED_BY, mended, note
 from agent_r1.agent.tool import BaseTool, get_tool
@@ -41,24 +42,25 @@ class ToolEnv(AgentEnv):
     overlap if all their tools are `parallel`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all settings of an episode with tools)
         self,
         *,
         tools: Sequence[str | BaseTool],
         tool_format: str | ToolCallFormat = "hermes",
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
+        max_calls: int = MAX_CALLS,  # of one response; the rest is refused
         max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
         parallel: bool = True,  # False: calls never overlap, not even those of tools that are `parallel`
     ) -> None:
-        if max_bad_calls < 1 or max_result_chars < 1:
+        if min(max_bad_calls, max_calls, max_result_chars) < 1:
             raise ConfigError(
-                "ToolEnv needs max_bad_calls and max_result_chars of at least 1, "
-                f"got {max_bad_calls} and {max_result_chars}"
+                "ToolEnv needs max_bad_calls, max_calls and max_result_chars of at least 1, "
+                f"got {max_bad_calls}, {max_calls} and {max_result_chars}"
             )
         self._tools = _by_name(tools)
-        self._format = _format_for(tool_format, self._tools, tool_role)
+        self._format = _format_for(tool_format, self._tools, tool_role).with_max_calls(max_calls)
         self._context = _context_of(self._tools, tools_kwargs or {})
         self._max_bad_calls = max_bad_calls
         self._max_result_chars = max_result_chars

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs
+from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.agent.flow import AgentFlowBase, SingleStepFlow, flow_class
 from agent_r1.agent.guard import cause
 from agent_r1.agent.tool import BaseTool, get_tool
@@ -68,14 +68,20 @@ def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], 
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
     make_context = context_maker(config)
     check_flow(default_flow, config)
-    base_kwargs = {**task.env_kwargs, **({"tools": tools} if tools else {})}
     pool = _env_pool(config, default_flow)
     make = make_env if pool is None else pool.env
 
     def make_row_env(row: TaskRow) -> AgentEnv:
-        kwargs = merge_env_kwargs(base_kwargs, row)
-        env_type = kwargs.pop("env_type", None)
+        env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
         env = env_class(env_type) if env_type else default_env
+        takes_tools = takes_setting(env, "tools")
+        if tools and not takes_tools and not env_type:  # an env that a row chose may do without
+            raise ConfigError(
+                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: leave "
+                "task.tools out, or add a parameter tools to the class"
+            )
+        kwargs = merge_env_kwargs({**task.env_kwargs, **({"tools": tools} if tools and takes_tools else {})}, row)
+        kwargs.pop("env_type", None)
         if env is ToolEnv and "tools" not in kwargs:
             raise ConfigError(
                 "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"

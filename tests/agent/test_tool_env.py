@@ -141,6 +141,17 @@ def test_bad_calls_in_a_row_end_the_episode_with_their_own_reason() -> None:
     assert not any(step.terminated for step in play(ToolEnv(tools=[refuse], max_bad_calls=1), no, no, no))
 
 
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"harmony", "retool"}))  # one call a response; another tool
+@pytest.mark.parametrize(("limit", "answered"), [(2, 2), (40, 40), (None, 32)])
+def test_the_calls_of_a_response_beyond_max_calls_are_refused(name: str, limit: int | None, answered: int) -> None:
+    call = FORMATS[name].write_call("add", {"a": 1, "b": 2})
+    settings: dict[str, Any] = {} if limit is None else {"max_calls": limit}
+    text = f"[{', '.join([call[1:-1]] * 41)}]" if name == "pythonic" else call * 41
+    (step,) = play(ToolEnv(tools=[add], tool_format=name, **settings), text)
+    assert [record.result for record in step.calls[:-1]] == ["3"] * answered
+    assert step.calls[-1].result.startswith(f"there are more than {answered} calls; the rest was not read")
+
+
 class Log(BaseTool):
     """Writes down when its calls begin and end."""
 
@@ -271,7 +282,8 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
         ({"tools": [add], "tool_format": "herms"}, r"unknown tool_format 'herms'\. Did you mean 'hermes'"),
         ({"tools": [add], "tool_format": "retool"}, "can only call the tool 'python', got tools"),
         ({"tools": [python], "tool_format": "retool", "tool_role": "tool"}, "tool_role 'tool' does not go with"),
-        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls and max_result_chars of at least 1, got 0"),
+        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls, max_calls and max_result_chars of at least 1, got 0"),
+        ({"tools": [add], "max_calls": 0}, "max_bad_calls, max_calls and max_result_chars of at least 1, got 3, 0"),
         ({"tools": [add], "max_tool_calls": 1}, "env 'tool' does not accept these env_kwargs"),
     ],
 )  # fmt: skip

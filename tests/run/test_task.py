@@ -141,6 +141,43 @@ def test_what_a_tool_itself_refuses_is_told_as_it_says(folder: Path) -> None:
         build_plan(config(folder, "task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 0}}"))
 
 
+WORLD = """
+from agent_r1.agent import AgentEnv, Reply, TextEnv
+
+
+@AgentEnv.register("world_{unique}")
+class World(TextEnv):
+    def begin(self, row):
+        return "?"
+
+    def reply(self, said):
+        return Reply(text="!", done=True)
+
+
+def rows(split, count=None):
+    return [
+        {{"prompt": split, "env_kwargs": {{"env_type": "world_{unique}"}}}},
+        {{"prompt": split + "!", "env_kwargs": {{"env_type": "tool"}}}},
+    ]
+"""
+
+
+def test_tools_for_an_env_that_takes_none_are_refused_with_both_settings_named(folder: Path) -> None:
+    (folder / "world.py").write_text(WORLD.format(unique=folder.parent.name), encoding="utf-8")
+    message = r"task\.tools is \['task\.shout'\], but the env 'world\.World' \(World\) takes no tools: leave"
+    with pytest.raises(ConfigError, match=message):
+        build_plan(config(folder, "task.env=world.World"))
+    build_plan(config(folder, "task.env=world.World", "task.tools=[]"))
+
+
+def test_rows_may_choose_envs_with_and_without_tools(folder: Path) -> None:
+    (folder / "world.py").write_text(WORLD.format(unique=folder.parent.name), encoding="utf-8")
+    plan = build_plan(config(folder, "task.rows=world.rows"))
+    world, tool_env = (plan.task.make_flow(row).make_env(row) for row in plan.train_rows)
+    assert type(world).__name__ == "World"
+    assert [schema["function"]["name"] for schema in tool_env.tool_schemas] == ["shout"]
+
+
 def test_without_tools_the_way_out_is_said_unless_a_row_brings_them(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.tools is empty: name tools there, another env in task\.env, or set"):
         build_plan(config(folder, "task.tools=[]"))

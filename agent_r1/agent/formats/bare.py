@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 from agent_r1.agent.call_format import (
-    MAX_CALLS,
     Event,
     ParsedCall,
     ParseFailure,
@@ -44,7 +43,7 @@ class Llama3JsonFormat(ScannedFormat):
             events.append(self._read_call(text, begin, brace))
             rest = skip_space(text, events[-1].span[1])
             begin = brace = skip_space(text, rest + 1) if text.startswith(";", rest) else rest
-            if isinstance(events[-1], ParseFailure) or not text.startswith("{", brace) or len(events) > MAX_CALLS:
+            if isinstance(events[-1], ParseFailure) or not text.startswith("{", brace) or len(events) > self.max_calls:
                 return events
 
     def _read_call(self, text: str, start: int, brace: int) -> Event:
@@ -120,7 +119,7 @@ class PythonicFormat(ScannedFormat):
     def has_call(self, text: str, tools: Collection[str]) -> bool:
         """Also in the middle of a response, at the start of a line or after a colon."""
         named = (match for match in self._in_prose.finditer(text) if match[1] in tools)
-        starts = (self._list.match(text, match.end()) for match in islice(named, MAX_CALLS))
+        starts = (self._list.match(text, match.end()) for match in islice(named, self.max_calls))
         found = (event for start in starts if start for event in self.read_calls(text, start))
         return any(isinstance(event, ParsedCall) and event.name in tools for event in found)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_r1.agent.call_format import (
-    MAX_CALLS,
     Event,
     Parsed,
     ParsedCall,
@@ -56,7 +55,7 @@ class HarmonyFormat(ToolCallFormat):
         said: list[str] = []
         events: list[Event] = []
         at = 0
-        while len(events) <= MAX_CALLS and (body := text.find("<|message|>", at)) >= 0:
+        while len(events) <= self.max_calls and (body := text.find("<|message|>", at)) >= 0:
             start = max(text.rfind("<|start|>", at, body), at)
             self._read_loose(text, at, start, said, events)
             header = text[start:body]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1.agent.call_format import (
-    MAX_CALLS,
     Event,
     Parsed,
     ParsedCall,
@@ -34,7 +33,7 @@ class RetoolFormat(ToolCallFormat):
     def _parse(self, text: str) -> Parsed:
         events: list[Event] = []
         at = 0
-        while len(events) <= MAX_CALLS and (start := text.find("<code>", at)) >= 0:
+        while len(events) <= self.max_calls and (start := text.find("<code>", at)) >= 0:
             found = self._fenced.match(text, start)
             if found and "<code>" in found[1]:  # this fence is open, and another block closes its own
                 found = None
