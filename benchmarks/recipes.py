@@ -4,7 +4,8 @@
     python -m benchmarks.recipes gsm8k_tool --draw                               # picture and tables into its README
 
 Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
-`--for ppo:critic.lr=1e-4` for one. Held-out success is of the recipe's own panel, and at the end of those of `--splits`
+`--for ppo:critic.lr=1e-4` for one. An algorithm can take part several times under names of its own:
+`--algorithms ppo,short=ppo --for short:algorithm.settings.gamma=0.9`. Held-out success is of the recipe's own panel, and at the end of those of `--splits`
 too; the gain of RL is the paired difference between the last and the first evaluation of a run. `--start RUN` takes a
 warm start that is there already. Runs share the machine when `--workers` is more than one, so their times compare with
 each other only.
@@ -33,6 +34,14 @@ from agent_r1.run.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
 
 ROOT = Path(__file__).parents[1]
+DIAGNOSTICS = (
+    "mismatch_kl",
+    "mismatch_max",
+    "clip_fraction",
+    "approx_kl",
+    "ratio_max",
+    "explained_variance",
+)  # per step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ class Job:
             "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
             "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
             "train_success": [round(record["success"], 4) for record in training],
-            "mismatch_kl": [record["mismatch_kl"] for record in training if "mismatch_kl" in record],
+            **{name: found for name in DIAGNOSTICS if (found := [r[name] for r in training if name in r])},
             "seconds_per_step": [round(r["time/collect"] + r["time/update"], 2) for r in training],
         }
 
@@ -118,11 +127,17 @@ def own_overrides(items: Sequence[str], names: Sequence[str]) -> dict[str, list[
     return own
 
 
+def algorithms_by_name(listed: str) -> dict[str, str]:
+    """`ppo,short=ppo` -> {"ppo": "ppo", "short": "ppo"}: the name of each series of runs, and its algorithm."""
+    pairs = [item.partition("=") for item in listed.split(",")]
+    return {name: algorithm or name for name, _, algorithm in pairs}
+
+
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """What has been measured so far, again after each run."""
     recipe, common = options.recipe, tuple(options.set)
-    names = options.algorithms.split(",")
-    own = own_overrides(options.of, names)
+    algorithms = algorithms_by_name(options.algorithms)
+    own = own_overrides(options.of, list(algorithms))
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
@@ -131,8 +146,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     begins = [item for item in common if not item.startswith("sft.")]  # what concerns the warm start alone
     trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
-        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={name}", *own[name]), splits=splits)
-        for name in names
+        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={algorithm}", *own[name]), splits=splits)
+        for name, algorithm in algorithms.items()
         for seed in seeds
     ]
     for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):

@@ -28,7 +28,7 @@ from benchmarks.credit_lab.worlds import SUMMARIES, WORLDS
 
 POLICIES = ("initial", "half")
 PROCESS_WORLDS = ("dense_rewards", "misleading_reward")  # those with process rewards
-PROCESS_VARIANTS = ("grpo", "reinforce", "steppo", "gigpo by observation")
+PROCESS_VARIANTS = ("grpo", "reinforce", "steppo", "gigpo")
 FIRST_SELECTION_SEED = 1_000  # far from the seeds of the reported curves
 GRADIENT_SEED = 2_000
 CURVE_POINTS = 41

@@ -13,7 +13,7 @@ COLUMNS = 4  # of panels, in two lines
 SHOWN = {
     "grpo": "tab:blue",
     "reinforce": "tab:brown",
-    "gigpo by observation": "tab:green",
+    "gigpo": "tab:green",
     "ppo": "tab:orange",
     "steppo": "tab:red",
     "steppo oracle": "tab:pink",

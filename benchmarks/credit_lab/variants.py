@@ -44,15 +44,14 @@ def _variants() -> dict[str, Variant]:
     found = {name: Variant(algorithm=name) for name in ALGORITHMS}
     for name in ("ppo", "steppo"):
         found[f"{name} lam=0.9"] = Variant(algorithm=name, settings={"lam": 0.9})
-        found[f"{name} gamma=1"] = Variant(algorithm=name, settings={"gamma": 1.0})
-        # The oracle knows values without a discount.
-        found[f"{name} oracle"] = Variant(algorithm=name, settings={"gamma": 1.0}, critic="oracle")
-        found[f"{name} oracle lam=0.9"] = Variant(algorithm=name, settings={"gamma": 1.0, "lam": 0.9}, critic="oracle")
-        found[f"{name} gamma=1 no bootstrap"] = Variant(
-            algorithm=name, settings={"gamma": 1.0, "bootstrap_truncated": False}
-        )
-    found["gigpo by observation"] = Variant(algorithm="gigpo", settings={"anchor": "observation"})
-    found["gigpo by observation gamma=1"] = Variant(algorithm="gigpo", settings={"anchor": "observation", "gamma": 1.0})
+        found[f"{name} gamma=0.95"] = Variant(algorithm=name, settings={"gamma": 0.95})
+        found[f"{name} oracle"] = Variant(algorithm=name, critic="oracle")
+        found[f"{name} oracle lam=0.9"] = Variant(algorithm=name, settings={"lam": 0.9}, critic="oracle")
+        bootstrap = {"bootstrap_truncated": True}
+        found[f"{name} bootstrap"] = Variant(algorithm=name, settings=bootstrap)
+        found[f"{name} gamma=0.95 bootstrap"] = Variant(algorithm=name, settings=bootstrap | {"gamma": 0.95})
+    found["gigpo gamma=0.95"] = Variant(algorithm="gigpo", settings={"gamma": 0.95})
+    found["gigpo by prompt"] = Variant(algorithm="gigpo", settings={"anchor": "prompt"})
     found["reinforce unwhitened"] = Variant(algorithm="reinforce", settings={"whiten_batch": False})
     return found
 
@@ -64,8 +63,8 @@ def variants_for(world: World) -> list[str]:
     """Those that can differ there. In a world of stamped prompts the rows of the table and GiGPO's anchors suffice: all
     else reads the same as without stamps. What follows a cut-off matters where one can happen."""
     if world.prompts == "stamped":
-        return [*ALGORITHMS, "gigpo by observation"]
-    return [name for name in VARIANTS if world.truncates or not name.endswith("no bootstrap")]
+        return [*ALGORITHMS, "gigpo by prompt"]
+    return [name for name in VARIANTS if world.truncates or not name.endswith("bootstrap")]
 
 
 def oracle(world: World, policy_PA: Tensor) -> ValueFunction:

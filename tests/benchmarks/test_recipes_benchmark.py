@@ -14,6 +14,7 @@ from agent_r1.config import RECIPES
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import (
     Job,
+    algorithms_by_name,
     as_they_end,
     draw,
     fill,
@@ -136,6 +137,10 @@ def test_pages_show_the_recorded_results(page: Path) -> None:
             assert success_cell(run["held_out"][-1]) in line
             gains = {measure.removeprefix("reward_part/") for measure in run["gains"]}
             assert any(gain_cell(run, measure) in line for measure in gains)
+
+
+def test_an_algorithm_can_run_under_several_names() -> None:
+    assert algorithms_by_name("grpo,short=ppo,ppo") == {"grpo": "grpo", "short": "ppo", "ppo": "ppo"}
 
 
 def test_a_setting_for_an_algorithm_that_is_not_run_is_a_mistake() -> None:
