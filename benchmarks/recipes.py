@@ -5,10 +5,10 @@
 
 Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
 `--for ppo:critic.lr=1e-4` for one. An algorithm can take part several times under names of its own:
-`--algorithms ppo,short=ppo --for short:algorithm.settings.gamma=0.9`. Held-out success is of the recipe's own panel,
-and at the end of those of `--splits` too; the gain of RL is the paired difference between the last and the first evaluation
-of a run. `--start RUN` takes a warm start that is there already. Runs share the machine when `--workers` is more than
-one, so their times compare with each other only.
+`--algorithms ppo,short=ppo --for short:algorithm.settings.gamma=0.9`. Held-out success is of the recipe's own panel, at
+the end also of those of `--splits`; the gain of RL is the paired difference between the last and the first evaluation
+of a run. `--start RUN` takes a warm start that is there already. Runs share the machine when `--workers` is above one,
+so their times compare with each other only.
 """
 
 from __future__ import annotations
