@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import combinations, repeat
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
@@ -50,6 +50,18 @@ class Algorithm:
     sampling_rounds: Count = 1  # times rows are sampled until enough groups have attempts of different return (DAPO)
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NotNegative = 0.0  # what a response at its limit loses
+
+    def __post_init__(self) -> None:
+        """A setting has one value, whichever function reads it."""
+        parts = [(credit.function_name(each), _settings_of(each)) for each in (self.credit, self.loss)]
+        parts.append(("Algorithm", {name: getattr(self, name) for name in _OWN_SETTINGS}))
+        for (one, first), (other, second) in combinations(parts, 2):
+            for name in sorted(first.keys() & second.keys()):
+                if first[name] != second[name]:
+                    raise ConfigError(
+                        f"algorithm {self.name!r}: the setting {name!r} is {first[name]!r} in {one} and "
+                        f"{second[name]!r} in {other}. Give both the same default, or rename one"
+                    )
 
     @property
     def settings(self) -> dict[str, object]:
@@ -371,7 +383,7 @@ def assign_credit(
             values=None if item.values is None else item.values.per_token,
             value_targets=made.value_targets,
         )
-        for item, made in zip(scored, chain.from_iterable(algorithm.credit(grouped)), strict=True)
+        for item, made in zip(scored, credit.credit_of(algorithm.credit, grouped), strict=True)
     ]
 
 

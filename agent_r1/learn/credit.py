@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -19,6 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from agent_r1.errors import DataError
 from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, standardize
 from agent_r1.learn.rewards import total
 from agent_r1.types import PerToken, Trajectory
@@ -61,10 +63,13 @@ class Scored:
 
     def spread(self, per_decision: Sequence[float]) -> PerToken:
         """One number per decision, at each of its tokens."""
+        _expect("Scored.spread got", len(per_decision), "numbers", len(self.decisions), "decisions", self)
         numbers = iter(per_decision)
         return [[next(numbers)] * len(s.response_ids) if s.response_ids else [] for s in self.trajectory.steps]
 
     def unflatten(self, per_token: Sequence[float]) -> PerToken:
+        tokens = self.trajectory.num_response_tokens
+        _expect("Scored.unflatten got", len(per_token), "numbers", tokens, "response tokens", self)
         numbers = iter(per_token)
         return [[next(numbers) for _ in step.response_ids] for step in self.trajectory.steps]
 
@@ -79,6 +84,46 @@ ScoredGroups = Sequence[Sequence[Scored]]
 # All groups of the batch in, the same nesting out: some algorithms normalise over the whole batch.
 CreditFunction = Callable[..., list[list[Credit]]]
 Estimate = tuple[Tensor, Tensor]  # of one trajectory: an advantage per decision, and the critic's value of its state
+
+
+def credit_of(function: CreditFunction, groups: ScoredGroups) -> list[Credit]:
+    """What the function says of each trajectory, in order. A DataError names a function that miscounts."""
+    try:
+        made = function(groups)
+        _expect("it returned", len(made), "groups", len(groups), "groups")
+        for number, (credits, group) in enumerate(zip(made, groups, strict=True)):
+            _expect(f"for group {number} it returned", len(credits), "credits", len(group), "trajectories")
+            for each, item in zip(credits, group, strict=True):
+                for name, given in (("advantages", each.advantages), ("value_targets", each.value_targets)):
+                    _expect_per_token(name, given, item)
+    except _Miscounted as error:
+        raise DataError(f"credit function {function_name(function)!r}: {error}") from error
+    return list(chain.from_iterable(made))
+
+
+def function_name(function: Callable[..., object]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Miscounted(DataError):
+    """A credit function returned another number of values than there are to be credited."""
+
+
+def _expect(who: str, got: int, what: str, wanted: int, of: str, item: Scored | None = None) -> None:
+    if got != wanted:
+        whose = "" if item is None else f" of trajectory {item.trajectory.trajectory_id!r}"
+        raise _Miscounted(f"{who} {got} {what} for {wanted} {of}{whose}")
+
+
+def _expect_per_token(name: str, given: Sequence[Sequence[object]] | None, item: Scored) -> None:
+    sizes = [len(step.response_ids) for step in item.trajectory.steps]
+    if given is not None and [len(row) for row in given] != sizes:
+        raise _Miscounted(
+            f"it returned {name} for {[len(row) for row in given]} response tokens of each step of trajectory "
+            f"{item.trajectory.trajectory_id!r}, which has {sizes}"
+        )
 
 
 # Trajectory level: one number for all tokens.
