@@ -5,13 +5,15 @@ Pure functions of groups. Names follow `family/name`; docs/metrics.md explains h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 
 from agent_r1.learn.algorithms import is_uniform
 from agent_r1.run.outcomes import is_success
 from agent_r1.run.statistics import standard_error
-from agent_r1.types import Group, StopReason, Trajectory
+from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 
 Metrics = dict[str, float]
 
@@ -74,6 +76,11 @@ def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metri
     if attempts > 1:
         result |= {f"pass@{attempts}": fmean(solved), "samples": float(attempts)}
     return result
+
+
+def nonfinite(credited: Iterable[CreditedTrajectory]) -> list[CreditedTrajectory]:
+    """Those with advantages that nothing can be learned from."""
+    return [item for item in credited if not all(map(math.isfinite, chain.from_iterable(item.advantages)))]
 
 
 def count_tokens(groups: Iterable[Group]) -> int:

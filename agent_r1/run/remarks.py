@@ -35,6 +35,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
     return [
         *_going_on(run, total, start=start, steps=steps),
         *_failures(run, trained),
+        *_refused_updates(trained),
         *_summaries(run, trained),
         *_everything_shown(run, trained),
         *_nothing_learned(trained),
@@ -58,6 +59,18 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
         return []
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
     return [f"failed      {what}{_cause_in_worst_step(run, failed)}{_details(run.log_file)}"]
+
+
+def _refused_updates(trained: Sequence[Record]) -> list[str]:
+    """The line on optimizer steps that were not made, if there are any."""
+    refused = [record for record in trained if record.get("skipped_updates")]
+    if not refused:
+        return []
+    count = round(sum(record["skipped_updates"] for record in refused))
+    with_advantages = sum(record.get("nonfinite_advantages", 0.0) > 0 for record in refused)
+    cause = f"advantages were not finite in {with_advantages} of them" if with_advantages else "look for a lower lr"
+    what = f"{count} optimizer steps in {len(refused)} of {len(trained)} training steps, loss or gradient not finite"
+    return [f"refused     {what}; {cause}"]
 
 
 def eval_failures(episodes: Sequence[Trajectory], log_file: Path) -> str:

@@ -104,11 +104,18 @@ class Display:
 
 
 def step_summary(metrics: Metrics) -> str:
+    problems = errors_summary(metrics) + _refused(metrics)
     return (
-        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{errors_summary(metrics)}  "
+        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{problems}  "
         f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
         f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
     )
+
+
+def _refused(metrics: Metrics) -> str:
+    """`  updates refused 1`, or nothing when all were made."""
+    refused = metrics.get("skipped_updates", 0.0)
+    return f"  updates refused {refused:.0f}" if refused else ""
 
 
 def eval_summary(metrics: Metrics) -> str:

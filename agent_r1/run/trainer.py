@@ -11,7 +11,7 @@ from agent_r1.agent.flow import stable_seed
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import assign_credit, is_uniform
-from agent_r1.learn.learner import Learner
+from agent_r1.learn.learner import MAX_NAMED, Learner
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.engine import Engine
@@ -30,7 +30,7 @@ from agent_r1.run.build import (
 )
 from agent_r1.run.checkpoint import save_checkpoint
 from agent_r1.run.evaluate import Evaluation, evaluate
-from agent_r1.run.metrics import Metrics, count_tokens, rollout_metrics
+from agent_r1.run.metrics import Metrics, count_tokens, nonfinite, rollout_metrics
 from agent_r1.run.rng import restore_rng, rng_state
 from agent_r1.run.run_dir import RunDir
 from agent_r1.run.start import code_digest
@@ -142,7 +142,7 @@ class Trainer:
         """The scales of rewards follow the batch; if anything goes wrong, they are as before."""
         before = self.shaper.state_dict()
         try:
-            return assign_credit(
+            credited = assign_credit(
                 groups,
                 self.plan.algorithm,
                 shaper=self.shaper,
@@ -152,6 +152,14 @@ class Trainer:
         except BaseException:
             self.shaper.load_state_dict(before)
             raise
+        if broken := nonfinite(credited):
+            names = list(dict.fromkeys(item.trajectory.row_id for item in broken))
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            self.display.note(
+                f"{self.plan.algorithm.name}: the advantages of {len(broken)} of {len(credited)} trajectories are not "
+                f"finite (rows {', '.join(names[:MAX_NAMED])}{more}). Optimizer steps with them are refused"
+            )
+        return credited
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)
@@ -188,6 +196,7 @@ class Trainer:
 
     def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
         metrics |= rollout_metrics(groups, success_reward=self.plan.task.success_reward) | self.shaper.metrics
+        metrics["nonfinite_advantages"] = float(len(nonfinite(credited)))
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         self.run.append_metrics("train", step, metrics)
         if step % self.config.trainer.dump_every == 0:

@@ -88,5 +88,5 @@ def test_a_setting_that_two_functions_read_has_one_value() -> None:
     def hidden(groups: ScoredGroups, *, overlong_penalty: float = 1.0) -> list[list[Credit]]:
         raise AssertionError(overlong_penalty)
 
-    with pytest.raises(ConfigError, match="the setting 'overlong_penalty' is 1.0 in hidden and 0.0 in Algorithm"):
+    with pytest.raises(ConfigError, match=r"setting 'overlong_penalty' is 1\.0 in hidden and 0\.0 in Algorithm"):
         algorithm(nothing, credit=hidden)

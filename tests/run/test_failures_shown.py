@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -45,6 +47,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     with (made / "task.py").open("a", encoding="utf-8") as file:
         file.write(CODE)
     return made
+
+
+BROKEN = '''
+import math
+
+from agent_r1.learn import ALGORITHMS, Algorithm, get_algorithm
+from agent_r1.learn.credit import Credit
+
+
+def doubtful(groups):
+    """Not a number for the first attempt at each row but one."""
+    return [
+        [
+            Credit(advantages=item.spread([math.nan if first and n == 0 else 1.0] * len(item.decisions)))
+            for n, item in enumerate(group)
+        ]
+        for first, group in enumerate(groups)
+    ]
+
+
+ALGORITHMS["doubtful"] = Algorithm(name="doubtful", paper="none", credit=doubtful, loss=get_algorithm("grpo").loss)
+'''
+
+
+def test_advantages_that_are_not_finite_are_shown_with_their_rows_and_counted(
+    cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    run = tmp_path / "run"
+    few = ("rollout.rows_per_step=3", "rollout.group_size=2", "trainer.steps=2", "rollout.max_response_tokens=8")
+    plain = ("task.env=task.Endless", "task.tools=[]", "sft.demos=null", "algorithm.name=doubtful", *few)
+    ended = cli("train", folder, *plain, "--run", run)
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    told = [line for line in lines if line.startswith("doubtful: the advantages of 2 of 6 trajectories are not finite")]
+    assert len(told) == 2
+    assert all(
+        re.search(r"\(rows train-\d+, train-\d+\)\. Optimizer steps with them are refused$", line) for line in told
+    )
+    assert all("  updates refused 1  " in line for line in lines if line.startswith("training "))
+    assert "  refused     2 optimizer steps in 2 of 2 training steps, loss or gradient not finite" in ended.out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["nonfinite_advantages"] for r in records if r["kind"] == "train"] == [2.0, 2.0]
 
 
 def raising_line(folder: Path) -> int:

@@ -161,3 +161,14 @@ def test_how_to_go_on(run: RunDir) -> None:
     [left] = said(run, record(1), steps=1)
     assert left.endswith(f"train --resume {run.path} (trainer.max_minutes ran out, steps left: 3)")
     assert said(run, record(1), start=4) == ["go on       already at step 4 of 4; trainer.steps=N goes on"]
+
+
+def test_refused_updates_are_counted_with_their_cause(run: RunDir) -> None:
+    refused = record(2) | {"skipped_updates": 2.0, "nonfinite_advantages": 3.0}
+    what = "in 1 of 2 training steps, loss or gradient not finite"
+    assert said(run, record(1), refused) == [
+        f"refused     2 optimizer steps {what}; advantages were not finite in 1 of them"
+    ]
+    assert said(run, record(1), record(2) | {"skipped_updates": 1.0}) == [
+        f"refused     1 optimizer steps {what}; look for a lower lr"
+    ]
