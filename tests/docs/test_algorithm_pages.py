@@ -15,7 +15,7 @@ import yaml
 from agent_r1.learn import ALGORITHMS, get_algorithm
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("README.md", "parity.md"))
 NAMED = re.compile(r"`(\w+)`\s+in\s+`learn/(\w+)\.py`")
 
 
