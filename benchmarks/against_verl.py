@@ -141,8 +141,7 @@ def correction_row(name: str, level: Any, kind: Any) -> Comparison:
 
 def correction_rows() -> list[Comparison]:
     kinds = [(level, kind) for level in ("token", "step") for kind in ("truncate", "reject")]
-    names = [("grpo", *each) for each in kinds]
-    return [correction_row(*each) for each in (*names, ("gspo", "step", "truncate"), ("steppo", "step", "reject"))]
+    return [correction_row(name, *each) for name in ("grpo", "gspo", "steppo") for each in kinds]
 
 
 def kl_row(ours: KLEstimator, theirs: str, kinds: Sequence[str], note: str = "", differs: bool = False) -> Comparison:
@@ -241,6 +240,15 @@ def advantage_differences() -> list[Comparison]:
             verl.token_gae,
             "advantages, equal returns and values that are off by 1e-7",
             "Rounding in the critic is no signal: 0 for us; verl scales it up 10,000 times. Equal when returns differ.",
+        ),
+        Comparison(
+            algorithm="reinforce++",
+            compared="advantages, `kl_in: reward` and equal rewards",
+            kinds=("equal rewards",),
+            ours=lambda case: parity.kl_in_reward(case, "reinforce++"),
+            theirs=verl.kl_in_reward,
+            note="0 for us, because a KL alone is no signal; verl scales it up to size 1. Equal when rewards differ.",
+            differs=True,
         ),
         advantage_difference(
             "remax",
