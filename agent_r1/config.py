@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agent_r1.config_errors import explain
 from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.types import KLEstimator, ProcessScaling
+from agent_r1.types import MAX_SUPPORT, KLEstimator, ProcessScaling
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -153,6 +153,8 @@ class RolloutConfig(Section):
     rows_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=1)  # attempts per row
     temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)  # 0: no limit; the learner renormalises over the tokens that were kept
     max_steps: int = Field(default=8, ge=1)  # actions; summaries are not counted
     max_response_tokens: int = Field(default=256, ge=1)  # per step
     max_context_tokens: int = Field(default=4096, ge=2)  # prompt plus response of one step
@@ -414,6 +416,12 @@ def _check_training(config: RunConfig) -> None:
             "lora.target_modules is empty: name some modules, or leave it out to adapt every linear layer"
         )
     _check_correction(config.correction)
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not 2 <= rollout.top_k <= MAX_SUPPORT:
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: training needs a top_k of 2 to "
+            f"{MAX_SUPPORT}, because the ids that are kept are stored with every token, and one alone teaches nothing"
+        )
 
 
 def _check_correction(correction: CorrectionConfig | None) -> None:

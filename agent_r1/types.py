@@ -8,7 +8,8 @@ the action is the exact response it sampled. Nothing here knows models, environm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -19,6 +20,7 @@ SummaryQuality = Literal["whole", "cut", "empty"]
 # Choices that a recipe names and the learner makes: the config, which knows no torch, has them from here.
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"]
 ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
+MAX_SUPPORT = 1024  # ids kept per token: a fixed bound on what a trajectory stores and a GPU returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +126,51 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """The token ids that top-k and top-p left to sample from, for each token of a response. Little-endian int32."""
+
+    counts: bytes  # how many ids were kept, one number per response token
+    ids: bytes  # the kept ids, token after token
+
+    @classmethod
+    def of(cls, per_token: Iterable[Sequence[int]]) -> Support:
+        kept = list(per_token)
+        flat = [token for ids in kept for token in ids]
+        return cls(counts=struct.pack(f"<{len(kept)}i", *map(len, kept)), ids=struct.pack(f"<{len(flat)}i", *flat))
+
+    def __post_init__(self) -> None:
+        if len(self.counts) % 4 or 4 * sum(self._counts()) != len(self.ids):
+            raise ValueError(
+                f"Support.counts ({len(self.counts)} bytes) and Support.ids ({len(self.ids)} bytes) do not belong "
+                "together: both hold 4-byte integers, and the counts add up to the number of ids"
+            )
+
+    def __len__(self) -> int:
+        return len(self.counts) // 4
+
+    def first(self, tokens: int) -> Support:
+        """The support of the first tokens of the response."""
+        return Support(counts=self.counts[: 4 * tokens], ids=self.ids[: 4 * sum(self._counts()[:tokens])])
+
+    def per_token(self) -> list[list[int]]:
+        ids = iter(struct.unpack(f"<{len(self.ids) // 4}i", self.ids))
+        return [[next(ids) for _ in range(count)] for count in self._counts()]
+
+    def _counts(self) -> tuple[int, ...]:
+        return struct.unpack(f"<{len(self)}i", self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One transition (s_t, a_t, r_t) of the step-level MDP, in token space."""
 
     prompt_ids: list[int]  # s_t: exactly the tokens the policy saw
     response_ids: list[int]  # a_t: exactly the tokens the policy sampled
     response_logprobs: list[float]  # log pi_old(a_t | s_t), one per response token
+    temperature: float | None = None  # of the sampler, like the next two; None: not recorded
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    support: Support | None = None  # what top_p and top_k left to sample from; the log-probs are relative to it
     reward: float = 0.0  # r_t from the env, before any outcome reward
     calls: tuple[ToolCallRecord, ...] = ()
     action_text: str = ""
@@ -148,6 +189,20 @@ class Step:
                 f"Step needs one logprob per response token: got {len(self.response_ids)} tokens "
                 f"and {len(self.response_logprobs)} logprobs. Did the engine drop the stop token?"
             )
+        if self.support is not None and len(self.support) != len(self.response_ids):
+            raise ValueError(
+                f"Step needs one entry of support per response token: got {len(self.response_ids)} tokens and "
+                f"{len(self.support)} entries"
+            )
+
+    @property
+    def is_restricted(self) -> bool:
+        """True when top-k or top-p left only some tokens to sample from."""
+        return self.temperature != 0 and (self.top_p < 1 or self.top_k > 0)
+
+    def without_sampling(self) -> Step:
+        """The same tokens as a demonstration: nothing is known about how they were sampled."""
+        return replace(self, temperature=None, top_p=1.0, top_k=0, support=None)
 
     @property
     def is_summary(self) -> bool:

@@ -189,15 +189,17 @@ class Episode:
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason)
         if self._closed:  # while a context policy was thinking
             raise RuntimeError("the episode had ended before anything was sampled")
-        started = time.perf_counter()
-        completion = await self._sampler.generate(
-            prompt_ids, self._next_sampling(min(room, max_tokens)), session=self.episode_id
-        )
+        started, sampling = time.perf_counter(), self._next_sampling(min(room, max_tokens))
+        completion = await self._sampler.generate(prompt_ids, sampling, session=self.episode_id)
         text = self.renderer.decode(completion.token_ids)
         step = Step(
             prompt_ids=prompt_ids,
             response_ids=completion.token_ids,
             response_logprobs=completion.logprobs,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            support=completion.support,
             action_text=text,
             policy_version=completion.policy_version,
             is_cut=completion.stop == "length",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from agent_r1.types import MAX_SUPPORT, Support
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -14,6 +16,7 @@ class Sampling:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    keep_support: bool = False  # return the ids that top_k and top_p keep, which training needs
     stop_ids: tuple[int, ...] = ()  # sampling one of these ends the response; it is part of the response
     seed: int | None = None  # None: drawn from the engine's own stream
 
@@ -26,6 +29,11 @@ class Sampling:
             raise ValueError(f"Sampling.top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"Sampling.top_k must be 0 (no limit) or positive, got {self.top_k}")
+        if self.keep_support and not (self.temperature and 1 <= self.top_k <= MAX_SUPPORT):
+            raise ValueError(
+                f"Sampling.keep_support needs a temperature above 0 and a top_k of 1 to {MAX_SUPPORT}: got "
+                f"temperature {self.temperature} and top_k {self.top_k}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class Completion:
     logprobs: list[float]
     stop: Literal["stop", "length"]  # a stop id was sampled, or max_tokens ran out
     policy_version: int = 0
+    support: Support | None = None  # what each token was chosen from, if `Sampling.keep_support` asked for it
 
 
 class Sampler(Protocol):

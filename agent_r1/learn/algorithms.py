@@ -399,9 +399,15 @@ def _greedy_attempts(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def as_demonstrations(trajectories: Iterable[Trajectory]) -> list[CreditedTrajectory]:
-    """Advantage 1 on every response token: trajectories to imitate."""
+    """Advantage 1 on every response token: trajectories to imitate.
+
+    How they were sampled (temperature, top-p, top-k) is dropped: imitation trains the plain distribution.
+    """
     return [
-        CreditedTrajectory(trajectory=trajectory, advantages=[[1.0 for _ in step] for step in zeros(trajectory)])
+        CreditedTrajectory(
+            trajectory=replace(trajectory, steps=[step.without_sampling() for step in trajectory.steps]),
+            advantages=[[1.0 for _ in step] for step in zeros(trajectory)],
+        )
         for trajectory in trajectories
         if _is_trainable(trajectory)
     ]

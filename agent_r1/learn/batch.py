@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import DataError
+from agent_r1.learn.support import Supports
 from agent_r1.learn.tree import (
     IntArray,
     PackLayout,
@@ -76,6 +77,7 @@ class Pack:
     columns_T: Tensor  # which column of the mini-batch it is
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
     trajectory_ids_T: Tensor
+    supports: Supports | None = None  # the ids that trained tokens were sampled from; None: the whole vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -133,15 +135,17 @@ def pack(
     *,
     prefix_sharing: PrefixSharing = "off",
     device: torch.device = CPU,
+    supports: Supports | None = None,
 ) -> list[Pack]:
     """Packs on `device`, filled first-fit decreasing with segments, or with trees of segments. Deterministic.
 
+    supports: of all columns, for packs whose log-probs are computed.
     A segment longer than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
     """
     ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
     trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
     bins = first_fit([_room([ids[index] for index in tree]) for tree in trees], max_tokens)
-    return [_to_pack([trees[i] for i in members], segments, ids).to(device) for members in bins]
+    return [_to_pack([trees[i] for i in members], segments, ids, supports).to(device) for members in bins]
 
 
 def _room(tree: Sequence[IntArray]) -> int:
@@ -149,10 +153,13 @@ def _room(tree: Sequence[IntArray]) -> int:
     return max(count_rows(tree), -(-sum(map(len, tree)) // MAX_KEYS_PER_ROW))
 
 
-def _to_pack(trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray]) -> Pack:
+def _to_pack(
+    trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray], supports: Supports | None
+) -> Pack:
     rows = lay_out([[ids[index] for index in tree] for tree in trees])
     members = [segments[index] for tree in trees for index in tree]
     trained = [np.asarray(segment.trained, dtype=np.int64) for segment in members]
+    columns = np.concatenate([np.asarray(segment.columns) for segment in members])
     return Pack(
         input_ids_N=torch.from_numpy(rows.token_ids_N),
         position_ids_N=torch.from_numpy(rows.depths_N),
@@ -161,9 +168,10 @@ def _to_pack(trees: list[list[int]], segments: Sequence[Segment], ids: list[IntA
         # A token is predicted by the hidden state one position before it.
         sources_T=_joined([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
         targets_T=_joined([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
-        columns_T=_joined([np.asarray(segment.columns) for segment in members]),
+        columns_T=torch.from_numpy(columns),
         step_ids_T=_numbered([np.asarray(segment.step_indices) for segment in members]),
         trajectory_ids_T=_joined([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
+        supports=None if supports is None else supports.at(columns),
     )
 
 

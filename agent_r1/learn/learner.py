@@ -35,6 +35,7 @@ from agent_r1.learn.minibatch import (
 from agent_r1.learn.optimizer import Optimizer, Schedule
 from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.policy import PolicyModel
+from agent_r1.learn.support import Supports, supports_of
 from agent_r1.learn.tally import Tally
 from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory, KLEstimator, PerToken, Trajectory
@@ -183,7 +184,8 @@ class Learner:
         """
         assert self.reference is not None
         own, other = self._logprobs_of(self.policy), self._logprobs_of(self.reference)
-        return nested(self._ask(trajectories, lambda part: own(part) - other(part)), trajectories)
+        supports = supports_of(trajectories, temperature=self.temperature)
+        return nested(self._ask(trajectories, lambda part: own(part) - other(part), supports), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
         """For the engine: the weights by name, tied ones once."""
@@ -216,11 +218,17 @@ class Learner:
             self.critic.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
-    def _ask(self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor]) -> Tensor:
+    def _ask(
+        self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
+    ) -> Tensor:
         """One number per response token, from a model that is not being trained right now."""
         device = self.policy.device
         packs = pack(
-            merge_steps(trajectories), self.max_tokens_per_pack, prefix_sharing=self.prefix_sharing, device=device
+            merge_steps(trajectories),
+            self.max_tokens_per_pack,
+            prefix_sharing=self.prefix_sharing,
+            device=device,
+            supports=supports,
         )
         count = sum(trajectory.num_response_tokens for trajectory in trajectories)
         return on_columns(packs, model, torch.empty(count, device=device))
@@ -235,6 +243,7 @@ class Learner:
             is_mine=self.ranks.is_mine,
             keep_idle=everything or self.critic is not None,
             prefix_sharing=self.prefix_sharing,
+            supports=supports_of([item.trajectory for item in credited], temperature=self.temperature),
         )
         if self.correction is not None or self.own_old_logprobs:
             batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)

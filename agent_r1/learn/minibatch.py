@@ -26,6 +26,7 @@ from agent_r1.learn.batch import (
 )
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.losses import Counts, LossInputs, ratio_report
+from agent_r1.learn.support import Supports
 from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory
 
@@ -89,6 +90,7 @@ def prepare(
     is_mine: Callable[[int], bool],
     keep_idle: bool,
     prefix_sharing: PrefixSharing = "off",
+    supports: Supports | None = None,
 ) -> MiniBatch:
     """Merge and pack. A segment without advantage adds exactly 0 to a policy loss: it is counted but not computed,
     unless `keep_idle` says that something else (a KL, an entropy, a critic) reads it."""
@@ -102,7 +104,7 @@ def prepare(
     segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
     mine = [segment for segment in segments if is_mine(segment.trajectory_id)]
     return MiniBatch(
-        packs=pack(mine, max_tokens, prefix_sharing=prefix_sharing, device=device),
+        packs=pack(mine, max_tokens, prefix_sharing=prefix_sharing, device=device, supports=supports),
         columns=columns.to(device),
         counts=Counts(
             tokens=len(advantages),

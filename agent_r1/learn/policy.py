@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from agent_r1.errors import ConfigError
 from agent_r1.learn.attention import use_packed_attention
 from agent_r1.learn.batch import Pack
-from agent_r1.learn.head import HeadSettings, token_logprobs
+from agent_r1.learn.head import OUTSIDE, HeadSettings, narrow, token_logprobs
 from agent_r1.learn.layers import checkpoint_layers, compile_layers, require_compiler
 from agent_r1.learn.lora import Adapters, LoRA
 from agent_r1.learn.tree import PackLayout
@@ -66,7 +66,7 @@ class PolicyModel:
         return next(self.model.parameters()).device
 
     def logprobs(self, pack: Pack, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T) of the temperature-scaled distribution, in fp32, at the trained tokens only."""
+        """(logprobs_T, entropy_T) of the distribution that was sampled from, in fp32, at the trained tokens only."""
         return self.score(self.hidden(pack), pack, temperature=temperature, entropy_gradient=entropy_gradient)
 
     def hidden(self, pack: Pack) -> Tensor:
@@ -82,7 +82,7 @@ class PolicyModel:
         At most `max_logits` logits exist at once; see `head.py`. The entropy carries a gradient only on request.
         """
         if type(self._head) is not nn.Linear:
-            return self._score_by_module(hidden_TD, pack.targets_T, temperature, entropy_gradient)
+            return self._score_by_module(hidden_TD, pack, temperature, entropy_gradient)
         settings = HeadSettings(
             temperature=temperature,
             softcap=self._softcap,
@@ -91,7 +91,8 @@ class PolicyModel:
             dtype=self.autocast_dtype or self._head.weight.dtype,
             compiled=self.compiled and self.device.type == "cuda",
         )
-        return token_logprobs(hidden_TD, self._head.weight, self._head.bias, pack.targets_T, settings)
+        head = self._head
+        return token_logprobs(hidden_TD, head.weight, head.bias, pack.targets_T, settings, pack.supports)
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights under the model's own state-dict names, tied ones once. Views, not copies; with adapters each
@@ -186,22 +187,26 @@ class PolicyModel:
         return logits_TV
 
     def _score_by_module(
-        self, hidden_TD: Tensor, targets_T: Tensor, temperature: float, entropy_gradient: bool
+        self, hidden_TD: Tensor, pack: Pack, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """For a head that is more than a matrix (quantised, adapted): called as it is, chunk by chunk."""
-        with self._autocast():
-            pieces = [
-                checkpoint(self._score, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
-                for hidden, targets in zip(hidden_TD.split(self._chunk), targets_T.split(self._chunk), strict=True)
-            ]
+        pieces = []
+        for start in range(0, max(1, len(hidden_TD)), self._chunk):
+            rows = slice(start, start + self._chunk)
+            ids_CK = None if pack.supports is None else pack.supports.chunk(rows, hidden_TD.device)
+            settings = (ids_CK, temperature, entropy_gradient)
+            with self._autocast():
+                chunk = checkpoint(self._score, hidden_TD[rows], pack.targets_T[rows], *settings, use_reentrant=False)
+            pieces.append(chunk)
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(
-        self, hidden_TD: Tensor, targets_T: Tensor, temperature: float, entropy_gradient: bool
+        self, hidden_TD: Tensor, targets_T: Tensor, ids_TK: Tensor | None, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        logits_TV = self._logits(hidden_TD)
-        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+        logits_TV, targets_T, padding_TV = narrow(self._logits(hidden_TD), targets_T, ids_TK)
+        scaled_TV = logits_TV / temperature
+        logprobs_TV = (scaled_TV if padding_TV is None else scaled_TV.masked_fill(padding_TV, OUTSIDE)).log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
         return logprobs_TV.gather(-1, targets_T[:, None])[:, 0], entropy_T

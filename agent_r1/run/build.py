@@ -215,7 +215,12 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
 def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     rollout = config.rollout
     sampling = Sampling(
-        max_tokens=rollout.max_response_tokens, temperature=rollout.temperature, stop_ids=tuple(renderer.stop_ids)
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        keep_support=rollout.top_k > 0,
+        stop_ids=tuple(renderer.stop_ids),
     )
     return _collector(config, task, renderer, sampler, sampling, rollout.group_size)
 
@@ -277,11 +282,13 @@ def _check_machine(config: RunConfig) -> None:
         require_compiler(device)
     if config.lora is not None:
         require_peft()
-    if config.trainer.deterministic and device.type == "cuda" and (config.eval.top_p < 1 or config.eval.top_k > 0):
-        raise ConfigError(
-            "eval.top_p and eval.top_k need cumulative sums, for which torch has no deterministic kernel on a GPU: "
-            "leave them out, or set trainer.deterministic=false"
-        )
+    for name, sampling in (("eval", config.eval), ("rollout", config.rollout)):
+        filters = sampling.top_p < 1 or sampling.top_k > 0
+        if config.trainer.deterministic and device.type == "cuda" and filters:
+            raise ConfigError(
+                f"{name}.top_p and {name}.top_k need cumulative sums, for which torch has no deterministic kernel on a "
+                "GPU: leave them out, or set trainer.deterministic=false"
+            )
 
 
 def _check_for_this_device(config: RunConfig) -> None:

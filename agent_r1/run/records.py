@@ -1,20 +1,22 @@
 """Trajectories on disk: one JSON object per line, with everything that people, `compare` and `sft` read.
 
 Ids, log-probs, masks (every response token is trained, nothing else is), rewards and advantages are stored exactly;
-floats round-trip. Files ending in `.gz` are compressed.
+floats round-trip. The ids that top-k and top-p kept are base64 of little-endian int32. Files ending in `.gz` are
+compressed.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
 from agent_r1.errors import DataError
-from agent_r1.types import Group, Step, StopReason, ToolCallRecord, Trajectory
+from agent_r1.types import Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 
 TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
@@ -23,6 +25,9 @@ Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
     record = asdict(trajectory)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries
+    for step in record["steps"]:
+        if step["support"] is not None:
+            step["support"] = {name: b64encode(packed).decode() for name, packed in step["support"].items()}
     if advantages is not None:
         for step, values in zip(record["steps"], advantages, strict=True):
             step["advantages"] = list(values)
@@ -109,6 +114,8 @@ def _step_from_json(record: Mapping[str, Any]) -> Step:
         ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
         for call in record["calls"]
     )
+    if (support := record.get("support")) is not None:
+        fields["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
     return Step(**fields)
 
 

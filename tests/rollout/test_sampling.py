@@ -19,7 +19,7 @@ LOGITS = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
 
 
 def draw(uniform: float, sampling: Sampling, logits: torch.Tensor = LOGITS) -> tuple[int, float]:
-    tokens, logprobs = sample(logits[None], [sampling], [uniform])
+    tokens, logprobs, _ = sample(logits[None], [sampling], [uniform])
     return tokens[0], round(math.exp(logprobs[0]), 6)
 
 
@@ -97,7 +97,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(rows: list[tuple[Sampling, 
 @pytest.mark.parametrize("sampling", [PLAIN, Sampling(max_tokens=1, temperature=1.4, top_k=6, top_p=0.9)])
 def test_frequencies_follow_the_reported_probabilities(sampling: Sampling) -> None:
     count, logits = 20_000, torch.randn(12, generator=torch.Generator().manual_seed(0)).expand(20_000, 12)
-    tokens, logprobs = sample(logits, [sampling] * count, uniform_stream(3, count).tolist())
+    tokens, logprobs, _ = sample(logits, [sampling] * count, uniform_stream(3, count).tolist())
     seen = {token: (tokens.count(token), math.exp(logprobs[tokens.index(token)])) for token in set(tokens)}
     assert sum(p for _, p in seen.values()) == pytest.approx(1.0)
     chi_square = sum((n - count * p) ** 2 / (count * p) for n, p in seen.values())

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from agent_r1.agent.sampler import Sampling
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import AgentR1Error, ConfigError, DataError
 from agent_r1.rollout.engines.scripted import ScriptedEngine
-from agent_r1.run.build import build_plan, build_task, eval_collector, eval_sampling
+from agent_r1.run.build import (
+    build_plan,
+    build_task,
+    eval_collector,
+    eval_sampling,
+    greedy_collector,
+    train_collector,
+)
 from agent_r1.run.engine import build_engine, episodes_at_once, most_cached
 from agent_r1.run.model import find_model, load_model, save_model
 from agent_r1.run.resolve import resolve
@@ -270,6 +278,21 @@ def test_evaluation_draws_as_the_settings_say(recipe: Recipe) -> None:
     assert eval_sampling(config.eval, config.rollout, renderer()) == expected
     engine = ScriptedEngine([], tokenizer=tokenizer())
     assert eval_collector(config, build_task(config), renderer(), engine).sampling == expected
+
+
+def test_training_keeps_the_support_of_a_truncated_distribution(recipe: Recipe) -> None:
+    engine = ScriptedEngine([], tokenizer=tokenizer())
+
+    def samplings(*overrides: str) -> tuple[Sampling, Sampling, Sampling]:
+        config = recipe.config("rollout.max_response_tokens=9", *overrides)
+        made = (train_collector, greedy_collector, eval_collector)
+        return tuple(make(config, build_task(config), renderer(), engine).sampling for make in made)  # type: ignore[return-value]
+
+    plain = Sampling(max_tokens=9, stop_ids=renderer().stop_ids)
+    greedy = replace(plain, temperature=0.0)
+    assert samplings() == (plain, greedy, greedy)
+    kept = replace(plain, top_p=0.9, top_k=40, keep_support=True)
+    assert samplings("rollout.top_p=0.9", "rollout.top_k=40") == (kept, greedy, greedy)
 
 
 @pytest.fixture(scope="module")

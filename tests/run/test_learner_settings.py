@@ -125,12 +125,16 @@ def test_only_packs_of_no_given_size_may_be_made_smaller(monkeypatch: pytest.Mon
     assert asked == [512, None]  # rollout.max_context_tokens of the recipe
 
 
-def test_deterministic_kernels_and_a_nucleus_do_not_go_together_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ("trainer.deterministic=true", "eval.temperature=1", "eval.top_p=0.9", "learner.compile=false")
+@pytest.mark.parametrize("sampling", [("eval.temperature=1", "eval.top_p=0.9"), ("rollout.top_k=9", "rollout.top_p=1")])
+def test_deterministic_kernels_and_a_nucleus_do_not_go_together_on_a_gpu(
+    sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("trainer.deterministic=true", *sampling, "learner.compile=false")
     build_plan(mini(*settings))
     on_a_machine_with_a_gpu(monkeypatch, has_one=True)
+    section = sampling[0].partition(".")[0]
     with pytest.raises(
-        ConfigError, match=r"no deterministic kernel on a GPU: leave them out, or set trainer\.determin"
+        ConfigError, match=rf"{section}\.top_p .* no deterministic kernel on a GPU: leave them out, or set trainer\.det"
     ):
         build_plan(auto(*settings))
 

@@ -29,7 +29,7 @@ from agent_r1.run.checkpoint import (
 )
 from agent_r1.run.records import read_trajectories, trajectory_from_json, trajectory_to_json
 from agent_r1.run.run_dir import RunDir, new_run_path
-from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
+from agent_r1.types import Group, Step, StopReason, Support, TaskRow, ToolCallRecord, Trajectory
 from tests.chatml import tokenizer
 
 CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
@@ -77,6 +77,28 @@ def test_a_trajectory_round_trips_exactly_through_json() -> None:
     record = json.loads(json.dumps(trajectory_to_json(TRAJECTORY, [[0.1, 0.2], [0.3, 0.4]])))
     assert record["steps"][0]["advantages"] == [0.1, 0.2]
     assert record["total_reward"] == 2.0  # 0.5 + 0.5 + 1.0
+    assert trajectory_from_json(record) == TRAJECTORY
+
+
+def test_the_ids_that_top_p_kept_round_trip_in_few_bytes() -> None:
+    kept = [[3, 70_000], list(range(1000))]
+    step = replace(STEP, temperature=0.7, top_p=0.9, top_k=1024, support=Support.of(kept))
+    text = json.dumps(trajectory_to_json(replace(TRAJECTORY, steps=[step])))
+    assert len(text) < 1002 * 4 * 4 / 3 + 1500  # four bytes an id, in base64
+    [read] = trajectory_from_json(json.loads(text)).steps
+    assert read == step
+    assert read.support is not None
+    assert read.support.per_token() == kept
+    for damage in ('"counts": "AgA', '"ids": "AAAA'):
+        with pytest.raises(DataError, match="not a trajectory record"):
+            trajectory_from_json(json.loads(text.replace(damage.partition(': "')[0] + ': "', damage)))
+
+
+def test_records_from_before_sampling_was_recorded_are_read() -> None:
+    record = trajectory_to_json(TRAJECTORY)
+    for step in record["steps"]:
+        for name in ("temperature", "top_p", "top_k", "support"):
+            del step[name]
     assert trajectory_from_json(record) == TRAJECTORY
 
 

@@ -7,7 +7,7 @@ one has been read back. Passes are captured as CUDA graphs for a ladder of batch
 write to a spare block. Decoder layers are compiled one by one, which fuses what surrounds attention and products.
 
 Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
-the longest sequence, E = stop ids, V = vocabulary.
+the longest sequence, E = stop ids, V = vocabulary, K = most ids that top-k and top-p keep.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agent_r1.agent.sampler import Sampling
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.attention import running
 from agent_r1.rollout.engines.gpu_attention import GpuCache, GpuStep, Kernels, key_value_shape
-from agent_r1.rollout.engines.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, in_order
+from agent_r1.rollout.engines.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.rollout.engines.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
 from agent_r1.rollout.engines.request import Chunk, Request
-from agent_r1.rollout.engines.sampling import nucleus
+from agent_r1.rollout.engines.sampling import nucleus, support_ids
 
 # Below this many programs a GPU of 132 multiprocessors is not full, so sequences are divided among several.
 FULL_GPU = 264
@@ -37,6 +38,9 @@ FILTERED = 64  # rows that top-k and top-p are applied to at once
 LARGEST_GRAPH = 4096  # tokens; a pass over more of them is long enough to hide its launches
 
 Pass = Callable[[], None]
+# Ids returned per token; 0: top-k or top-p is used but no request keeps its support; None: neither is used.
+Width = int | None
+Key = tuple[str, int, Width]
 
 
 def ladder(largest: int) -> list[int]:
@@ -53,9 +57,9 @@ class Graphs:
 
     side: Any = field(default_factory=torch.cuda.Stream)  # one for all: every stream has workspaces of its own
     pool: Any = None
-    made: dict[tuple[str, int, bool], Any] = field(default_factory=dict)
+    made: dict[Key, Any] = field(default_factory=dict)
 
-    def capture(self, key: tuple[str, int, bool], work: Pass) -> None:
+    def capture(self, key: Key, work: Pass) -> None:
         """Work is also run once before it is captured: kernels are compiled on their first run."""
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -116,15 +120,26 @@ class GpuRunner(ModelRunner):
         ordered = self._load(chunks)
         drawing = [chunk for chunk in ordered if chunk.samples]
         self._cache.copy([pair for chunk in chunks for pair in chunk.copies])
-        rows, filtered = len(drawing), any(is_filtered(chunk) for chunk in drawing)
+        rows, width = len(drawing), self._width(drawing)
         most = max((chunk.count for chunk in drawing), default=0)
         singles = all(chunk.length == 1 for chunk in chunks) and rows == len(chunks)
         if not singles:
-            self._run_first(ordered, filtered)
+            self._run_first(ordered, width)
         size = self._rows[bisect_left(self._rows, rows)]
         for _ in range(most if singles else most - 1):
-            self._run("decode", size, filtered, partial(self._decode, size, filtered))
-        return self._reader(drawing)
+            self._run("decode", size, width, partial(self._decode, size, width))
+        return self._reader(rows, width)
+
+    def _width(self, drawing: Sequence[Chunk]) -> Width:
+        """A power of two if supports are returned, so that few buffers and graphs serve all settings."""
+        settings = [chunk.request.sampling for chunk in drawing]
+        if not any(map(is_filtered, settings)):
+            return None
+        most = max(sampling.top_k if sampling.keep_support else 0 for sampling in settings)
+        width = min(1 << (most - 1).bit_length(), self.config.vocab_size) if most else 0
+        if width:
+            self._state.make_supports(width)
+        return width
 
     def clear_cache(self) -> None:
         with torch.inference_mode():
@@ -155,18 +170,18 @@ class GpuRunner(ModelRunner):
             return
         for size in [size for size in reversed(self._sizes) if size <= LARGEST_GRAPH]:
             self._first.clear(self._cache.trash)
-            self._capture(("first", size, False), partial(self._sample_first, size, False))
+            self._capture(("first", size, None), partial(self._sample_first, size, None))
         for rows in reversed(self._rows):
-            self._capture(("decode", rows, False), partial(self._decode, rows, False))
+            self._capture(("decode", rows, None), partial(self._decode, rows, None))
 
-    def _run(self, kind: str, size: int, filtered: bool, work: Pass) -> None:
+    def _run(self, kind: str, size: int, width: Width, work: Pass) -> None:
         if self._graphs is None or size > LARGEST_GRAPH:
             work()
             return
-        self._capture((kind, size, filtered), work)
-        self._graphs.made[kind, size, filtered].replay()
+        self._capture((kind, size, width), work)
+        self._graphs.made[kind, size, width].replay()
 
-    def _capture(self, key: tuple[str, int, bool], work: Pass) -> None:
+    def _capture(self, key: Key, work: Pass) -> None:
         """Unless it is there. Leaves the state as it was."""
         assert self._graphs is not None
         if key not in self._graphs.made:
@@ -175,15 +190,15 @@ class GpuRunner(ModelRunner):
             for now, then in zip(self._state.moving(), before, strict=True):
                 now.copy_(then)
 
-    def _run_first(self, ordered: Sequence[Chunk], filtered: bool) -> None:
+    def _run_first(self, ordered: Sequence[Chunk], width: Width) -> None:
         size = self._sizes[bisect_left(self._sizes, self._lay_out(ordered))]
-        self._run("first", size, filtered, partial(self._sample_first, size, filtered))
+        self._run("first", size, width, partial(self._sample_first, size, width))
 
     # What a pass computes. These run under capture: nothing in them may depend on what the host knows.
 
-    def _decode(self, rows: int, filtered: bool) -> None:
+    def _decode(self, rows: int, width: Width) -> None:
         alive_R = self._state.alive(rows)
-        self._draw(self._decode_logits(rows, alive_R, self._cache), alive_R, filtered)
+        self._draw(self._decode_logits(rows, alive_R, self._cache), alive_R, width)
 
     def _decode_logits(self, rows: int, alive_R: Tensor, cache: GpuCache) -> Tensor:
         state, size = self._state, cache.block_size
@@ -222,23 +237,26 @@ class GpuRunner(ModelRunner):
         with running(step):
             return self.forward(first.ids_N[:tokens], first.position_N[:tokens], first.last_R[:rows])
 
-    def _sample_first(self, tokens: int, filtered: bool) -> None:
+    def _sample_first(self, tokens: int, width: Width) -> None:
         rows = min(self._rows[-1], tokens)
-        self._draw(self._first_logits(tokens, rows, self._cache), self._state.alive(rows), filtered)
+        self._draw(self._first_logits(tokens, rows, self._cache), self._state.alive(rows), width)
 
     def _tiles(self, tokens: int) -> int:
         """The most there can be: every sequence may have one that is not full."""
         return min(tokens, self._rows[-1] + tokens // self._tile)
 
-    def _draw(self, logits_RV: Tensor, alive_R: Tensor, filtered: bool) -> None:
+    def _draw(self, logits_RV: Tensor, alive_R: Tensor, width: Width) -> None:
         state, rows = self._state, len(alive_R)
         temperature_R = state.temperature_R[:rows]
         uniform_R = state.uniform_CR.index_select(0, state.passes)[0, :rows]
-        if filtered:  # greedy rows have a top_k of the whole vocabulary
+        if width is not None:  # greedy rows have a top_k of the whole vocabulary
             scores_RV = logits_RV.float() / torch.where(temperature_R == 0, 1, temperature_R)[:, None]
             parts = (scores_RV, state.top_k_R[:rows], state.top_p_R[:rows])
             # In parts: sorting takes several times the memory of what is sorted.
-            logits_RV = torch.cat([nucleus(*part) for part in zip(*(p.split(FILTERED) for p in parts), strict=True)])
+            kept = [nucleus(*part) for part in zip(*(p.split(FILTERED) for p in parts), strict=True)]
+            logits_RV = torch.cat(kept)
+            if width:
+                state.keep(torch.cat([support_ids(scores_FV, width) for scores_FV in kept]))
             temperature_R = torch.where(temperature_R == 0, 0.0, 1.0)
         state.draw(*self._kernels.draw(logits_RV, temperature_R, uniform_R), alive_R)
 
@@ -253,20 +271,25 @@ class GpuRunner(ModelRunner):
         cache = self._cache
         return self._first.load(ordered, self._state, block_size=cache.block_size, tile=self._tile, trash=cache.trash)
 
-    def _reader(self, drawing: Sequence[Chunk]) -> Callable[[], Drawn | None]:
-        rows = len(drawing)
-        if self.device.type != "cuda":
-            drawn_RC, logprob_RC = self._state.drawn_CR[:, :rows].T.clone(), self._state.logprob_CR[:, :rows].T.clone()
-            return lambda: cut(drawn_RC.numpy(), logprob_RC.numpy())
-        drawn_RC, logprob_RC = (
-            torch.empty(rows, self._burst, dtype=source.dtype, pin_memory=True).copy_(
-                source[:, :rows].T.contiguous(), non_blocking=True
+    def _reader(self, rows: int, width: Width) -> Callable[[], Drawn | None]:
+        state, on_gpu = self._state, self.device.type == "cuda"
+        sources = [state.drawn_CR, state.logprob_CR, *([state.supports[width]] if width else [])]
+        copies = [
+            torch.empty(rows, self._burst, *source.shape[2:], dtype=source.dtype, pin_memory=on_gpu).copy_(
+                source[:, :rows].transpose(0, 1).contiguous(), non_blocking=on_gpu
             )
-            for source in (self._state.drawn_CR, self._state.logprob_CR)
-        )
+            for source in sources
+        ]
+
+        def drawn() -> Drawn:
+            drawn_RC, logprob_RC, *supports = (copy.numpy() for copy in copies)
+            return *cut(drawn_RC, logprob_RC), cut_supports(drawn_RC, supports[0]) if supports else None
+
+        if not on_gpu:
+            return drawn
         done = torch.cuda.Event()
         done.record()
-        return lambda: cut(drawn_RC.numpy(), logprob_RC.numpy()) if done.query() else None
+        return lambda: drawn() if done.query() else None
 
 
 def triton_kernels() -> Kernels:
@@ -279,8 +302,7 @@ def triton_kernels() -> Kernels:
     return kernels
 
 
-def is_filtered(chunk: Chunk) -> bool:
-    sampling = chunk.request.sampling
+def is_filtered(sampling: Sampling) -> bool:
     return bool(sampling.temperature) and (sampling.top_k > 0 or sampling.top_p < 1)
 
 

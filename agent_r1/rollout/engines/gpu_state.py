@@ -4,7 +4,7 @@
 about the tokens of a step's chunks and the tiles they form. Nothing here waits for the device.
 
 Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
-the longest sequence, E = stop ids.
+the longest sequence, E = stop ids, K = most ids that top-k and top-p keep.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_r1.agent.sampler import Sampling
-from agent_r1.rollout.engines.model_runner import Drawn
 from agent_r1.rollout.engines.request import Chunk, Request
+from agent_r1.rollout.engines.sampling import Kept, ragged
 
 MAX_STOP_IDS = 16
 
@@ -45,6 +45,8 @@ class State:
     logprob_CR: Tensor
     passes: Tensor  # of this step, so far
     settings: list[Sampling] = field(default_factory=list)  # that were loaded last
+    # By K: the ids that were sampled from, [C, R, K]. Never replaced, because captured graphs write to them.
+    supports: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, *, rows: int, width: int, burst: int, vocab: int, device: torch.device) -> State:
@@ -114,6 +116,17 @@ class State:
         for row, ids in enumerate(alike if len(alike) == 1 else (s.stop_ids for s in settings)):
             stops[row, : len(ids)] = ids
         self.stop_RE[:rows] = moved(stops, device)
+
+    def make_supports(self, width: int) -> None:
+        """Room for supports of at most so many ids. Not while a graph is captured."""
+        if width not in self.supports:
+            ids_CR = self.drawn_CR
+            self.supports[width] = torch.zeros(*ids_CR.shape, width, dtype=torch.int32, device=ids_CR.device)
+
+    def keep(self, ids_RK: Tensor) -> None:
+        """Book what a pass samples from, before `draw`."""
+        rows, width = ids_RK.shape
+        self.supports[width][:, :rows].index_copy_(0, self.passes, ids_RK[None])
 
     def draw(self, token_R: Tensor, logprob_R: Tensor, alive_R: Tensor) -> None:
         """Book what a pass has sampled, and be ready for the next one."""
@@ -220,8 +233,17 @@ def block_tables(chunks: Sequence[Chunk]) -> NDArray[np.int32]:
     return np.frombuffer(filled, dtype=np.int32).reshape(len(tables), width // 4)
 
 
-def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> Drawn:
+def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> tuple[list[list[int]], list[list[float]]]:
     """The tokens of each row up to its end, and their log-probs."""
     counts = (drawn_RC >= 0).sum(axis=1).tolist()
     tokens = [row[:count] for row, count in zip(drawn_RC.tolist(), counts, strict=True)]
     return tokens, [row[:count] for row, count in zip(logprob_RC.tolist(), counts, strict=True)]
+
+
+def cut_supports(drawn_RC: NDArray[np.int64], ids_RCK: NDArray[np.int32]) -> list[Kept]:
+    """The ids that the tokens of each row were sampled from. Vectorised: a loop over tokens would stall the GPU."""
+    is_drawn_RC = drawn_RC >= 0
+    counts, ids = ragged(ids_RCK[is_drawn_RC])  # of all tokens, row by row
+    ends_R = is_drawn_RC.sum(axis=1).cumsum()[:-1]
+    starts = np.concatenate([[0], counts.cumsum()])
+    return list(zip(np.split(counts, ends_R), np.split(ids, starts[ends_R]), strict=True))

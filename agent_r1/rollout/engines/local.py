@@ -35,7 +35,7 @@ from agent_r1.rollout.engines.gpu_attention import Kernels
 from agent_r1.rollout.engines.gpu_runner import GpuLimits, GpuRunner, triton_kernels
 from agent_r1.rollout.engines.model_runner import CpuRunner, Drawn, ModelRunner
 from agent_r1.rollout.engines.request import Chunk, EngineStats, Request
-from agent_r1.rollout.engines.sampling import uniform_stream
+from agent_r1.rollout.engines.sampling import Kept, as_support, uniform_stream
 from agent_r1.rollout.engines.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -263,10 +263,14 @@ class LocalEngine:
         return drawn
 
     def _take(
-        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+        self,
+        chunks: Sequence[Chunk],
+        tokens: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        kept: Sequence[Kept | None] | None,
     ) -> None:
         """What a step has drawn. Responses that are complete now wait to be handed out."""
-        finished = self._scheduler.apply(chunks, tokens, logprobs)
+        finished = self._scheduler.apply(chunks, tokens, logprobs, kept)
         if not all(math.isfinite(value) for values in logprobs for value in values):
             sampled = [request for chunk in chunks for request in chunk.draws]
             broken = [not all(map(math.isfinite, values)) for values in logprobs]
@@ -301,6 +305,7 @@ class LocalEngine:
             logprobs=request.logprobs,
             stop="stop" if response[-1] in request.sampling.stop_ids else "length",
             policy_version=self._version,
+            support=as_support(request.kept) if request.sampling.keep_support else None,
         )
 
     def _fail(self, request: Request, error: BaseException) -> None:

@@ -24,7 +24,7 @@ from agent_r1.rollout.engines.attention import PAGED, noting, register, running
 from agent_r1.rollout.engines.cpu_attention import StepLayout
 from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.request import Chunk, Request
-from agent_r1.rollout.engines.sampling import sample
+from agent_r1.rollout.engines.sampling import Kept, sample
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ PROBE_BLOCKS = 12  # one for each token of a pair, whatever the block size
 # Angles are these times positions: in half precision they would be off by whole turns after some thousand tokens.
 FREQUENCIES = "inv_freq"
 
-Drawn = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]  # tokens and log-probs, for each request that draws
+# Tokens, log-probs and what was sampled from, for each request that draws. The last is None if no request asks for it.
+Drawn = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[Kept | None] | None]
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> Any:
@@ -233,10 +234,10 @@ class CpuRunner(ModelRunner):
         logits_BV = self._logits(chunks, self.cache)
         drawing = [request for chunk in chunks for request in chunk.draws]
         if not drawing:
-            return lambda: ([], [])
+            return lambda: ([], [], None)
         uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
-        tokens, logprobs = sample(logits_BV, [request.sampling for request in drawing], uniforms)
-        return lambda: ([[token] for token in tokens], [[logprob] for logprob in logprobs])
+        tokens, logprobs, kept = sample(logits_BV, [request.sampling for request in drawing], uniforms)
+        return lambda: ([[token] for token in tokens], [[logprob] for logprob in logprobs], kept)
 
     def clear_cache(self) -> None:
         self.cache.clear()

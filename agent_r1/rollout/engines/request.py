@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from agent_r1.agent.sampler import Sampling
 from agent_r1.rollout.engines.blocks import START, Name
+from agent_r1.rollout.engines.sampling import Kept
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Request:
     uniforms: NDArray[np.float64]  # one per token that may be sampled
     prompt_length: int = field(init=False)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)  # with `Sampling.keep_support`: what has been sampled from
     blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
     cached: int = 0  # leading tokens whose keys and values are in `blocks` once all that is planned has run
     ahead: int = 0  # tokens that are being sampled and not yet in `tokens`

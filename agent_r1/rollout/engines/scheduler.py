@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from agent_r1.rollout.engines.blocks import START, BlockPool, Name, name_after
 from agent_r1.rollout.engines.request import Chunk, EngineStats, Request
+from agent_r1.rollout.engines.sampling import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +186,28 @@ class Scheduler:
         return copies
 
     def apply(
-        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+        self,
+        chunks: Sequence[Chunk],
+        tokens: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        kept: Sequence[Kept | None] | None = None,
     ) -> list[Request]:
-        """Book a finished step; `tokens` and `logprobs` are those of all `draws`. Returns what is complete."""
+        """Book a finished step; the other arguments are those of all `draws`. Returns what is complete."""
         finished: list[Request] = []
         self.stats.steps += 1
-        drawn = iter(zip(tokens, logprobs, strict=True))
+        drawn = iter(zip(tokens, logprobs, [None] * len(tokens) if kept is None else kept, strict=True))
         for chunk in chunks:
             branches: dict[int, object] = {}
             for request in (chunk.request, *chunk.twins):
-                new, new_logprobs = next(drawn) if chunk.count else ((), ())
+                new, new_logprobs, new_kept = next(drawn) if chunk.count else ((), (), None)
                 if not request.live:  # cancelled, or found to have ended, while the step ran
                     continue
                 self._count(request, chunk)
                 request.ahead -= chunk.count
                 request.tokens.extend(new)
                 request.logprobs.extend(new_logprobs)
+                if new_kept is not None and request.sampling.keep_support:
+                    request.kept.append(new_kept)
                 self.stats.decoded_tokens += len(new)
                 if request.running and (request is not chunk.request or request.admissions == chunk.admission):
                     self._publish(request, chunk.end + max(len(new) - 1, 0))

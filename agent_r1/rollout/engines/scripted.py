@@ -102,6 +102,7 @@ def _limited(completion: Completion, sampling: Sampling, version: int) -> Comple
         completion,
         token_ids=ids[:kept],
         logprobs=completion.logprobs[:kept],
+        support=None if completion.support is None else completion.support.first(kept),
         stop="length" if kept < end else completion.stop,
         policy_version=version,
     )
