@@ -69,10 +69,10 @@ def sample(
         top_p_F = torch.tensor([settings[i].top_p for i in filtered], dtype=torch.float64, device=device)
         scores_FV = nucleus(scores_BV[rows_F], top_k_F, top_p_F)
         scores_BV = scores_BV.index_copy(0, rows_F, scores_FV)
-        if asking := [i for i in filtered if settings[i].keep_support]:
-            ids_FK = support_ids(scores_FV, max(settings[i].top_k for i in asking)).numpy(force=True)
-            for i in asking:
-                kept[i] = ragged(ids_FK[[filtered.index(i)]])
+        if widest := max(settings[i].top_k if settings[i].keep_support else 0 for i in filtered):
+            ids_FK = support_ids(scores_FV, widest).numpy(force=True)
+            for i, ids_K in zip(filtered, ids_FK, strict=True):
+                kept[i] = ragged(ids_K[None]) if settings[i].keep_support else None
     logprobs_BV = torch.log_softmax(scores_BV, dim=-1)
     if all(greedy):
         tokens_B = logprobs_BV.argmax(dim=-1)
