@@ -22,6 +22,7 @@ from agent_r1.tools.python.inside import kernel
 NOBODY = 65534  # who root becomes: the kernel counts no processes of root
 MIB = 1 << 20
 APART = kernel.NEW_NS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
+MAX_PENDING_SIGNALS = 256  # each takes kernel memory
 NEW_ROOT = "/tmp"  # where the view is put together; any folder that surely exists
 
 
@@ -60,8 +61,9 @@ def enter(orders: Orders) -> None:
         _become_nobody()
         uid, gid = NOBODY, NOBODY
     # A user namespace, too: only its owner may make process namespaces, one for each run.
-    kernel.unshare(kernel.NEW_USER | kernel.NEW_PID)
+    kernel.unshare(kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_NS)
     _map_user(orders.proc, uid, gid)
+    kernel.restrict_mount("/", kernel.READ_ONLY)  # bubblewrap leaves devices writable, so their times could be set
     inner = os.fork()
     if inner:
         os.close(orders.control)  # or the end of the host would go unnoticed
@@ -95,9 +97,10 @@ def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
     os.close(orders.proc)
     _set_limits(orders, base_bytes, session)
     kernel.no_new_privileges()
+    kernel.forbid_huge_pages()
     if orders.isolated:
         kernel.drop_capabilities()
-        kernel.filter_system_calls()
+    kernel.filter_system_calls()
 
 
 def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
@@ -109,8 +112,9 @@ def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
-    if orders.isolated:  # elsewhere it would count all processes of the user
+    if orders.isolated:  # elsewhere they would count what all processes of the user have
         limits[resource.RLIMIT_NPROC] = orders.processes
+        limits[resource.RLIMIT_SIGPENDING] = MAX_PENDING_SIGNALS
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
 
@@ -140,7 +144,6 @@ def _build_view(orders: Orders) -> None:
         os.symlink(target, NEW_ROOT + place)
     os.makedirs(NEW_ROOT + "/tmp", exist_ok=True)
     kernel.change_root(NEW_ROOT)
-    kernel.restrict_mount("/", kernel.READ_ONLY)
 
 
 def _map_user(proc: int, uid: int, gid: int) -> None:

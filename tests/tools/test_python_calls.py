@@ -1,0 +1,473 @@
+"""System calls of the sandbox: what is refused on both kinds of machine, and what ordinary programs still can do."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from agent_r1.tools.python.inside import calls
+from agent_r1.tools.python.inside.calls import ALLOWED, MACHINES, RULED, numbers
+from agent_r1.tools.python.levels import what_is_missing
+from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.sandbox import Sandbox
+from tests.tools.python_boxes import CPYTHON, ISOLATING, run, together, works
+
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+EPERM, ENOTTY, ENOSYS = 1, 25, 38
+
+REFUSED = """
+    semget=64/190 semop=65/193 semctl=66/191 shmget=29/194 shmat=30/196 shmctl=31/195 msgget=68/186 msgsnd=69/189
+    mq_open=240/180 memfd_create=319/279 memfd_secret=447/447 vmsplice=278/75 splice=275/76 tee=276/77 sendfile=40/71
+    copy_file_range=326/285 socket=41/198 bind=49/200 listen=50/201 accept=43/202 connect=42/203 setsockopt=54/208
+    sendmsg=46/211 sendmmsg=307/269 recvmsg=47/212 flock=73/32 inotify_init1=294/26 inotify_add_watch=254/27
+    fanotify_init=300/262 fanotify_mark=301/263 signalfd4=289/74 timerfd_create=283/85 timer_create=222/107
+    eventfd2=290/19 io_setup=206/0 io_submit=209/2 io_uring_setup=425/425 io_uring_enter=426/426
+    io_uring_register=427/427 userfaultfd=323/282 add_key=248/217 request_key=249/218 keyctl=250/219 bpf=321/280
+    perf_event_open=298/241 ptrace=101/117 process_vm_readv=310/270 process_vm_writev=311/271 kcmp=312/272
+    pidfd_open=434/434 pidfd_getfd=438/438 pidfd_send_signal=424/424 process_madvise=440/440 unshare=272/97
+    setns=308/268 mount=165/40 umount2=166/39 pivot_root=155/41 chroot=161/51 open_tree=428/428 move_mount=429/429
+    fsopen=430/430 fsconfig=431/431 fsmount=432/432 fspick=433/433 mount_setattr=442/442 name_to_handle_at=303/264
+    open_by_handle_at=304/265 mlock=149/228 mlock2=325/284 mlockall=151/230 mbind=237/235 move_pages=279/239
+    migrate_pages=256/238 set_mempolicy=238/237 remap_file_pages=216/234 sync=162/81 syncfs=306/267
+    sync_file_range=277/84 fadvise64=221/223 readahead=187/213 mincore=27/232 setxattr=188/5 fsetxattr=190/7
+    sched_setaffinity=203/122 sched_setscheduler=144/119 setpriority=141/140 ioprio_set=251/30 setuid=105/146
+    setgid=106/144 setresuid=117/147 setgroups=116/159 capset=126/91 personality=135/92 seccomp=317/277
+    syslog=103/116 reboot=169/142 kexec_load=246/104 init_module=175/105 finit_module=313/273 swapon=167/224
+    quotactl=179/60 settimeofday=164/170 clock_settime=227/112 adjtimex=159/171
+    rt_sigqueueinfo=129/138 landlock_create_ruleset=444/444 lookup_dcookie=212/18 execveat=322/281
+"""
+
+
+def verdict(machine: str, number: int, *arguments: int, of: int | None = None) -> int:
+    """What the filter for `machine` answers: classic BPF, interpreted."""
+    padded = (*arguments, *(0,) * (6 - len(arguments)))
+    words = {0: number, 4: MACHINES[machine] if of is None else of}
+    words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(padded)}
+    program, at, value = calls.program(machine), 0, 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            value = words[operand]
+        elif code == 0x54:
+            value &= operand
+        else:
+            holds = {0x15: value == operand, 0x35: value >= operand}[code]
+            at += if_true if holds else if_false
+
+
+# -- the list, for both kinds of machine ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_refuses_what_is_not_listed(machine: str) -> None:
+    for number in numbers(ALLOWED, machine).values():
+        assert verdict(machine, number) == ALLOW
+    for name, number in numbers(REFUSED, machine).items():
+        assert verdict(machine, number) == ERRNO | EPERM, name
+    listed = {*numbers(ALLOWED, machine).values(), *numbers(RULED, machine).values()}
+    others = [number for number in range(600) if number not in listed]
+    assert {verdict(machine, number) for number in others} == {ERRNO | EPERM, ERRNO | ENOSYS}
+    assert verdict(machine, 10_000) == ERRNO | ENOSYS  # of a future kernel
+    assert verdict(machine, 0x40000000) == ERRNO | ENOSYS  # read, as x32 calls it
+    assert verdict(machine, 1, of=0x40000003) == KILL  # exit, as a 32-bit program calls it
+    assert len(calls.program(machine)) <= 4096  # the most that the kernel takes
+    assert set(numbers(RULED, "x86_64")) == set(calls.RULES)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("mmap", [(0, 4096, 3, 0x22), (0, 4096, 5, 0x812)], [(0, 4096, 3, 0x40022), (0, 4096, 3, 0x2022)]),
+        ("mremap", [(0, 1, 2, 0), (0, 1, 2, 1)], [(0, 1, 2, 3), (0, 1, 2, 5)]),
+        ("madvise", [(0, 1, 4), (0, 1, 8)], [(0, 1, 14), (0, 1, 25), (0, 1, 12), (0, 1, 100)]),
+        ("clone", [(0x11,), (0x3D0F00,), (0x4111,)], [(0x10000011,), (0x20011,), (0x40000011,), (0x8011,)]),
+        ("futex", [(0, 0x80), (0, 0x189), (0, 1)], [(0, 6), (0, 0x86), (0, 13), (0, 12)]),
+        ("fcntl", [(3, 1), (3, 4, 0x800), (3, 1030)], [(3, 1031), (3, 1024), (3, 1026), (3, 37), (3, 8), (3, 10)]),
+        ("prctl", [(15,)], [(22, 2), (4, 1), (36, 1), (41, 0), (0x53564D41,)]),
+        ("mknodat", [(-100, 0, 0o010644)], [(-100, 0, 0o020644), (-100, 0, 0o140644)]),
+        ("socketpair", [(1, 1), (1, 0o2004001)], [(1, 2), (1, 5), (2, 1), (16, 1)]),
+        ("sendto", [(3, 0, 1, 0), (3, 0, 1, 0x4040)], [(3, 0, 1, 1), (3, 0, 1, 0x4000000)]),
+        ("recvfrom", [(3, 0, 1, 0), (3, 0, 1, 0x42)], [(3, 0, 1, 1), (3, 0, 1, 0x2000)]),
+        ("getsockopt", [(3, 1, 3), (3, 1, 38)], [(3, 1, 17), (3, 1, 77), (3, 6, 3)]),
+    ],
+)
+def test_dangerous_arguments_are_refused(
+    machine: str, name: str, allowed: list[tuple[int, ...]], refused: list[tuple[int, ...]]
+) -> None:
+    number = numbers(RULED, machine)[name]
+    assert [verdict(machine, number, *arguments) for arguments in allowed] == [ALLOW] * len(allowed)
+    assert [verdict(machine, number, *arguments) for arguments in refused] == [ERRNO | EPERM] * len(refused)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_with_an_answer_of_their_own(machine: str) -> None:
+    number = numbers(RULED, machine)
+    assert verdict(machine, number["clone3"]) == ERRNO | ENOSYS  # libc then uses clone
+    assert verdict(machine, number["ioctl"], 0, 0x5412) == ERRNO | ENOTTY  # typing into a terminal
+    assert verdict(machine, number["fcntl"], 3, 6) == ERRNO  # a record lock: nothing is done, and no error told
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
+    headers = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
+    header = Path("/usr/include") / headers[machine]
+    if not header.exists():
+        pytest.skip(f"no kernel headers: {header}")
+    text = header.read_text(encoding="utf-8")
+    known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", text, re.M)}
+    known.setdefault("newfstatat", known.get("fstatat", -1))
+    for name, number in numbers(ALLOWED + RULED + REFUSED, machine).items():
+        if name in known or number <= max(known.values()):
+            assert known.get(name) == number, name
+
+
+# -- attacks, for real ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[dict[str, Sandbox]]:
+    """Sandboxes with libraries, and time enough for a busy machine."""
+    made: dict[str, Sandbox] = {}
+    yield made
+    for box in made.values():
+        asyncio.run(box.close())
+
+
+@pytest.fixture(params=CPYTHON)
+def box(request: pytest.FixtureRequest, roomy: dict[str, Sandbox]) -> Sandbox:
+    level = request.param
+    if (missing := what_is_missing(level)) is not None:
+        pytest.skip(f"level {level}: {missing}")
+    if level not in roomy:
+        libraries = [name for name in ("numpy", "sympy") if find_spec(name)]
+        limits = Limits(seconds=60, cpu_seconds=60, memory_mb=256, processes=10)
+        roomy[level] = Sandbox(level=level, limits=limits, libraries=libraries, slots=2)
+    return roomy[level]
+
+
+RAW = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+answers = {{}}
+for name, number in {refused}.items():
+    ctypes.set_errno(0)
+    answers[name] = libc.syscall(number, 0, 0, 0, 0, 0, 0), ctypes.get_errno()
+print([name for name, answer in answers.items() if answer != (-1, 1)])
+"""
+
+
+def test_refused_calls_never_reach_the_kernel(box: Sandbox) -> None:
+    attack = box.run(RAW.format(refused=numbers(REFUSED, platform.machine())))
+    neighbour = box.run("import time\ntime.sleep(0.2)\n'alive'")
+    refused, alive = together(attack, neighbour)
+    assert (refused.stdout, refused.error) == ("[]\n", None)
+    assert alive.stdout == "'alive'\n"
+    assert works(box)
+
+
+def test_semaphores_take_no_kernel_memory(box: Sandbox) -> None:
+    code = """
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    print(sum(libc.semget(0, 32000, 0o1600) >= 0 for _ in range(600)))  # 2 MB each
+    """
+    assert run(box, code).stdout == "0\n"
+
+
+def test_pipes_pin_no_pages_and_do_not_grow(box: Sandbox) -> None:
+    code = """
+    import ctypes, fcntl, mmap, os
+    libc = ctypes.CDLL(None, use_errno=True)
+    class Piece(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+    memory = mmap.mmap(-1, 4 << 20)
+    piece = Piece(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 4096)
+    read, write = os.pipe()
+    print(libc.vmsplice(write, ctypes.byref(piece), ctypes.c_ulong(1), 0))
+    file = os.open("/dev/zero", os.O_RDONLY)
+    print(libc.splice(file, None, write, None, ctypes.c_size_t(4096), 0))
+    print(libc.fcntl(write, 1031, 1 << 20))
+    """
+    assert run(box, code).stdout == "-1\n-1\n-1\n"
+
+
+def test_huge_pages_are_off(box: Sandbox) -> None:
+    # With them, a process that unmaps all but 4 KB of each 2 MB keeps the 2 MB, and only the 4 KB are counted.
+    async def look() -> str:
+        await box.run("x = 1", session="s")
+        handle = box._sessions["s"].process._handle  # type: ignore[union-attr]
+        found = re.search(r"Pid:\t(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(encoding="utf-8"))
+        assert found is not None
+        status = Path(f"/proc/{found[1]}/status").read_text(encoding="utf-8")
+        await box.release("s")
+        return status
+
+    status = asyncio.run(look())
+    if "THP_enabled" not in status:
+        pytest.skip("this kernel does not say whether a process has huge pages")
+    assert "THP_enabled:\t0\n" in status
+    code = """
+    import ctypes, mmap
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t(2 << 20)
+    print([hex(libc.mmap(None, size, 3, 0x22 | flag, -1, ctypes.c_long(0))) for flag in (0x40000, 0x2000)])
+    try:
+        mmap.mmap(-1, 4 << 20).madvise(14)
+    except PermissionError:
+        print("no")
+    """
+    assert run(box, code).stdout == f"{[hex(2**64 - 1)] * 2}\nno\n"
+
+
+def test_sockets_hold_little_memory(box: Sandbox) -> None:
+    code = """
+    import socket
+    refused = []
+    def attempt(what, function, *arguments):
+        try:
+            function(*arguments)
+        except PermissionError:
+            refused.append(what)
+    attempt("inet", socket.socket)
+    attempt("unix", socket.socket, socket.AF_UNIX)
+    attempt("datagrams", socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM)
+    held, kept = 0, []
+    try:
+        while True:
+            pair = socket.socketpair()
+            kept.append(pair)
+            for one in pair:
+                one.setblocking(False)
+                while True:
+                    try:
+                        held += one.send(b"x" * 4096)
+                    except BlockingIOError:
+                        break
+    except OSError:
+        pass
+    attempt("bigger buffers", kept[0][0].setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    attempt("descriptors", socket.send_fds, kept[0][0], [b"x"], [0])
+    print(*refused, sep=", ")
+    print(held)
+    """
+    refused, held = run(box, code).stdout.splitlines()
+    assert refused == "inet, unix, datagrams, bigger buffers, descriptors"
+    default = int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="utf-8"))
+    assert 0 < int(held) <= box.limits.open_files * default
+
+
+def test_shared_files_cannot_be_locked_or_watched(box: Sandbox) -> None:
+    code = """
+    import ctypes, fcntl, os, tempfile
+    libc = ctypes.CDLL(None, use_errno=True)
+    shared = open(os.__file__)
+    for attempt in (
+        lambda: fcntl.flock(shared, fcntl.LOCK_SH),
+        lambda: fcntl.fcntl(shared, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+        lambda: fcntl.fcntl(os.open("/", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_MODIFY),
+    ):
+        try:
+            attempt()
+            print("done")
+        except PermissionError:
+            print("refused")
+    print(libc.inotify_init(), libc.inotify_init1(0), libc.fanotify_init(0, 0))
+    own = tempfile.TemporaryFile()
+    fcntl.lockf(own, fcntl.LOCK_EX)
+    child = os.fork()
+    if child == 0:
+        fcntl.lockf(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os._exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    # Record locks seem to succeed, and nobody holds them: the child gets what its parent has.
+    assert run(box, code).stdout == "refused\nrefused\nrefused\n-1 -1 -1\n5\n"
+
+
+@pytest.mark.parametrize("level", ISOLATING)
+def test_times_of_devices_cannot_be_set(level: str, roomy: dict[str, Sandbox]) -> None:
+    if (missing := what_is_missing(level)) is not None:
+        pytest.skip(f"level {level}: {missing}")
+    code = """
+    import os
+    touched = []
+    for place in ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", 0, os.__file__, "/"):
+        try:
+            os.utime(place)
+            touched.append(place)
+        except OSError:
+            pass
+    print(touched)
+    print(open("/dev/null", "w").write("x"), open("/dev/zero", "rb").read(1))
+    """
+    box = Sandbox(level=level, libraries=(), slots=1)
+    try:
+        assert run(box, code).stdout == "[]\n1 b'\\x00'\n"
+    finally:
+        asyncio.run(box.close())
+
+
+# -- what ordinary programs do ----------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "pure": (
+        """
+        import collections, datetime, decimal, fractions, itertools, json, math, random, re, statistics, time
+        time.sleep(0.01)
+        print(json.dumps({"a": [1, None]}), re.sub("a+", "b", "caat"), math.comb(50, 3), random.randint(1, 1))
+        print(decimal.Decimal("0.1") + 1, fractions.Fraction(1, 3), statistics.mean([1, 2]), time.time() > 1e9)
+        print(datetime.datetime.now().astimezone().year > 2000, time.process_time() >= 0)
+        """,
+        '{"a": [1, null]} cbt 19600 1\n1.1 1/3 1.5 True\nTrue True\n',
+    ),
+    "files": (
+        """
+        import glob, gzip, mmap, os, pathlib, shutil, tarfile, tempfile, zipfile
+        os.chdir(tempfile.mkdtemp())
+        pathlib.Path("a").write_text("x" * 100_000)
+        shutil.copy2("a", "b"); os.rename("b", "c"); os.link("c", "d"); os.symlink("c", "e"); os.truncate("c", 5)
+        os.mkdir("f"); shutil.copytree("f", "g"); os.chmod("c", 0o600); pathlib.Path("h").touch(); os.mkfifo("i")
+        with zipfile.ZipFile("z.zip", "w") as file: file.write("c")
+        with tarfile.open("t.tgz", "w:gz") as file: file.add("c")
+        with tarfile.open("t.tgz") as file: file.extractall("g")
+        with gzip.open("j.gz", "wb") as file: file.write(b"x")
+        with open("c", "r+b") as file, mmap.mmap(file.fileno(), 0) as view: view[0] = 65; view.flush()
+        with tempfile.TemporaryFile() as file: file.write(b"x")
+        print(open("d").read(), sorted(glob.glob("*")), os.listdir("g"), os.stat("a").st_size)
+        print(shutil.disk_usage(".").total > 0)
+        shutil.rmtree(os.getcwd())
+        """,
+        "Axxxx ['a', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j.gz', 't.tgz', 'z.zip'] ['c'] 100000\nTrue\n",
+    ),
+    "sqlite": (
+        """
+        import sqlite3, tempfile
+        for place in (":memory:", tempfile.mkdtemp() + "/data"):
+            base = sqlite3.connect(place)
+            base.execute("create table t (a)")
+            base.execute("insert into t values (1)")
+            base.commit()
+            print(base.execute("pragma journal_mode=wal").fetchone(), base.execute("select * from t").fetchall())
+        """,
+        "('memory',) [(1,)]\n('wal',) [(1,)]\n",
+    ),
+    "threads": (
+        """
+        import queue, threading
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(3) as pool: print(list(pool.map(lambda n: n * n, range(5))))
+        answers, event = queue.Queue(), threading.Event()
+        thread = threading.Thread(target=lambda: answers.put(event.wait(5)), name="named"); thread.start()
+        event.set(); thread.join(); print(answers.get())
+        """,
+        "[0, 1, 4, 9, 16]\nTrue\n",
+    ),
+    "asyncio": (
+        """
+        import asyncio, sys
+        async def main():
+            program = (sys.executable, "-I", "-S", "-c", "print(7)")
+            process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
+            said, _ = await process.communicate()
+            return await asyncio.gather(asyncio.to_thread(pow, 3, 2), asyncio.sleep(0.01, 4)), said
+        print(asyncio.run(main()))
+        """,
+        "([9, 4], b'7\\n')\n",
+    ),
+    "subprocesses": (
+        """
+        import os, subprocess, sys
+        run = lambda code: subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, timeout=50)
+        print(run("import json, ssl, threading; print(6 * 7)").stdout, run("raise SystemExit(3)").returncode)
+        try:
+            subprocess.run(["/no/such/program"])
+        except FileNotFoundError as error:
+            print(error.strerror)
+        child = os.fork() or os._exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        "b'42\\n' 3\nNo such file or directory\n5\n",
+    ),
+    "multiprocessing": (
+        """
+        import math, multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import shared_memory
+        def square(number): return number * number
+        fork = multiprocessing.get_context("fork")
+        with fork.Pool(2) as pool: print(pool.map(square, range(4)))
+        with ProcessPoolExecutor(2, mp_context=fork) as pool: print(list(pool.map(square, range(4))))
+        with multiprocessing.get_context("spawn").Pool(1) as pool: print(pool.map(math.sqrt, [4.0]))
+        ours, theirs = fork.Pipe(); ours.send([1]); print(theirs.recv())
+        queue, value = fork.Queue(), fork.Value("i", 3); queue.put(value.value); print(queue.get())
+        memory = shared_memory.SharedMemory(create=True, size=10); memory.close(); memory.unlink()
+        """,
+        "[0, 1, 4, 9]\n[0, 1, 4, 9]\n[2.0]\n[1]\n3\n",
+    ),
+    "signals": (
+        """
+        import faulthandler, os, resource, signal, time
+        signal.signal(signal.SIGALRM, lambda *_: print("rang"))
+        signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.2)
+        signal.raise_signal(signal.SIGALRM); os.kill(os.getpid(), signal.SIGALRM)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0)
+        """,
+        "rang\nrang\nrang\nTrue\n",
+    ),
+    "machine": (
+        """
+        import ctypes, os, platform, secrets, shutil, sys, tracemalloc, uuid
+        print(platform.system(), os.cpu_count() > 0, len(os.sched_getaffinity(0)) > 0, shutil.get_terminal_size().lines)
+        print(len(secrets.token_hex(4)), len(os.urandom(3)), len(str(uuid.uuid4())), sys.stdout.isatty())
+        blocks = [bytes(10**6) for _ in range(50)]; grown = bytearray(); [grown.extend(b) for b in blocks]
+        print(len(grown), ctypes.CDLL(None).getpid() == os.getpid())
+        """,
+        "Linux True True 24\n8 3 36 False\n50000000 True\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ordinary_programs_run(box: Sandbox, name: str) -> None:
+    code, expected = PROGRAMS[name]
+    outcome = run(box, code)
+    assert (outcome.stdout, outcome.error) == (expected, None)
+
+
+def test_numpy_runs(box: Sandbox) -> None:
+    pytest.importorskip("numpy")
+    code = """
+    import numpy as np, tempfile
+    place = tempfile.mkdtemp()
+    print(np.allclose(np.linalg.svd(np.diag([3.0, 2.0]))[1], [3, 2]), np.zeros(4_000_000).sum(), np.fft.fft([1, 0]))
+    np.save(place + "/a.npy", np.arange(1000)); print(np.load(place + "/a.npy", mmap_mode="r").sum())
+    (np.random.default_rng(0).random((300, 300)) @ np.ones((300, 300))).shape
+    """
+    expected = "True 0.0 [1.+0.j 1.+0.j]\n499500\n(300, 300)\n"
+    outcome = run(box, code)
+    assert (outcome.stdout, outcome.error) == (expected, None)
+
+
+def test_sympy_runs(box: Sandbox) -> None:
+    pytest.importorskip("sympy")
+    code = """
+    from sympy import *
+    x = symbols("x")
+    print(solve(x**3 - 6*x**2 + 11*x - 6), integrate(sin(x) * exp(x), x), N(pi, 30), Matrix([[1, 2], [3, 4]]).inv())
+    """
+    expected = (
+        "[1, 2, 3] exp(x)*sin(x)/2 - exp(x)*cos(x)/2 3.14159265358979323846264338328 Matrix([[-2, 1], [3/2, -1/2]])\n"
+    )
+    outcome = run(box, code)
+    assert (outcome.stdout, outcome.error) == (expected, None)
