@@ -1,4 +1,4 @@
-"""Where processes come from: zygotes of CPython, or workers of monty. Blocking; `sandbox.py` makes it async."""
+"""Where processes come from: zygotes of CPython, or workers of monty (`monty.py`). All of it blocks; see `sandbox.py`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.inside.confine import Orders
-from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
+from agent_r1.tools.python.limits import Limits, Outcome, SandboxError
 from agent_r1.tools.python.view import CODE, INSIDE, PACKAGES, WARM_UP, View, interpreter, make_view, module_names
 from agent_r1.tools.python.zygote import Wish, Zygote
-
-MIB = 1 << 20
-MAX_ERROR_CHARS = 2000
 
 # Our modules are found under their own names without the packages around them, which import far more than a zygote
 # needs: those are empty stand-ins that lead to one folder.
@@ -138,95 +133,3 @@ def wrapped(bubblewrap: str, view: View) -> list[str]:
     for target, place in view.links:
         command += ["--symlink", target, place]
     return [*command, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
-
-
-class MontyBackend:
-    """Workers of `pydantic-monty`: each a process that interprets a part of Python and has no system calls to offer."""
-
-    def __init__(self, limits: Limits) -> None:
-        try:
-            import pydantic_monty
-        except ImportError:
-            raise ConfigError("the package pydantic-monty is not installed") from None
-        self._limits = limits
-        self._stack = ExitStack()
-        pool = pydantic_monty.Monty(max_processes=4096, request_timeout=limits.seconds + 2.0)
-        self._pool = self._stack.enter_context(pool)
-
-    def open(self, *, session: bool) -> Process:
-        return MontyRun(self._pool, self._limits)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class _TooLong(Exception):
-    """More was printed than may be."""
-
-
-class _Printed:
-    """Takes what is printed, up to a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.text = ""
-        self.too_long = False
-
-    def __call__(self, stream: str, text: str) -> None:
-        room = self._limit - len(self.text)
-        self.text += text[:room]
-        if len(text) > room:
-            self.too_long = True
-            raise _TooLong
-
-
-class MontyRun:
-    """A worker. It cannot be killed from here, but never runs on for longer than the time limit."""
-
-    def __init__(self, pool: Any, limits: Limits) -> None:
-        self._limits = limits
-        self._usable = True
-        self._stack = ExitStack()
-        bounds = {
-            "max_feed_duration_secs": limits.seconds,
-            "max_memory": limits.memory_mb * MIB,
-            "max_total_sleep_secs": limits.seconds,
-        }
-        self._session = self._stack.enter_context(
-            pool.checkout(limits=bounds, os_policy={"random_start": {"seed": 0}}, script_name="<python>")
-        )
-
-    @property
-    def usable(self) -> bool:
-        return self._usable
-
-    def call(self, code: str, wish: Wish) -> Outcome:
-        import pydantic_monty
-
-        began = time.monotonic()
-        printed = _Printed(self._limits.output_chars)
-        error: str | None = None
-        killed_by: KilledBy | None = None
-        try:
-            value = self._session.feed_run(code, print_callback=printed)
-            if value is not None:
-                printed("stdout", f"{value!r}\n")
-        except _TooLong:
-            pass
-        except pydantic_monty.MontyCrashedError as failure:
-            killed_by, error = KilledBy.TIME if failure.timed_out else KilledBy.SIGNAL, str(failure)
-        except (pydantic_monty.MontyRuntimeError, pydantic_monty.MontySyntaxError) as failure:
-            error = str(failure.display())[-MAX_ERROR_CHARS:]
-            if isinstance(failure.exception(), TimeoutError):  # its own, or raised by the code: both are the end of it
-                killed_by, error = KilledBy.TIME, f"stopped: it ran for more than {self._limits.seconds:g} s"
-        if printed.too_long:
-            killed_by, error = KilledBy.OUTPUT, f"stopped: it printed more than {self._limits.output_chars} characters"
-        self._usable = killed_by is None
-        return Outcome(stdout=printed.text, error=error, seconds=time.monotonic() - began, killed_by=killed_by)
-
-    def kill(self) -> None:
-        """Nothing to do: see the class."""
-
-    def close(self) -> None:
-        self._usable = False
-        self._stack.close()

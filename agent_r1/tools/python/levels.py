@@ -14,8 +14,9 @@ from enum import StrEnum
 from functools import cache
 
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.tools.python.backends import Backend, MontyBackend, ZygoteBackend
+from agent_r1.tools.python.backends import Backend, ZygoteBackend
 from agent_r1.tools.python.limits import Limits, SandboxError
+from agent_r1.tools.python.monty import MontyBackend
 from agent_r1.tools.python.zygote import Wish
 
 
@@ -78,7 +79,7 @@ LEVELS: dict[str, Level] = {  # strongest first
             summary="CPython as the same user, with limits and nothing hidden: for a container you would give away",
             guarantees=LIMITED,
             libraries=True,
-            needs="run on Linux",
+            needs="run on Linux, on x86_64 or aarch64",
         ),
     )
 }
