@@ -1,4 +1,4 @@
-"""Where processes come from: zygotes of CPython, or workers of monty (`monty.py`). All of it blocks; see `sandbox.py`."""
+"""Where processes come from: zygotes of CPython, or workers of monty (`monty.py`). All of this blocks."""
 
 from __future__ import annotations
 

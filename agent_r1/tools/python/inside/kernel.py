@@ -11,6 +11,7 @@ import os
 import platform
 import struct
 from ctypes import c_char_p, c_int, c_long, c_ulong, c_void_p
+from functools import cache
 
 from agent_r1.tools.python.inside import calls
 
@@ -91,10 +92,15 @@ def forbid_huge_pages() -> None:
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
+@cache
+def compiled_filter() -> bytes:
+    _column()
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in calls.program(MACHINE))
+
+
 def filter_system_calls() -> None:
     """Refuse, for good, all calls that `calls.py` does not allow; needs `no_new_privileges`."""
-    _column()
-    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in calls.program(MACHINE))
+    instructions = compiled_filter()
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
 
     class Program(ctypes.Structure):

@@ -42,6 +42,7 @@ def main() -> None:
         raise RuntimeError(
             f"importing {orders.preload} started {count - 1} threads, and a process with threads cannot fork"
         )
+    kernel.compiled_filter()  # once, for all runs
     gc.collect()
     gc.freeze()  # what is loaded now stays shared by all runs
     Zygote(orders).serve()
