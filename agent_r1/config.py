@@ -83,6 +83,7 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
     # of the sampling copy and of the learner's products; master weights are always float32. auto: bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    fp32_head: bool = False  # logits in float32 from float32 weights, in sampler and learner; for bfloat16
 
 
 class LoRAConfig(Section):

@@ -34,12 +34,13 @@ CHECK_TOLERANCE = 1e-3
 class PolicyModel:
     """A causal LM, prepared for packed training."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one place where the knobs of a model stand)
         self,
         model: Any,  # a transformers ...ForCausalLM
         *,
         attention: str | None = None,  # a packed attention by name; None: the fastest
         autocast_dtype: torch.dtype | None = None,
+        fp32_head: bool = False,  # logits in float32 from the masters, whatever the body is computed in
         max_logits: int = MAX_LOGITS,
         lora: LoRA | None = None,  # train adapters instead of the weights
         compiled: bool = False,  # the layers, and on a GPU what is done to logits
@@ -47,6 +48,7 @@ class PolicyModel:
     ) -> None:
         self.model: nn.Module = model.float().eval()
         self.autocast_dtype = autocast_dtype
+        self.head_dtype = None if fp32_head else autocast_dtype
         self.max_logits = max_logits
         self.compiled = compiled
         self._adapters = Adapters(model, lora) if lora is not None else None
@@ -71,7 +73,7 @@ class PolicyModel:
 
     def hidden(self, pack: Pack) -> Tensor:
         """[T, D]: the last hidden state that each trained token is predicted from."""
-        with self._autocast(), self._without_adapters():
+        with self._autocast(self.autocast_dtype), self._without_adapters():
             return self._hidden(pack).index_select(0, pack.sources_T)
 
     def score(
@@ -88,7 +90,7 @@ class PolicyModel:
             softcap=self._softcap,
             entropy_gradient=entropy_gradient,
             chunk=self._chunk,
-            dtype=self.autocast_dtype or self._head.weight.dtype,
+            dtype=self.head_dtype or self._head.weight.dtype,
             compiled=self.compiled and self.device.type == "cuda",
         )
         head = self._head
@@ -159,8 +161,8 @@ class PolicyModel:
         other._bare = True
         return other
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+    def _autocast(self, dtype: torch.dtype | None) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         return self._adapters.disabled() if self._bare and self._adapters is not None else nullcontext()
@@ -190,12 +192,13 @@ class PolicyModel:
         self, hidden_TD: Tensor, pack: Pack, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """For a head that is more than a matrix (quantised, adapted): called as it is, chunk by chunk."""
+        hidden_TD = hidden_TD if self.head_dtype == self.autocast_dtype else hidden_TD.float()
         pieces = []
         for start in range(0, max(1, len(hidden_TD)), self._chunk):
             rows = slice(start, start + self._chunk)
             ids_CK = None if pack.supports is None else pack.supports.chunk(rows, hidden_TD.device)
             settings = (ids_CK, temperature, entropy_gradient)
-            with self._autocast():
+            with self._autocast(self.head_dtype):
                 chunk = checkpoint(self._score, hidden_TD[rows], pack.targets_T[rows], *settings, use_reentrant=False)
             pieces.append(chunk)
         logprobs, entropies = zip(*pieces, strict=True)

@@ -135,6 +135,7 @@ def _policy(config: RunConfig, model: Model) -> PolicyModel:
         lora=_lora(config.lora, config.seed) if config.lora is not None else None,
         compiled=_compiles(config),
         checkpoint_activations=config.learner.activation_checkpointing,
+        fp32_head=config.model.fp32_head,
     )
 
 
@@ -145,7 +146,10 @@ def _reference(config: RunConfig, policy: PolicyModel, reference: Model | None) 
         return policy.without_adapters()  # the initial policy is in there already
     assert reference is not None
     return PolicyModel(
-        reference.network.requires_grad_(False), autocast_dtype=_autocast_dtype(config), compiled=_compiles(config)
+        reference.network.requires_grad_(False),
+        autocast_dtype=_autocast_dtype(config),
+        fp32_head=config.model.fp32_head,
+        compiled=_compiles(config),
     )
 
 
@@ -311,6 +315,11 @@ def check_beginning(config: RunConfig) -> None:
     """Model, engine and warm start, as far as they can be told without loading anything."""
     given_cache(config, model_device(config))  # refuses one that is too small
     if config.model.path is not None:
+    if config.model.fp32_head and model_dtype(config) == torch.float32:
+        raise ConfigError(
+            "model.fp32_head does nothing in float32, in which this run computes everything: leave it out, or set "
+            "model.dtype=bfloat16"
+        )
         find_model(config.model.path)
     if config.model.make is not None:
         check_call(config, "model.make", config.model.make, ["directory", "seed"])

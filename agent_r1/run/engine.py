@@ -13,6 +13,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn import ALGORITHMS
 from agent_r1.rollout.engine import Engine
+from agent_r1.rollout.engines.fp32_head import use_fp32_head
 from agent_r1.rollout.engines.gpu_attention import bytes_per_token
 from agent_r1.rollout.engines.local import BLOCK_SIZE, LocalEngine
 from agent_r1.rollout.engines.model_runner import cast_weights
@@ -29,6 +30,8 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
     """A copy of the model, on the same device."""
     settings = config.engine
     network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
+    if config.model.fp32_head:
+        use_fp32_head(network, model.network.get_output_embeddings())
     network.set_attn_implementation("eager")  # a learner may have set its own on the original
     on_gpu = network.device.type == "cuda"
     if on_gpu and not has_compiler():

@@ -81,12 +81,21 @@ def test_settings_arrive_at_the_learner() -> None:
     assert all(layer.training for layer in decoder_layers(other.policy.model))
     assert {p.dtype for p in other.policy.model.parameters()} == {torch.float32}
 
+    assert other.policy.head_dtype == torch.bfloat16
+    assert learner_of("model.dtype=bfloat16", "model.fp32_head=true").policy.head_dtype is None
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["learner.offload_optimizer=true"], r"learner\.offload_optimizer does nothing on a CPU"),
         (["lora={rank: 4, dropout: 0.1}"], r"lora has no field 'dropout'"),
+        (["model.fp32_head=true"], r"model\.fp32_head does nothing in float32"),
+        (["learner.schedule=square"], r"learner\.schedule='square'"),
+        (["learner.adam_eps=0"], r"learner\.adam_eps=0: input should be greater than 0"),
+        (
+            ["learner.schedule=linear", "learner.min_lr_ratio=1"],
+            r"learner\.min_lr_ratio=1: input should be less than 1",
+        ),
         (["lora={rank: 0}"], r"lora\.rank=0: input should be greater than or equal to 1"),
         (["lora={target_modules: []}"], r"lora\.target_modules is empty"),
         (["learner.prefix_sharing=maybe"], r"learner\.prefix_sharing='maybe'"),
@@ -156,7 +165,8 @@ def test_without_a_compiler_compiling_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_what_a_warm_start_depends_on_changes_its_key() -> None:
     base = base_model(mini())
     keys = {_warm_start_key(mini(*o), base) for o in ((), ADAPTERS, ("model.dtype=bfloat16",))}
-    assert len(keys) == 3
+    keys |= {_warm_start_key(mini(*o), base) for o in (("model.fp32_head=true",), ("learner.adam_eps=1e-5",))}
+    assert len(keys) == 5
     unrelated = mini("learner.activation_checkpointing=true", "trainer.deterministic=true")
     assert _warm_start_key(unrelated, base) == _warm_start_key(mini(), base)
 
@@ -215,6 +225,38 @@ def test_memory_and_number_format_change_how_a_run_computes_and_not_what_it_does
 
 
 def test_the_estimate_is_made_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_float32_head_brings_sampler_and_learner_of_a_run_together(tmp_path: Path) -> None:
+    def mismatch(name: str, *overrides: str) -> float:
+        trained(tmp_path / name, "trainer.steps=2", "eval.rows=2", "model.dtype=bfloat16", *overrides)
+        steps = [record for record in numbers(tmp_path / name) if record["kind"] == "train"]
+        return max(float(record["mismatch_kl"]) for record in steps if not record["empty_update"])
+
+    assert 0 < mismatch("fine", "model.fp32_head=true") < mismatch("coarse")
+
+
+def test_a_run_with_a_schedule_reshuffled_epochs_and_a_normalising_critic_resumes_exactly(tmp_path: Path) -> None:
+    settings = (
+        "algorithm.name=ppo",
+        "learner.lr=1e-3",
+        "learner.warmup_steps=2",
+        "learner.schedule=cosine",
+        "learner.num_epochs=2",
+        "learner.num_minibatches=2",
+        "learner.target_kl=0.02",
+        "critic={schedule: linear, normalize_returns: true, value_clip: 0.5}",
+        "eval.rows=2",
+    )
+    trained(tmp_path / "whole", *settings)
+    trained(tmp_path / "half", *settings)
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_000004")  # as if killed before it was saved
+    resumed(RunDir.open(tmp_path / "half"))
+    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+    steps = [record for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
+    # 4 steps of 4 planned updates each, after which the rate is a tenth; dropped updates are counted as planned
+    assert steps[-1]["lr"] < 0.5e-3 < steps[0]["lr"]
+    assert all("kl_dropped_updates" in record for record in steps)
+
+
     def too_large(*_: Any, **__: Any) -> str:
         raise ConfigError("does not fit")
 

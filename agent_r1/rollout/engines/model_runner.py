@@ -22,6 +22,7 @@ from agent_r1.agent.sampler import Sampling
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.rollout.engines.attention import PAGED, noting, register, running
 from agent_r1.rollout.engines.cpu_attention import StepLayout
+from agent_r1.rollout.engines.fp32_head import with_head_weights
 from agent_r1.rollout.engines.kv_cache import KVCache
 from agent_r1.rollout.engines.request import Chunk, Request
 from agent_r1.rollout.engines.sampling import Kept, sample
@@ -157,7 +158,8 @@ class ModelRunner(ABC):
         with noting(windows):
             got = self.logits_of([first, second, third])
         self._check_layers(windows)
-        tolerance = max(1e-4, 8 * torch.finfo(expected.dtype).eps)
+        body = self.model.get_input_embeddings().weight.dtype  # the head may be finer
+        tolerance = max(1e-4, 8 * torch.finfo(body).eps)
         error, scale = (got - expected).abs().max().item(), expected.abs().max().item()
         same = error <= tolerance * scale  # nan is not
         return None if same else f"{error:.3g} where the largest is {scale:.3g}"
@@ -165,6 +167,7 @@ class ModelRunner(ABC):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy into the model's own tensors; checked as a whole first, so an error changes nothing."""
+        weights = with_head_weights(self.model, weights)
         targets: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         unknown = [name for name in weights if name not in targets]
         if unknown:

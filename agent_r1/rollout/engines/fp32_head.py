@@ -1,0 +1,48 @@
+"""An output head in float32 on a model in half precision.
+
+In bfloat16 a logit of 20 is rounded to a multiple of 0.125, which is most of what a sampler and a learner disagree by.
+The head gets weights of its own, also where the model ties them to its embeddings, which stay in half precision.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from agent_r1.errors import ConfigError
+
+
+class Fp32Head(nn.Module):
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(head.weight.detach().float().clone(), requires_grad=False)
+        self.bias = None if head.bias is None else nn.Parameter(head.bias.detach().float().clone(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.float(), self.weight, self.bias)
+
+
+def use_fp32_head(model: Any, masters: Any) -> None:
+    """Replace the model's head by one with these weights, which are those of a float32 copy of the model."""
+    if type(masters) is not nn.Linear:
+        raise ConfigError(
+            f"model.fp32_head needs an output head that is a linear layer; {type(model).__name__} has "
+            f"{type(masters).__name__}. Leave model.fp32_head out"
+        )
+    model.set_output_embeddings(Fp32Head(masters))
+
+
+def with_head_weights(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A learner hands over tied weights once; a float32 head needs them under its own name too."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, Fp32Head):
+        return weights
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own, tied = names[id(head.weight)], names[id(embedding.weight)]
+    if own in weights or tied not in weights:
+        return weights
+    return ChainMap({own: weights[tied]}, cast("dict[str, Tensor]", weights))  # no copy: they may be made one by one
