@@ -139,6 +139,9 @@ class CriticConfig(Section):
     value_clip: float | None = Field(default=None, gt=0)
     value_coef: float = Field(default=1.0, gt=0)  # of the value loss beside the policy's
     warmup_updates: int = Field(default=0, ge=0)  # updates in which the critic alone is trained
+    warmup_steps: int | None = Field(default=None, ge=0)  # None: learner.warmup_steps
+    schedule: Decay | None = None  # None: learner.schedule
+    normalize_returns: bool = False  # predict in units of the targets seen so far
 
 
 class CorrectionConfig(Section):

@@ -3,26 +3,57 @@
 With a backbone of its own it is a second model, trained apart from the policy. Shared, it reads the policy's hidden
 states and its gradient also shapes the policy's body. Knows packs and models; knows no rewards and no advantages.
 
+With `normalize_returns` the head predicts in units of the targets seen so far: V = mean + std * head. The size of the
+value loss and of the head's weights then does not depend on the unit of the rewards.
+
 Shape suffixes: T = trained tokens of a pack, D = hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from agent_r1.errors import ConfigError
 from agent_r1.learn.batch import Pack
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.types import Step, Trajectory
 
+SMALLEST_STD = 1e-6  # of value targets that differ by more than rounding
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and standard deviation of all value targets so far, batch by batch (Chan's parallel form of Welford)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # summed distances from the mean
+
+    def add(self, values_N: Tensor) -> None:
+        values_N, before = values_N.double(), self.count
+        if not (added := values_N.numel()):
+            return
+        mean = float(values_N.mean())
+        delta, self.count = mean - self.mean, before + added
+        self.squares += float((values_N - mean).square().sum()) + delta**2 * before * added / self.count
+        self.mean += delta * added / self.count
+
+    @property
+    def std(self) -> float:
+        """1 as long as all targets are equal: there is no unit to measure in."""
+        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
+        return std if std > SMALLEST_STD else 1.0
+
 
 class Critic:
-    def __init__(self, policy: PolicyModel, *, shared: bool) -> None:
+    def __init__(self, policy: PolicyModel, *, shared: bool, normalize_returns: bool = False) -> None:
         self.shared = shared
+        self.returns = RunningMoments() if normalize_returns else None
         self.backbone = policy if shared else policy.copy()
         self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)  # it knows nothing yet: V = 0 everywhere, not noise
@@ -34,7 +65,7 @@ class Critic:
         return [*self.head.parameters(), *([] if self.shared else self.backbone.body_parameters())]
 
     def values(self, pack: Pack, policy_hidden_TD: Tensor | None = None, *, head_only: bool = False) -> Tensor:
-        """[T] in fp32. A shared critic reads `policy_hidden_TD` if the pass was made already.
+        """[T] in fp32, in units of returns. A shared critic reads `policy_hidden_TD` if the pass was made already.
 
         `head_only` keeps the gradient out of a shared body: that one belongs to the policy.
         """
@@ -42,14 +73,35 @@ class Critic:
         with torch.set_grad_enabled(body_learns):
             hidden_TD = policy_hidden_TD if self.shared and policy_hidden_TD is not None else self.backbone.hidden(pack)
         values_T: Tensor = self.head((hidden_TD if body_learns else hidden_TD.detach()).float())[:, 0]
-        return values_T
+        return values_T if self.returns is None else self.returns.mean + self.returns.std * values_T
+
+    @property
+    def unit(self) -> float:
+        """What 1 of the head's output is worth."""
+        return 1.0 if self.returns is None else self.returns.std
+
+    @torch.no_grad()
+    def note_targets(self, targets_N: Tensor) -> None:
+        """Take these into mean and std. The head is rescaled so that no value changes (PopArt, arXiv:1602.07714): a
+        value clip compares with values from before."""
+        if self.returns is None:
+            return
+        mean, std = self.returns.mean, self.returns.std
+        self.returns.add(targets_N)
+        self.head.weight.mul_(std / self.returns.std)
+        self.head.bias.mul_(std).add_(mean - self.returns.mean).div_(self.returns.std)
 
     def state_dict(self) -> dict[str, Any]:
         own = {} if self.shared else {"backbone": self.backbone.adapter_state() or dict(self.backbone.weights())}
-        return {"head": self.head.state_dict(), **own}
+        returns = None if self.returns is None else asdict(self.returns)
+        return {"head": self.head.state_dict(), "returns": returns, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.head.load_state_dict(state["head"])
+        saved = state.get("returns")  # states from before there were any have none
+        if (saved is None) != (self.returns is None):
+            raise ConfigError("the saved critic was trained with another normalize_returns: continue with that one")
+        self.returns = None if saved is None else RunningMoments(**saved)
         if self.shared:
             return
         if self.backbone.adapter_state() is not None:

@@ -126,7 +126,9 @@ class Learner:
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         """Train on these trajectories. With nothing to learn from, nothing changes and `empty_update` is 1."""
-        batches = [self._prepare(part) for part in split_evenly(credited, self.num_minibatches)]
+        self._note_targets(credited)
+        parts = split_evenly(range(len(credited)), self.num_minibatches)
+        batches = [self._with_old_logprobs(self._prepare(credited, part)) for part in parts]
         filled = [batch for batch in batches if batch.num_segments]
         tally, skipped = Tally(), 0
         for _ in range(self.num_epochs):
@@ -381,3 +383,10 @@ class Learner:
             "steps_per_segment": steps / total["segments"] if total["segments"] else 0.0,
             "packing_efficiency": total["tokens_computed"] / room if room else 0.0,
         }
+        error = error / self.critic.critic.unit**2
+    def _note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
+        """Before they are trained on, so that the head has the same unit throughout the update."""
+        if self.critic is not None:
+            targets_R = column_with_gaps([item.value_targets or [] for item in credited])
+            self.critic.critic.note_targets(targets_R[targets_R.isfinite()])
+

@@ -175,8 +175,9 @@ def _compiles(config: RunConfig) -> bool:
 
 def _critic(settings: CriticConfig, policy: PolicyModel, policy_lr: float) -> CriticTraining:
     return CriticTraining(
-        critic=Critic(policy, shared=settings.shared),
-        lr=10 * policy_lr if settings.lr is None else settings.lr,
+        critic=Critic(policy, shared=settings.shared, normalize_returns=settings.normalize_returns),
+        lr=10 * learner.lr if settings.lr is None else settings.lr,
+        schedule=_schedule(config, settings.schedule or learner.schedule, warmup_steps),
         value_clip=settings.value_clip,
         value_coef=settings.value_coef,
         warmup_updates=settings.warmup_updates,

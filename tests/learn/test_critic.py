@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agent_r1.errors import ConfigError
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
-from agent_r1.learn.critic import Critic, explained_variance, with_last_state
+from agent_r1.learn.critic import Critic, RunningMoments, explained_variance, with_last_state
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
     credit_for,
@@ -314,3 +315,89 @@ def test_a_value_clip_is_for_the_second_update_of_a_batch_and_those_after_it(sha
 
     torch.testing.assert_close(trained(1e-3, 1), trained(None, 1))  # the values are still those the clip is around
     assert not torch.allclose(trained(1e-3, 3), trained(None, 3))
+
+
+def normalizing(policy: PolicyModel, *, shared: bool, **overrides: Any) -> Learner:
+    training = new_critic(policy, shared=shared, **overrides)
+    critic = Critic(policy, shared=shared, normalize_returns=True)
+    return learner_for("steppo", policy, critic=replace(training, critic=critic))
+
+
+def worth(prompt: int, target: float, value: float = 0.0) -> CreditedTrajectory:
+    """One token, which teaches the policy nothing and the critic this target."""
+    return CreditedTrajectory(
+        trajectory=trajectory(step([prompt], [3])), advantages=[[0.0]], values=[[value]], value_targets=[[target]]
+    )
+
+
+def test_running_moments_are_those_of_all_numbers_at_once() -> None:
+    numbers, moments = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0]), RunningMoments()
+    assert (moments.mean, moments.std) == (0.0, 1.0)
+    for part in (*numbers.split([2, 3]), torch.empty(0)):
+        moments.add(part)
+    assert moments.count == 5
+    assert moments.mean == pytest.approx(float(numbers.mean()))
+    assert moments.std == pytest.approx(float(numbers.std(correction=0)))
+    equal = RunningMoments()
+    equal.add(torch.full((3,), 7.0))
+    assert (equal.mean, equal.std) == (7.0, 1.0)  # there is no unit to measure in
+
+
+def test_normalised_targets_move_the_unit_and_not_the_values() -> None:
+    policy = PolicyModel(tiny_model())
+    learner = normalizing(policy, shared=False)
+    critic, attempts = critic_in(learner), [trajectory(step([1, 2], [3, 4])), trajectory(step([5], [6]))]
+    with torch.no_grad():
+        critic.head.weight.copy_(
+            0.3 * torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(0))
+        )
+    before = learner.values(attempts)
+    critic.note_targets(torch.tensor([90.0, 110.0]))
+    assert critic.returns is not None
+    assert (critic.returns.mean, critic.unit) == (100.0, 10.0)
+    for old, new in zip(before, learner.values(attempts), strict=True):
+        assert new.per_token[0] == pytest.approx(old.per_token[0], abs=1e-4)
+    # V = 100 + 10 * head, also by definition
+    assert learner.values(attempts[1:])[0].per_token[0][0] == pytest.approx(100 + 10 * value_of(critic, [5]), abs=1e-4)
+
+
+def test_the_normalised_value_loss_by_hand() -> None:
+    # V = 0, targets 90 and 110: mean 100, std 10. Head -10, targets -1 and 1: (81 + 121) / 2 / 2
+    learner = normalizing(PolicyModel(tiny_model()), shared=False)
+    assert learner.update([worth(1, 90.0), worth(2, 110.0)])["value_loss"] == pytest.approx(50.5, rel=1e-5)
+
+
+@both_kinds
+def test_a_normalising_critic_learns_the_same_whatever_the_unit_of_the_rewards(shared: bool) -> None:
+    def learned(scale: float) -> list[float]:
+        policy = PolicyModel(tiny_model())
+        learner = normalizing(policy, shared=shared, lr=0.02)
+        for _ in range(20):
+            learner.update([worth(1, scale), worth(2, 0.0)])
+        return [learner.values([trajectory(step([prompt], [3]))])[0].per_token[0][0] / scale for prompt in (1, 2)]
+
+    small, large = learned(1.0), learned(1000.0)
+    assert small == pytest.approx(large, rel=1e-3, abs=1e-3)
+    assert small[0] - small[1] > 0.5  # it has learned to tell them apart
+
+
+def test_a_normalising_critic_is_restored_bit_for_bit_and_only_into_its_like() -> None:
+    policy = PolicyModel(tiny_model())
+    first, second = (normalizing(policy.copy(), shared=False) for _ in range(2))
+    for target in (5.0, 9.0):
+        first.update([worth(1, target), worth(2, 1.0)])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert critic_in(second).returns == critic_in(first).returns
+    for each in (first, second):
+        each.update([worth(1, 7.0), worth(2, -1.0)])
+    assert critic_in(second).returns == critic_in(first).returns
+    assert torch.equal(critic_in(second).head.weight, critic_in(first).head.weight)
+    plain = learner_for("steppo", policy, critic=new_critic(policy, shared=False))
+    with pytest.raises(ConfigError, match="trained with another normalize_returns"):
+        plain.load_state_dict(first.state_dict())
+    older = plain.state_dict()
+    del older["critic"]["returns"]  # as it was saved before there was any
+    plain.load_state_dict(older)

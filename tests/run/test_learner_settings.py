@@ -257,6 +257,7 @@ def test_a_run_with_a_schedule_reshuffled_epochs_and_a_normalising_critic_resume
     assert all("kl_dropped_updates" in record for record in steps)
 
 
+def test_the_estimate_is_made_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: Any, **__: Any) -> str:
         raise ConfigError("does not fit")
 

@@ -317,7 +317,32 @@ def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
     assert (learner.max_tokens_per_pack, learner.max_nonfinite_updates, learner.temperature) == (77, 9, 0.6)
     sft = build_sft_learner(config, model, num_updates=100)
     assert (sft.lr, sft.betas, sft.weight_decay, sft.temperature) == (3e-3, (0.7, 0.8), 0.3, 1.0)
-    assert sft.schedule(100) < sft.schedule(50) < sft.schedule(11)
+    assert (sft.adam_eps, sft.target_kl) == (1e-5, None)
+    assert sft.schedule(50, 50) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 40 / 90)) / 2)
+    assert sft.schedule(100, 100) == pytest.approx(0.1)
+    straight = build_sft_learner(mini("sft.schedule=linear"), model, num_updates=100)
+    assert straight.schedule(55, 55) == pytest.approx(0.55)
+
+
+def test_every_setting_of_the_critics_rate_arrives_or_is_the_learners(cache: Path) -> None:
+    def critic(*overrides: str) -> CriticTraining:
+        config = mini("algorithm.name=ppo", "learner.lr=1e-4", "trainer.steps=11", *overrides)
+        made = build_learner(config, load_model(config, base_model(config)), build_algorithm(config), None).critic
+        assert made is not None
+        return made
+
+    def rates(made: CriticTraining) -> list[float]:
+        assert made.schedule is not None
+        return [made.schedule(step, step) for step in (1, 6, 11)]
+
+    falling = ("learner.warmup_steps=1", "learner.schedule=linear", "learner.min_lr_ratio=0")
+    assert rates(critic()) == [1.0, 1.0, 1.0]
+    assert critic().critic.returns is None
+    assert rates(critic(*falling)) == pytest.approx([0.5, 0.5, 0.0])
+    assert rates(critic(*falling, "critic.schedule=constant")) == [0.5, 1.0, 1.0]
+    assert rates(critic(*falling, "critic.warmup_steps=3", "critic.schedule=constant")) == [0.25, 1.0, 1.0]
+    assert rates(critic("critic.schedule=cosine", "learner.min_lr_ratio=0.5"))[2] == pytest.approx(0.5)
+    assert critic("critic.normalize_returns=true").critic.returns is not None
 
 
 def test_user_code_that_draws_random_numbers_draws_the_same_ones_again(tmp_path: Path) -> None:
