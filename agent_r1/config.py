@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agent_r1.config_errors import explain
 from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.types import MAX_SUPPORT, KLEstimator, ProcessScaling
+from agent_r1.types import MAX_SUPPORT, Decay, KLEstimator, ProcessScaling
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -107,7 +107,7 @@ class SFTConfig(Section):
     batch_size: int = Field(default=32, ge=1)  # trajectories per update
     lr: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Decay = "cosine"  # to a tenth of lr
     target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
 
@@ -242,11 +242,15 @@ class EngineConfig(Section):
 class LearnerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), strict=False)  # YAML and JSON have lists alone
+    adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
+    schedule: Decay = "constant"  # over trainer.steps
+    min_lr_ratio: float = Field(default=0.1, ge=0, lt=1)  # of lr, at the last step of a schedule
     max_grad_norm: float = Field(default=1.0, gt=0)
     num_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
+    target_kl: float | None = Field(default=None, gt=0)  # KL per token beyond which the rest of an update is dropped
     # tokens per forward pass; None: 8,192 on a CPU, on a GPU 131,072 or as many as fit
     max_tokens_per_pack: int | None = Field(default=None, ge=1)
     max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops

@@ -131,7 +131,8 @@ def _rules() -> dict[str, tuple[str, Callable[[Tree], bool]]]:
     """A setting -> what it does nothing without: in words, and whether a tree has it."""
     return {
         **{setting: (" or ".join(names), partial(_has_any, names)) for setting, names in NEEDS.items()},
-        "critic.value_clip": (SEVERAL_UPDATES, _updates_again),
+        **dict.fromkeys(("critic.value_clip", "learner.target_kl"), (SEVERAL_UPDATES, _updates_again)),
+        "learner.min_lr_ratio": ("learner.schedule or critic.schedule other than constant", _decays),
         **dict.fromkeys(STEP_COMPARISON, ("algorithm.settings.step_weight", _compares_steps)),
     }
 
@@ -142,6 +143,10 @@ def _has_any(names: Sequence[str], tree: Tree) -> bool:
 
 def _updates_again(tree: Tree) -> bool:
     return any(_value(tree, f"learner.{name}") not in (None, 1) for name in ("num_epochs", "num_minibatches"))
+
+
+def _decays(tree: Tree) -> bool:
+    return any(_value(tree, f"{section}.schedule") not in (None, "constant") for section in ("learner", "critic"))
 
 
 def _compares_steps(tree: Tree) -> bool:

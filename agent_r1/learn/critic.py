@@ -11,7 +11,7 @@ Shape suffixes: T = trained tokens of a pack, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn.batch import Pack
+from agent_r1.learn.batch import Pack, column, column_with_gaps
 from agent_r1.learn.policy import PolicyModel
-from agent_r1.types import Step, Trajectory
+from agent_r1.types import CreditedTrajectory, Step, Trajectory
 
 SMALLEST_STD = 1e-6  # of value targets that differ by more than rounding
 
@@ -120,6 +120,20 @@ def with_last_state(trajectory: Trajectory) -> Trajectory:
         return trajectory
     last = Step(prompt_ids=trajectory.next_prompt_ids, response_ids=[0], response_logprobs=[0.0])
     return replace(trajectory, steps=[*trajectory.steps, last])
+
+
+def value_report(credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
+    """How good the values were that this batch's advantages were computed with; nothing without a critic."""
+    values_R = column([item.values or [] for item in credited])
+    targets_R = column_with_gaps([item.value_targets or [] for item in credited])
+    asked_R = ~targets_R.isnan()
+    if not bool(asked_R.any()):
+        return {}
+    return {
+        "explained_variance": explained_variance(values_R[asked_R], targets_R[asked_R]),
+        "value_mean": float(values_R[asked_R].mean()),
+        "value_target_mean": float(targets_R[asked_R].mean()),
+    }
 
 
 def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:

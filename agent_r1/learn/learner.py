@@ -1,38 +1,40 @@
 """The learner: credited trajectories in, one or more optimizer steps, metrics out.
 
 It does not know which algorithm runs (the loss is a function it is given), where the trajectories came from, or how
-weights are saved. One `update` is: mini-batches of whole trajectories, each merged and packed once; per epoch and
-mini-batch, gradients accumulated over the packs with one global denominator, then one AdamW step. A critic, if there is
+weights are saved. One `update` is: mini-batches of whole trajectories, reshuffled from the second epoch on; for each of
+them, gradients accumulated over its packs with one global denominator, then one AdamW step. A critic, if there is
 one, is trained in the same passes at the tokens that have a value target. An optimizer step whose loss or gradient is
 not finite is skipped and counted; several in a row are an error that names the trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError, TrainingError, did_you_mean
-from agent_r1.learn.batch import Pack, column, column_with_gaps, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch import Pack, column_with_gaps, merge_steps, nested, pack, split_evenly
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.credit import Values
-from agent_r1.learn.critic import Critic, explained_variance, with_last_state
+from agent_r1.learn.critic import Critic, value_report, with_last_state
 from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_loss
 from agent_r1.learn.minibatch import (
     Columns,
     MiniBatch,
+    columns_at,
     culprits,
     layout,
     mismatch_report,
     on_columns,
     prepare,
+    reshuffle,
     with_own_logprobs,
 )
-from agent_r1.learn.optimizer import Optimizer, Schedule
+from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.support import Supports, supports_of
@@ -41,6 +43,7 @@ from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory, KLEstimator, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists
+Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class CriticTraining:
     value_clip: float | None  # how far from its old value a new one may help; None: no clip
     value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
     warmup_updates: int  # updates in which the critic alone is trained
+    schedule: Schedule | None = None  # of its learning rate; None: the learner's
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -67,9 +71,12 @@ class Learner:
     max_grad_norm: float
     max_tokens_per_pack: int
     max_nonfinite_updates: int  # optimizer steps skipped in a row before giving up
-    schedule: Schedule = field(default=lambda optimizer_step: 1.0)  # multiplies lr; steps count from 1
+    adam_eps: float = 1e-8  # torch's own default
+    schedule: Schedule = field(default_factory=lambda: warmup(0))  # multiplies lr
     num_epochs: int = 1
     num_minibatches: int = 1
+    seed: int = 0  # of the order of trajectories from the second epoch on
+    target_kl: float | None = None  # KL per token to the old log-probs at which the rest of an update is dropped
     kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
     kl_estimator: KLEstimator | None = None  # of that KL; None: there is none
     reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
@@ -88,6 +95,7 @@ class Learner:
         self._validate()
         shared: dict[str, Any] = {
             "betas": self.betas,
+            "eps": self.adam_eps,
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm,
             "offload": self.offload_optimizer,
@@ -95,15 +103,26 @@ class Learner:
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **shared)
         self._critic_optimizer = (
-            Optimizer(self.critic.critic.parameters, lr=self.critic.lr, schedule=lambda step: 1.0, **shared)
+            Optimizer(
+                self.critic.critic.parameters,
+                lr=self.critic.lr,
+                schedule=self.critic.schedule or self.schedule,
+                **shared,
+            )
             if self.critic is not None
             else None
         )
 
     def _validate(self) -> None:
-        for name in ("lr", "temperature", "max_grad_norm", "max_tokens_per_pack", "num_epochs", "num_minibatches"):
+        positive = ("lr", "temperature", "max_grad_norm", "max_tokens_per_pack", "num_epochs", "num_minibatches")
+        for name in (*positive, "adam_eps", *(["target_kl"] if self.target_kl is not None else [])):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Learner.{name} must be positive, got {getattr(self, name)}")
+        if self.target_kl is not None and self.num_epochs * self.num_minibatches == 1:
+            raise ConfigError(
+                f"target_kl={self.target_kl:g} stops the updates of a batch after the first, and there is only one: "
+                "set num_epochs or num_minibatches above 1, or leave target_kl out"
+            )
         for name in ("kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"Learner.{name} must not be negative, got {getattr(self, name)}")
@@ -130,13 +149,23 @@ class Learner:
         parts = split_evenly(range(len(credited)), self.num_minibatches)
         batches = [self._with_old_logprobs(self._prepare(credited, part)) for part in parts]
         filled = [batch for batch in batches if batch.num_segments]
-        tally, skipped = Tally(), 0
-        for _ in range(self.num_epochs):
-            for batch in filled:
-                skipped += not self._optimize(batch, tally)
+        planned = self._optimizer.planned + self.num_epochs * self.num_minibatches
+        tally, skipped, dropped = Tally(), 0, 0
+        for number, batch in enumerate(self._passes(credited, batches)):
+            if not batch.num_segments:
+                continue
+            outcome = self._optimize(batch, tally)
+            skipped += outcome == "nonfinite"
+            if outcome == "too_far":
+                dropped = self.num_epochs * len(parts) - number
+                break
+        for optimizer in self.optimizers:
+            optimizer.planned = planned
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
         metrics |= self._batch_metrics(credited, filled) | self._critic_metrics(credited)
         self.updates += bool(filled)
+        if self.target_kl is not None:
+            metrics["kl_dropped_updates"] = float(dropped)
         return metrics | {
             "lr": self._optimizer.lr,
             "optimizer_steps": float(self.optimizer_steps),
@@ -152,7 +181,7 @@ class Learner:
         Gradients are left behind, as in the middle of an update; `zero_grad` drops them. A policy that still waits for
         its critic takes part too, as it will later.
         """
-        batch = self._prepare(credited)
+        batch = self._with_old_logprobs(self._prepare(credited, range(len(credited))))
         for part in batch.packs:
             self._pack_loss(part, batch, critic_alone=False)[0].loss.backward()
         return sum(part.num_tokens for part in batch.packs)
@@ -235,18 +264,38 @@ class Learner:
         count = sum(trajectory.num_response_tokens for trajectory in trajectories)
         return on_columns(packs, model, torch.empty(count, device=device))
 
-    @torch.no_grad()
-    def _prepare(self, credited: Sequence[CreditedTrajectory]) -> MiniBatch:
+    def _passes(self, credited: Sequence[CreditedTrajectory], batches: Sequence[MiniBatch]) -> Iterator[MiniBatch]:
+        """The mini-batches of all epochs: as given in the first, then reshuffled, with what was known before the first.
+
+        The order is a function of the seed, the update and the epoch, so that resuming repeats it.
+        """
+        yield from batches
+        known = Columns.join([batch.columns for batch in batches]) if len(batches) > 1 else None
+        for epoch in range(1, self.num_epochs):
+            if known is None:  # no other mini-batch to exchange trajectories with
+                yield from batches
+                continue
+            order = reshuffle(credited, f"epoch:{self.seed}:{self.updates}:{epoch}")
+            for part in split_evenly(order, self.num_minibatches):
+                yield replace(self._prepare(credited, part), columns=columns_at(known, credited, part))
+
+    def _prepare(self, credited: Sequence[CreditedTrajectory], positions: Sequence[int]) -> MiniBatch:
+        """Lay out the trajectories at these positions. Each has one rank in all epochs: that one knows its columns."""
         everything = self.kl_coef > 0 or self.entropy_coef > 0
-        batch = prepare(
-            credited,
+        chosen = [credited[position] for position in positions]
+        return prepare(
+            chosen,
             max_tokens=self.max_tokens_per_pack,
             device=self.policy.device,
-            is_mine=self.ranks.is_mine,
+            is_mine=lambda index: self.ranks.is_mine(positions[index]),
             keep_idle=everything or self.critic is not None,
             prefix_sharing=self.prefix_sharing,
-            supports=supports_of([item.trajectory for item in credited], temperature=self.temperature),
+            supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
         )
+
+    @torch.no_grad()
+    def _with_old_logprobs(self, batch: MiniBatch) -> MiniBatch:
+        """Add what the policy, as it is now, and the reference say, where something asks for it."""
         if self.correction is not None or self.own_old_logprobs:
             batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)
         if self.kl_coef > 0 and self.reference is not None:
@@ -257,8 +306,8 @@ class Learner:
     def _logprobs_of(self, model: PolicyModel) -> Callable[[Pack], Tensor]:
         return lambda part: model.logprobs(part, temperature=self.temperature)[0]
 
-    def _optimize(self, batch: MiniBatch, tally: Tally) -> bool:
-        """One optimizer step; False when it had to be skipped."""
+    def _optimize(self, batch: MiniBatch, tally: Tally) -> Outcome:
+        """One optimizer step, unless it is not finite, or the policy has moved too far already."""
         optimizers = self._stepping()
         self.zero_grad()
         outputs, logprobs = [], []
@@ -274,12 +323,23 @@ class Learner:
         step = Tally.merged(self.ranks.gather(own))
         if not step.is_finite:
             self._skip(batch, logprobs, {"loss": step.loss, **step.norms})
-            return False
+            return "nonfinite"
         self._nonfinite_in_a_row = 0
+        if self._is_too_far(step) and tally.steps:  # before the first step it is what sampler and learner disagree by
+            self.zero_grad()
+            return "too_far"
         for optimizer in optimizers.values():
             optimizer.step()
         tally.add_step(step)
-        return True
+        return "taken"
+
+    def _is_too_far(self, step: Tally) -> bool:
+        """By the mini-batch about to be trained on, all ranks together."""
+        if self.target_kl is None or self.is_warming_up:
+            return False
+        if "approx_kl" not in step.sums:
+            raise ConfigError("target_kl needs a loss that reports approx_kl among its sums, as those with a ratio do")
+        return step.sums["approx_kl"] > self.target_kl * step.tokens
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -339,6 +399,7 @@ class Learner:
             num_targets=num_targets,
             clip=self.critic.value_clip,
         )
+        error = error / self.critic.critic.unit**2
         return LossOutput(loss=self.critic.value_coef * error, shares={"value_loss": error.detach()})
 
     def _skip(self, batch: MiniBatch, logprobs: list[Tensor], seen: dict[str, float]) -> None:
@@ -358,19 +419,15 @@ class Learner:
             "Their log-probs or advantages are not finite, or their gradient overflowed (try a lower lr)."
         )
 
+    def _note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
+        """Before they are trained on, so that the head has the same unit throughout the update."""
+        if self.critic is not None:
+            targets_R = column_with_gaps([item.value_targets or [] for item in credited])
+            self.critic.critic.note_targets(targets_R[targets_R.isfinite()])
+
     def _critic_metrics(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
-        """How good the values were that this batch's advantages were computed with."""
-        values_R = column([item.values or [] for item in credited])
-        targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-        asked_R = ~targets_R.isnan()
-        if not bool(asked_R.any()):
-            return {}
-        return {
-            "explained_variance": explained_variance(values_R[asked_R], targets_R[asked_R]),
-            "value_mean": float(values_R[asked_R].mean()),
-            "value_target_mean": float(targets_R[asked_R].mean()),
-            "critic_warming_up": float(self.is_warming_up),
-        }
+        report = value_report(credited)
+        return report | {"critic_warming_up": float(self.is_warming_up)} if report else {}
 
     def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[MiniBatch]) -> dict[str, float]:
         """How the batch was laid out, on all ranks together; counts are per epoch."""
@@ -383,10 +440,3 @@ class Learner:
             "steps_per_segment": steps / total["segments"] if total["segments"] else 0.0,
             "packing_efficiency": total["tokens_computed"] / room if room else 0.0,
         }
-        error = error / self.critic.critic.unit**2
-    def _note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
-        """Before they are trained on, so that the head has the same unit throughout the update."""
-        if self.critic is not None:
-            targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-            self.critic.critic.note_targets(targets_R[targets_R.isfinite()])
-

@@ -6,8 +6,10 @@ Shape suffixes: R = response tokens of the mini-batch, T = trained tokens of a p
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,6 +49,12 @@ class Columns:
 
     def at(self, columns_T: Tensor) -> Columns:
         return self._map(lambda tensor_R: tensor_R[columns_T])
+
+    @staticmethod
+    def join(parts: Sequence[Columns]) -> Columns:
+        """The columns of several mini-batches, one after the other."""
+        present = [f.name for f in fields(Columns) if getattr(parts[0], f.name) is not None]
+        return Columns(**{name: torch.cat([getattr(part, name) for part in parts]) for name in present})
 
     def to(self, device: torch.device) -> Columns:
         return self._map(lambda tensor_R: tensor_R.to(device))
@@ -115,6 +123,27 @@ def prepare(
         num_targets=0 if columns.targets_R is None else int((~columns.targets_R.isnan()).sum()),
         trajectory_names=[trajectory.trajectory_id for trajectory in trajectories],
     )
+
+
+def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
+    """Positions in an order that depends on `key` alone: rows shuffled, and the attempts at each row.
+
+    Attempts at a row stay together, so that they can still share what their prompts have in common.
+    """
+    rows: dict[str, list[int]] = {}
+    for position, item in enumerate(credited):
+        rows.setdefault(item.trajectory.row_id, []).append(position)
+    rng, groups = random.Random(key), list(rows.values())
+    rng.shuffle(groups)
+    return [position for group in groups for position in rng.sample(group, len(group))]
+
+
+def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: Sequence[int]) -> Columns:
+    """Of the columns of all of `credited`, those of the trajectories at these positions."""
+    sizes = [item.trajectory.num_response_tokens for item in credited]
+    ends = list(accumulate(sizes))
+    index = [column for position in order for column in range(ends[position] - sizes[position], ends[position])]
+    return columns.at(torch.tensor(index, dtype=torch.int64, device=columns.advantages_R.device))
 
 
 def _columns(credited: Sequence[CreditedTrajectory]) -> Columns:

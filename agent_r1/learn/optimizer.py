@@ -13,33 +13,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Schedule = Callable[[int], float]  # optimizer step, from 1 -> factor of the learning rate
+from agent_r1.types import Decay
+
+# (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, refused or
+# stopped early takes fewer steps than planned: a warm-up waits for the steps, a decay must not wait.
+Schedule = Callable[[int, int], float]
 State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
 BUCKET_BYTES = 2**28  # of parameters whose offloaded state visits the device together
 
 
 def warmup(steps: int) -> Schedule:
-    """Rise linearly over the first optimizer steps, then stay."""
-    return lambda optimizer_step: min(1.0, optimizer_step / (steps + 1))
+    """Rise linearly over the first optimizer steps taken, then stay."""
+    return lambda taken, planned: min(1.0, taken / (steps + 1))
 
 
-def cosine(warmup_steps: int, total: int, floor: float = 0.1) -> Schedule:
-    """Rise linearly, then fall along half a cosine to `floor` at optimizer step `total`."""
+def schedule(decay: Decay, *, warmup_steps: int, total: int, floor: float) -> Schedule:
+    """Rise linearly, then fall in a line or along half a cosine to `floor` at planned step `total`, or stay."""
+    shapes: dict[Decay, Callable[[float], float]] = {
+        "constant": lambda progress: 1.0,
+        "linear": lambda progress: floor + (1 - floor) * (1 - progress),
+        "cosine": lambda progress: floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2,
+    }
+    rise, fall = warmup(warmup_steps), shapes[decay]
 
-    def scale(optimizer_step: int) -> float:
-        progress = min(1.0, max(0, optimizer_step - warmup_steps) / max(1, total - warmup_steps))
-        return warmup(warmup_steps)(optimizer_step) * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+    def scale(taken: int, planned: int) -> float:
+        progress = min(1.0, max(0, planned - warmup_steps) / max(1, total - warmup_steps))
+        return rise(taken, planned) * fall(progress)
 
     return scale
 
 
 class Optimizer:
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the settings of AdamW, as the config has them)
         self,
         parameters: Sequence[nn.Parameter],
         *,
         lr: float,
         betas: tuple[float, float],
+        eps: float,
         weight_decay: float,  # of matrices; vectors (norms, biases) are never decayed
         max_grad_norm: float,
         schedule: Schedule,
@@ -47,18 +58,19 @@ class Optimizer:
     ) -> None:
         self.parameters = list(parameters)
         self.steps = 0
+        self.planned = 0  # steps there would be if every one had been taken
         self.offload = offload
         self._base_lr, self._schedule, self._max_grad_norm = lr, schedule, max_grad_norm
         groups = [
             {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
             {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self._adam = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     @property
     def lr(self) -> float:
-        """Of the last step."""
-        return self._base_lr * self._schedule(self.steps)
+        """Of the last step; 0 before the first."""
+        return float(self._adam.param_groups[0]["lr"]) if self.steps else 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -78,9 +90,9 @@ class Optimizer:
         return torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)
 
     def step(self) -> None:
-        self.steps += 1
+        self.steps, self.planned = self.steps + 1, self.planned + 1
         for group in self._adam.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self._base_lr * self._schedule(self.steps, self.planned)
         if self.offload:
             self._step_in_buckets()
         else:
@@ -90,7 +102,7 @@ class Optimizer:
         """As usual in torch the tensors are live: save before the next step."""
         if self.offload and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies to the host may still be under way
-        return {"adam": self._adam.state_dict(), "steps": self.steps}
+        return {"adam": self._adam.state_dict(), "steps": self.steps, "planned": self.planned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["adam"]
@@ -102,6 +114,7 @@ class Optimizer:
         else:
             self._adam.load_state_dict(saved)
         self.steps = state["steps"]
+        self.planned = state.get("planned", self.steps)  # older states did not plan
 
     def _step_in_buckets(self) -> None:
         """The same step, for some parameters at a time. Copies run in the order of the device's other work."""

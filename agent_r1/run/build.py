@@ -29,7 +29,7 @@ from agent_r1.learn.layers import require_compiler
 from agent_r1.learn.learner import CriticTraining, Learner
 from agent_r1.learn.lora import LoRA, require_peft
 from agent_r1.learn.memory import estimate
-from agent_r1.learn.optimizer import cosine, warmup
+from agent_r1.learn.optimizer import Schedule, schedule
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.rollout.collect import Collector
@@ -48,11 +48,12 @@ from agent_r1.run.task import Task as Task
 from agent_r1.run.task import build_task as build_task
 from agent_r1.run.task import check_call, is_data_source
 from agent_r1.tasks.rows import FORMATS
-from agent_r1.types import TaskRow
+from agent_r1.types import Decay, TaskRow
 
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack takes the host as long for a small
 # one as for a large one, so on a GPU small packs are launched more slowly than they are computed.
 PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
+SFT_MIN_LR_RATIO = 0.1  # of sft.lr, at the last update
 # Of weights of size 0.02, whose neighbours in bfloat16 are 1e-4 away, and some ten steps of Adam.
 SMALLEST_LORA_LR = 1e-5
 
@@ -113,17 +114,19 @@ def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, referen
         policy,
         loss=algorithm.loss,
         lr=settings.lr,
-        schedule=warmup(settings.warmup_steps),
+        schedule=_schedule(config, settings.schedule, settings.warmup_steps),
         temperature=config.rollout.temperature,
         num_epochs=settings.num_epochs,
         num_minibatches=settings.num_minibatches,
+        seed=config.seed,
+        target_kl=settings.target_kl,
         kl_coef=config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
         kl_estimator=config.algorithm.kl_estimator,
         reference=_reference(config, policy, reference),
         entropy_coef=config.algorithm.entropy_coef,
         own_old_logprobs=algorithm.own_old_logprobs,
         correction=Correction(**config.correction.model_dump()) if config.correction is not None else None,
-        critic=_critic(config.critic or CriticConfig(), policy, settings.lr) if algorithm.needs_critic else None,
+        critic=_critic(config, policy) if algorithm.needs_critic else None,
         **_shared_settings(config),
     )
 
@@ -132,10 +135,10 @@ def _policy(config: RunConfig, model: Model) -> PolicyModel:
     return PolicyModel(
         model.network,
         autocast_dtype=_autocast_dtype(config),
+        fp32_head=config.model.fp32_head,
         lora=_lora(config.lora, config.seed) if config.lora is not None else None,
         compiled=_compiles(config),
         checkpoint_activations=config.learner.activation_checkpointing,
-        fp32_head=config.model.fp32_head,
     )
 
 
@@ -173,7 +176,15 @@ def _compiles(config: RunConfig) -> bool:
     return model_device(config).type == "cuda" if wanted is None else wanted
 
 
-def _critic(settings: CriticConfig, policy: PolicyModel, policy_lr: float) -> CriticTraining:
+def _schedule(config: RunConfig, decay: Decay, warmup_steps: int) -> Schedule:
+    learner = config.learner
+    total = config.trainer.steps * learner.num_epochs * learner.num_minibatches
+    return schedule(decay, warmup_steps=warmup_steps, total=total, floor=learner.min_lr_ratio)
+
+
+def _critic(config: RunConfig, policy: PolicyModel) -> CriticTraining:
+    settings, learner = config.critic or CriticConfig(), config.learner
+    warmup_steps = learner.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
     return CriticTraining(
         critic=Critic(policy, shared=settings.shared, normalize_returns=settings.normalize_returns),
         lr=10 * learner.lr if settings.lr is None else settings.lr,
@@ -186,12 +197,14 @@ def _critic(settings: CriticConfig, policy: PolicyModel, policy_lr: float) -> Cr
 
 def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:
     """The learner of the warm start: the same machinery with the supervised loss and its own learning rate."""
-    schedules = {"constant": warmup(config.sft.warmup_steps), "cosine": cosine(config.sft.warmup_steps, num_updates)}
+    settings = config.sft
     return Learner(
         _policy(config, model),
         loss=supervised_loss,
-        lr=config.sft.lr,
-        schedule=schedules[config.sft.schedule],
+        lr=settings.lr,
+        schedule=schedule(
+            settings.schedule, warmup_steps=settings.warmup_steps, total=num_updates, floor=SFT_MIN_LR_RATIO
+        ),
         temperature=1.0,
         **_shared_settings(config),
     )
@@ -208,6 +221,7 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
     settings, pack_tokens = config.learner, PACK_TOKENS[model_device(config).type]
     return {
         "betas": settings.betas,
+        "adam_eps": settings.adam_eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
         "max_tokens_per_pack": settings.max_tokens_per_pack or pack_tokens,
@@ -301,6 +315,11 @@ def _check_for_this_device(config: RunConfig) -> None:
     on_cpu = model_device(config).type == "cpu"
     if config.learner.offload_optimizer and on_cpu:
         raise ConfigError("learner.offload_optimizer does nothing on a CPU: optimizer state is in host memory anyway")
+    if config.model.fp32_head and model_dtype(config) == torch.float32:
+        raise ConfigError(
+            "model.fp32_head does nothing in float32, in which this run computes everything: leave it out, or set "
+            "model.dtype=bfloat16"
+        )
     given = [name for name in GPU_ONLY if getattr(config.engine, name) is not None]
     if given and on_cpu:
         raise ConfigError(f"engine.{given[0]} is for a GPU, and this run is on the CPU: leave it out")
@@ -316,11 +335,6 @@ def check_beginning(config: RunConfig) -> None:
     """Model, engine and warm start, as far as they can be told without loading anything."""
     given_cache(config, model_device(config))  # refuses one that is too small
     if config.model.path is not None:
-    if config.model.fp32_head and model_dtype(config) == torch.float32:
-        raise ConfigError(
-            "model.fp32_head does nothing in float32, in which this run computes everything: leave it out, or set "
-            "model.dtype=bfloat16"
-        )
         find_model(config.model.path)
     if config.model.make is not None:
         check_call(config, "model.make", config.model.make, ["directory", "seed"])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agent_r1.learn.optimizer import Optimizer
+from agent_r1.learn.optimizer import Optimizer, warmup
 from agent_r1.learn.rewards import ProcessScaling
 from benchmarks.credit_lab.estimate import EPISODES, credit, loss_of, shaper_for
 from benchmarks.credit_lab.exact import best_return, expected_gradient, expected_return
@@ -54,7 +54,7 @@ class Curve:
 def train(run: Run) -> Curve:
     world = WORLDS[run.world]
     policy_PA = nn.Parameter(initial_policy(world))
-    optimizer = Optimizer([policy_PA], lr=run.lr, schedule=lambda step: 1.0, **ADAM)
+    optimizer = Optimizer([policy_PA], lr=run.lr, schedule=warmup(0), **ADAM)
     update = _ExactUpdate(world) if run.variant == EXACT else _Update(world, VARIANTS[run.variant], run)
     start, best = float(expected_return(world, policy_PA.detach())), best_return(world)
     episodes, gained = [0], [0.0]

@@ -19,14 +19,14 @@ from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.credit import Values
 from agent_r1.learn.critic import with_last_state
 from agent_r1.learn.losses import value_loss
-from agent_r1.learn.optimizer import Optimizer
+from agent_r1.learn.optimizer import Optimizer, warmup
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
 from benchmarks.credit_lab.exact import exact_values
 from benchmarks.credit_lab.play import num_contexts, token_contexts
 from benchmarks.credit_lab.worlds import World
 
 CRITIC_LR = 0.1
-ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 1.0}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
 ValueFunction = Callable[[Sequence[Trajectory]], list[Values]]
 
 
@@ -89,7 +89,7 @@ class LearnedCritic:
     def __init__(self, world: World) -> None:
         self.world = world
         self.table_X = nn.Parameter(torch.zeros(num_contexts(world), dtype=torch.float64))
-        self._optimizer = Optimizer([self.table_X], lr=CRITIC_LR, schedule=lambda step: 1.0, **ADAM)
+        self._optimizer = Optimizer([self.table_X], lr=CRITIC_LR, schedule=warmup(0), **ADAM)
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[Values]:
         table = self.table_X.tolist()

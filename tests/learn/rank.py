@@ -33,6 +33,7 @@ def train_all(ranks: OneProcess) -> dict[str, Any]:
     results["corrected"] = train(
         "grpo", ranks, correction=correction("reject", level="step", cap=1.2), kl_coef=0.1, entropy_coef=0.01
     )
+    results["stopped"] = train("grpo", ranks, lr=1e-2, target_kl=0.02, num_epochs=2, own_old_logprobs=True)
     results["warming up"] = train("steppo", ranks, shared=True, warmup_updates=2)
     results["one trajectory"] = train("reinforce", ranks, take=1)
     results["nothing"] = train("grpo", ranks, take=0)

@@ -25,7 +25,8 @@ def make(**changes: Any) -> Optimizer:
         "betas": (0.9, 0.99),
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
-        "schedule": lambda step: 1.0 / step,
+        "eps": 1e-8,
+        "schedule": lambda taken, planned: 1.0 / taken,
     }
     return Optimizer(parameters(), **(settings | changes))
 
@@ -100,3 +101,12 @@ def test_buckets_keep_the_order_and_hold_what_fits() -> None:
     assert sizes == [[48, 12], [40, 8], [16]]
     assert [len(bucket) for bucket in buckets(parameters(), 1)] == [1] * 5
     assert list(buckets([], 10)) == []
+
+
+def test_the_epsilon_of_adam_by_hand() -> None:
+    # After one step both moments are those of its gradient g: every number moves by lr * g / (|g| + eps).
+    optimizer = make(eps=0.5, weight_decay=0.0, max_grad_norm=1e9)
+    before = [parameter.detach().clone() for parameter in optimizer.parameters]
+    take(optimizer, range(1))
+    for old, new in zip(before, optimizer.parameters, strict=True):
+        torch.testing.assert_close(new.detach(), old - 0.1 * old.sin() / (old.sin().abs() + 0.5))

@@ -49,7 +49,7 @@ def test_the_number_of_ranks_does_not_change_the_gradient(runs: Any, name: str) 
     assert 1e-2 < largest < 10  # of order 1, so that an absolute bound means something
 
 
-@pytest.mark.parametrize("name", [*CASE_NAMES, "corrected", "warming up", "one trajectory", "nothing"])
+@pytest.mark.parametrize("name", [*CASE_NAMES, "corrected", "stopped", "warming up", "one trajectory", "nothing"])
 def test_all_ranks_have_bit_for_bit_the_same_weights(runs: Any, name: str) -> None:
     one, (first, second) = runs
     assert first[name]["weights"].keys() == second[name]["weights"].keys() == one[name]["weights"].keys()
@@ -59,7 +59,7 @@ def test_all_ranks_have_bit_for_bit_the_same_weights(runs: Any, name: str) -> No
         torch.testing.assert_close(tensor, one[name]["weights"][key], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", [*CASE_NAMES, "corrected", "warming up", "one trajectory", "nothing"])
+@pytest.mark.parametrize("name", [*CASE_NAMES, "corrected", "stopped", "warming up", "one trajectory", "nothing"])
 def test_all_ranks_report_the_metrics_of_one_process(runs: Any, name: str) -> None:
     one, (first, second) = runs
     assert first[name]["metrics"] == second[name]["metrics"]
@@ -82,6 +82,11 @@ def test_gradients_add_up_and_what_nobody_used_has_none(runs: Any) -> None:
     for rank in runs[1]:
         assert rank["partial"] == [[3.0, 6.0], [5.0, 7.0], None]
         assert rank["gathered"] == [(0, None), (1, None)]
+
+
+def test_all_ranks_stop_at_the_same_step(runs: Any) -> None:
+    for result in (runs[0], *runs[1]):
+        assert [update["kl_dropped_updates"] > 0 for update in result["stopped"]["metrics"]] == [True, True]
 
 
 def test_with_nothing_to_learn_all_ranks_do_nothing(runs: Any) -> None:

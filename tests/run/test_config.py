@@ -168,6 +168,12 @@ def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(
         (["algorithm.name=ppo", "critic.value_clip=0.5"], "critic.value_clip"),
         (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_epochs=2"], None),
         (["algorithm.name=ppo", "critic.value_clip=0.5", "learner.num_minibatches=2"], None),
+        (["learner.target_kl=0.1"], "learner.target_kl"),
+        (["learner.target_kl=0.1", "learner.num_epochs=2"], None),
+        (["learner.min_lr_ratio=0.2"], "learner.min_lr_ratio"),
+        (["learner.min_lr_ratio=0.2", "learner.schedule=constant"], "learner.min_lr_ratio"),
+        (["learner.min_lr_ratio=0.2", "learner.schedule=linear"], None),
+        (["algorithm.name=ppo", "learner.min_lr_ratio=0.2", "critic.schedule=cosine"], None),
         # Without the comparison of steps, gigpo is grpo.
         (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, gamma: 0.9}"], "algorithm.settings.gamma"),
         (["algorithm.name=gigpo", "algorithm.settings={step_weight: 0, anchor: prompt}"], "algorithm.settings.anchor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,15 +81,14 @@ def test_settings_arrive_at_the_learner() -> None:
     assert (other.prefix_sharing, other.policy.autocast_dtype) == ("off", torch.bfloat16)
     assert all(layer.training for layer in decoder_layers(other.policy.model))
     assert {p.dtype for p in other.policy.model.parameters()} == {torch.float32}
-
     assert other.policy.head_dtype == torch.bfloat16
     assert learner_of("model.dtype=bfloat16", "model.fp32_head=true").policy.head_dtype is None
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["learner.offload_optimizer=true"], r"learner\.offload_optimizer does nothing on a CPU"),
-        (["lora={rank: 4, dropout: 0.1}"], r"lora has no field 'dropout'"),
         (["model.fp32_head=true"], r"model\.fp32_head does nothing in float32"),
         (["learner.schedule=square"], r"learner\.schedule='square'"),
         (["learner.adam_eps=0"], r"learner\.adam_eps=0: input should be greater than 0"),
@@ -96,6 +96,7 @@ def test_settings_arrive_at_the_learner() -> None:
             ["learner.schedule=linear", "learner.min_lr_ratio=1"],
             r"learner\.min_lr_ratio=1: input should be less than 1",
         ),
+        (["lora={rank: 4, dropout: 0.1}"], r"lora has no field 'dropout'"),
         (["lora={rank: 0}"], r"lora\.rank=0: input should be greater than or equal to 1"),
         (["lora={target_modules: []}"], r"lora\.target_modules is empty"),
         (["learner.prefix_sharing=maybe"], r"learner\.prefix_sharing='maybe'"),
@@ -224,7 +225,6 @@ def test_memory_and_number_format_change_how_a_run_computes_and_not_what_it_does
     assert all(0 < record["mismatch_kl"] < 1e-3 for record in steps if not record["empty_update"])
 
 
-def test_the_estimate_is_made_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_float32_head_brings_sampler_and_learner_of_a_run_together(tmp_path: Path) -> None:
     def mismatch(name: str, *overrides: str) -> float:
         trained(tmp_path / name, "trainer.steps=2", "eval.rows=2", "model.dtype=bfloat16", *overrides)

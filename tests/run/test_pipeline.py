@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.learn.learner import CriticTraining
 from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
 from agent_r1.run.chat import answer, open_chat
 from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state
@@ -299,8 +301,14 @@ def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
     config = mini(
         "learner.lr=0.5",
         "learner.betas=[0.7,0.8]",
+        "learner.adam_eps=1e-5",
         "learner.weight_decay=0.3",
         "learner.warmup_steps=3",
+        "learner.schedule=linear",
+        "learner.min_lr_ratio=0.25",
+        "learner.target_kl=0.02",
+        "trainer.steps=4",
+        "seed=5",
         "learner.max_grad_norm=0.25",
         "learner.num_epochs=2",
         "learner.num_minibatches=3",
@@ -311,8 +319,11 @@ def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
     )
     model = load_model(config, base_model(config))
     learner = build_learner(config, model, build_algorithm(config), None)
-    assert (learner.lr, learner.betas, learner.weight_decay) == (0.5, (0.7, 0.8), 0.3)
-    assert [learner.schedule(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert (learner.lr, learner.betas, learner.weight_decay, learner.adam_eps) == (0.5, (0.7, 0.8), 0.3, 1e-5)
+    # 4 steps of 2 epochs of 3 mini-batches are 24: 3 of warm-up, then 21 from 1 down to 0.25
+    rates = [learner.schedule(step, step) for step in (1, 2, 3, 10, 17, 24, 30)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 0.75, 0.5, 0.25, 0.25])
+    assert (learner.target_kl, learner.seed) == (0.02, 5)
     assert (learner.max_grad_norm, learner.num_epochs, learner.num_minibatches) == (0.25, 2, 3)
     assert (learner.max_tokens_per_pack, learner.max_nonfinite_updates, learner.temperature) == (77, 9, 0.6)
     sft = build_sft_learner(config, model, num_updates=100)
