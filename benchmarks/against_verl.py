@@ -63,13 +63,11 @@ def advantage_row(
 
 
 def advantage_rows() -> list[Comparison]:
-    more = {"remax": (), "ppo": ("process rewards", "truncated"), "steppo": ("process rewards", "truncated")}
-    rows = [
-        advantage_row(
-            name, *ADVANTAGES[name][:1], note=ADVANTAGES[name][1], kinds=(*USUAL, *more.get(name, WITH_PROCESS[-1:]))
-        )
-        for name in ALGORITHMS
-    ]
+    kinds = {"remax": USUAL, "ppo": (*WITH_PROCESS, "truncated"), "steppo": (*WITH_PROCESS, "truncated")}
+    rows = []
+    for name in ALGORITHMS:
+        theirs, note = ADVANTAGES[name]
+        rows.append(advantage_row(name, theirs, kinds=kinds.get(name, WITH_PROCESS), note=note))
     one = ("one token",)
     return [
         *rows,
@@ -130,12 +128,13 @@ def correction_row(name: str, level: Any, kind: Any) -> Comparison:
         "rollout_is": "token" if level == "token" else "sequence",
         "rollout_is_threshold": CAP if kind == "truncate" else f"{FLOOR}_{CAP}",
     }
+    rows = _rows("step" if level == "step" else algorithm.settings["aggregation"])
     return Comparison(
         algorithm=name,
         compared=f"loss and gradient, `correction.kind: {kind}`, `correction.level: {level}`",
         ours=lambda case: parity.policy_loss(case, algorithm, correction),
         theirs=lambda case: verl.policy_loss(case, algorithm, theirs),
-        note=f"verl's `rollout_is={theirs['rollout_is']}`{', IcePop' if kind == 'reject' else ''}{_rows(level)}",
+        note=f"verl's `rollout_is={theirs['rollout_is']}`{', IcePop' if kind == 'reject' else ''}{rows}",
     )
 
 
