@@ -92,12 +92,14 @@ class Algorithm:
         if "overlong_buffer" in changed and not after["overlong_penalty"]:
             raise ConfigError("overlong_buffer does nothing without overlong_penalty; set that too")
 
-    def require_updates(self, updates_per_batch: int) -> None:
-        """Called with the configured epochs times mini-batches, before anything is sampled."""
-        if self.on_policy_only and updates_per_batch > 1:
+    def require_updates(self, *, num_epochs: int, num_minibatches: int) -> None:
+        """Called with the configured numbers, before anything is sampled."""
+        if self.on_policy_only and num_epochs * num_minibatches > 1:
+            given = {"num_epochs": num_epochs, "num_minibatches": num_minibatches}
+            needed = " and ".join(f"learner.{name}=1" for name, value in given.items() if value > 1)
             raise ConfigError(
-                f"{self.name} has no importance ratio, so only the first of {updates_per_batch} updates of a batch "
-                "would be right. Set learner.num_epochs=1 and learner.num_minibatches=1, or use rloo or cispo."
+                f"{self.name} has no importance ratio, so only the first of {num_epochs * num_minibatches} updates of "
+                f"a batch would be right. Set {needed}, or use rloo or cispo."
             )
 
     def require_group_size(self, group_size: int) -> None:

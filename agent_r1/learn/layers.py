@@ -14,12 +14,13 @@ from agent_r1.compiling import COMPILERS, compile_each, has_compiler, repeated_l
 from agent_r1.errors import ConfigError
 
 
-def decoder_layers(model: nn.Module) -> list[Any]:
+def decoder_layers(model: nn.Module, *, needed_by: str) -> list[Any]:
+    """`needed_by`: the setting that needs them."""
     layers = repeated_layers(model)
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} does not mark its layers as transformers models do, so they can be neither "
-            "compiled nor checkpointed: set learner.compile=false and learner.activation_checkpointing=false"
+            f"{needed_by} does not work with {type(model).__name__}, which does not mark its layers as transformers "
+            f"models do: set {needed_by}=false"
         )
     return layers
 
@@ -30,14 +31,14 @@ def checkpoint_layers(model: nn.Module) -> None:
     transformers does so while a layer is in training mode. Only the layer itself is put into it: what it is made of
     stays in evaluation mode, so dropout stays off.
     """
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(model, needed_by="learner.activation_checkpointing"):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.training = True
 
 
 def compile_layers(model: nn.Module) -> None:
-    compile_each(decoder_layers(model))
+    compile_each(decoder_layers(model, needed_by="learner.compile"))
 
 
 def require_compiler(device: torch.device) -> None:

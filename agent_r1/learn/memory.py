@@ -61,6 +61,7 @@ class Measured:
     elsewhere: int  # what other processes have of the device, or other libraries in this one
     first_seconds: float  # of the first of two equal passes, in which layers are compiled
     second_seconds: float
+    savings: tuple[str, ...] = ()  # settings that take less memory and are not made yet
 
     @property
     def tokens_that_fit(self) -> int:
@@ -143,6 +144,23 @@ def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> Cre
     )
 
 
+def savings(learner: Learner) -> tuple[str, ...]:
+    """The settings that would take less memory, without those that are made already."""
+    layers = learner.policy.model.modules()
+    made = {
+        "learner.activation_checkpointing=true": any(getattr(each, "gradient_checkpointing", False) for each in layers),
+        "learner.offload_optimizer=true": learner.offload_optimizer,
+        "a section lora": learner.policy.adapter_state() is not None,
+    }
+    return tuple(setting for setting, is_made in made.items() if not is_made)
+
+
+def one_of(*settings: str) -> str:
+    """`Set a, b or c`."""
+    *others, last = settings
+    return f"Set {', '.join(others)} or {last}" if others else f"Set {last}"
+
+
 def measure(learner: Learner) -> Measured:
     """On a GPU: run two packs of each layout there will be and look at the peaks. Nothing is learned, and no gradient
     is left. What is compiled on first use, is compiled here."""
@@ -155,8 +173,8 @@ def measure(learner: Learner) -> Measured:
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
             f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
-            "engine's cache. Set learner.activation_checkpointing=true, learner.offload_optimizer=true or a section "
-            f"lora, or lower engine.gpu_memory_share{held_by_others(_elsewhere(learner.policy.device))}"
+            f"engine's cache. {one_of(*savings(learner), 'a lower engine.gpu_memory_share')}"
+            f"{held_by_others(_elsewhere(learner.policy.device))}"
         ) from error
     slope, once = max(line_through((low.rows, low.peak), (high.rows, high.peak)) for low, high in points)
     available = _available(learner)
@@ -169,6 +187,7 @@ def measure(learner: Learner) -> Measured:
         elsewhere=_elsewhere(learner.policy.device),
         first_seconds=sum(each.seconds for each in first),
         second_seconds=sum(low.seconds for low, _ in points),
+        savings=savings(learner),
     )
 
 
@@ -213,7 +232,7 @@ def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: 
         raise ConfigError(
             f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: beside {fixed} and "
             f"the engine's cache there is room for packs of {fitting} tokens, at "
-            f"{readable(measured.bytes_per_token)} each. Lower it, or set learner.activation_checkpointing=true"
+            f"{readable(measured.bytes_per_token)} each. {one_of('a lower one', *measured.savings)}"
             f"{held_by_others(measured.elsewhere)}"
         )
     return (
@@ -229,9 +248,9 @@ def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
     if fitting < longest:
         raise ConfigError(
             f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
-            f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. Set "
-            "learner.activation_checkpointing=true, learner.offload_optimizer=true or a section lora, or lower "
-            "engine.gpu_memory_share or rollout.max_context_tokens. If no episode gets that long, say so with a "
+            f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. "
+            f"{one_of(*measured.savings, 'a lower engine.gpu_memory_share', 'a lower rollout.max_context_tokens')}. "
+            "If no episode gets that long, say so with a "
             f"learner.max_tokens_per_pack{held_by_others(measured.elsewhere)}"
         )
     if fitting >= wanted:

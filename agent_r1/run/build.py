@@ -88,7 +88,7 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     """The configured row of the table; settings it does not have, or cannot use, are refused."""
     algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
     algorithm.require_group_size(config.rollout.group_size)
-    algorithm.require_updates(config.learner.num_epochs * config.learner.num_minibatches)
+    algorithm.require_updates(num_epochs=config.learner.num_epochs, num_minibatches=config.learner.num_minibatches)
     if config.critic is not None and not algorithm.needs_critic:
         raise ConfigError(f"algorithm {algorithm.name!r} has no critic: leave the section critic out")
     return algorithm

@@ -38,7 +38,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
         *_refused_updates(trained),
         *_summaries(run, trained),
         *_everything_shown(run, trained),
-        *_nothing_learned(trained),
+        *_nothing_learned(run, trained),
     ]
 
 
@@ -131,14 +131,16 @@ def _prompts_after_summaries(run: RunDir, trained: Sequence[Record]) -> str:
     return f", as prompts right after one have {median(after):,.0f} tokens (median)" if after else ""
 
 
-def _nothing_learned(trained: Sequence[Record]) -> list[str]:
+def _nothing_learned(run: RunDir, trained: Sequence[Record]) -> list[str]:
     """The line on why, if no step changed a weight."""
     if not trained or not all(record["empty_update"] for record in trained):
         return []
     if all(failed_share(record) == 1 for record in trained):
         return []  # what has been said of failures says it all
     always = all(record["success"] == 1 for record in trained)
-    advice = "harder rows" if always else "demonstrations (sft.demos), easier rows, or a larger group"
+    imitates = run.config.sft.demos is not None or run.config.sft.trajectories is not None
+    demos = "more demonstrations (sft.count, sft.epochs)" if imitates else "demonstrations (sft.demos)"
+    advice = "harder rows" if always else f"{demos}, easier rows, or a larger group (rollout.group_size)"
     return [f"learned     nothing: attempts at the same row never earned different rewards. What helps: {advice}"]
 
 

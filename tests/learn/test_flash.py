@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agent_r1.compiling import repeated_layers
 from agent_r1.learn import attention, flash
 from agent_r1.learn.attention import packed_attention_for, segments, varlen
 from agent_r1.learn.batch import Pack, merge_steps, pack
 from agent_r1.learn.flash import flash_runs, flash_runs_backward
-from agent_r1.learn.layers import decoder_layers
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.tree import PackLayout, PrefixSharing, lay_out
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
@@ -264,7 +264,7 @@ def compile_layers(policy: PolicyModel, backend: str) -> None:
     """What is traced, and when again, is the same for all backends; "eager" does not trace backwards, and is fast."""
     torch._dynamo.reset()
     counters.clear()
-    for layer in decoder_layers(policy.model):
+    for layer in repeated_layers(policy.model):
         layer.compile(dynamic=True, backend=backend)
 
 

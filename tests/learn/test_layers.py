@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn import PolicyModel
-from agent_r1.learn.layers import decoder_layers, require_compiler
+from agent_r1.learn.layers import checkpoint_layers, compile_layers, require_compiler
 from tests.learn.builders import credit_for, gradients_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 
@@ -28,7 +29,7 @@ def gradients(policy: PolicyModel, seeds: tuple[int, ...] = (0,)) -> dict[str, T
 
 def count_calls(policy: PolicyModel) -> list[str]:
     calls: list[str] = []
-    decoder_layers(policy.model)[0].self_attn.register_forward_hook(lambda *_: calls.append("attention"))
+    repeated_layers(policy.model)[0].self_attn.register_forward_hook(lambda *_: calls.append("attention"))
     return calls
 
 
@@ -81,7 +82,7 @@ def test_compiled_layers_give_the_same_gradients_and_are_compiled_once_for_packs
 @needs_compiler
 def test_a_copy_is_compiled_too() -> None:
     copy = PolicyModel(tiny_model(), compiled=True).copy()
-    assert all(layer._compiled_call_impl is not None for layer in decoder_layers(copy.model))
+    assert all(layer._compiled_call_impl is not None for layer in repeated_layers(copy.model))
 
 
 def test_a_whole_update_does_not_depend_on_checkpointing() -> None:
@@ -95,8 +96,11 @@ def test_a_whole_update_does_not_depend_on_checkpointing() -> None:
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear does not mark its layers as transformers models do"):
-        decoder_layers(nn.Linear(1, 1))
+    told = "learner.compile does not work with Linear, which does not mark its layers .* set learner.compile=false"
+    with pytest.raises(ConfigError, match=told):
+        compile_layers(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"Linear, which .*: set learner\.activation_checkpointing=false\Z"):
+        checkpoint_layers(nn.Linear(1, 1))
 
 
 def test_without_a_compiler_compiling_is_refused_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:

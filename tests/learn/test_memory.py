@@ -24,6 +24,7 @@ from agent_r1.learn.memory import (
     line_through,
     measure,
     readable,
+    savings,
     size_of,
     synthetic_batch,
 )
@@ -37,6 +38,7 @@ MEASURED = Measured(
     elsewhere=2**29,
     first_seconds=31.4,
     second_seconds=0.25,
+    savings=("learner.activation_checkpointing=true", "a section lora"),
 )
 
 
@@ -68,6 +70,23 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
     )
     with pytest.raises(ConfigError, match=r"max_tokens_per_pack=8193 does not fit .* room for packs of 8192 tokens"):
         check_fits(FIXED, MEASURED, max_tokens_per_pack=8193)
+
+
+def test_only_settings_that_are_not_made_yet_are_advised() -> None:
+    lora = LoRA(rank=2, alpha=4.0, target_modules=None, seed=0)
+    policies = [PolicyModel(tiny_model()), PolicyModel(tiny_model(), lora=lora, checkpoint_activations=True)]
+    advised = [
+        savings(learner_for("grpo", policy, offload_optimizer=offload))
+        for policy, offload in zip(policies, (True, False), strict=True)
+    ]
+    assert advised == [
+        ("learner.activation_checkpointing=true", "a section lora"),
+        ("learner.offload_optimizer=true",),
+    ]
+    with pytest.raises(ConfigError, match=r"Set a lower one, learner\.activation_checkpointing=true or a section lora"):
+        check_fits(FIXED, MEASURED, max_tokens_per_pack=8193)
+    with pytest.raises(ConfigError, match=r"Set a lower engine\.gpu_memory_share or a lower rollout\.max_context"):
+        fitting_pack(replace(MEASURED, available=0, savings=()), wanted=100, longest=8093)
 
 
 def test_a_neighbour_that_holds_memory_is_named_where_it_is_short() -> None:

@@ -147,7 +147,14 @@ def test_an_episode_cut_at_max_steps_remembers_where_it_would_have_gone_on(tmp_p
         (["algorithm.name=gigpo", "algorithm.settings.anchor=place"], r"anchor='place'"),
         (["algorithm.settings.horizon=10"], "horizon does nothing with aggregation=token"),
         (["algorithm.settings.overlong_buffer=0.5"], "does nothing without overlong_penalty"),
-        (["algorithm.name=remax", "learner.num_epochs=2"], "remax has no importance ratio"),
+        (
+            ["algorithm.name=remax", "learner.num_epochs=2"],
+            r"remax has no importance ratio, .* first of 2 .*\. Set learner\.num_epochs=1, or use rloo",
+        ),
+        (
+            ["algorithm.name=remax", "learner.num_epochs=2", "learner.num_minibatches=3"],
+            r"first of 6 .*\. Set learner\.num_epochs=1 and learner\.num_minibatches=1, or use rloo",
+        ),
     ],
 )
 def test_settings_an_algorithm_cannot_use_are_refused(overrides: list[str], message: str) -> None:

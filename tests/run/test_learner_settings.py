@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agent_r1.compiling import repeated_layers
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.layers import decoder_layers
 from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, load_model, rehearse
 from agent_r1.run.checkpoint import latest_checkpoint, load_state
 from agent_r1.run.commands import run_eval
@@ -72,14 +72,14 @@ def test_settings_arrive_at_the_learner() -> None:
     usual = learner_of()
     assert (usual.prefix_sharing, usual.offload_optimizer, usual.policy.compiled) == ("auto", False, False)
     assert usual.policy.autocast_dtype is None
-    assert not any(layer.training for layer in decoder_layers(usual.policy.model))
+    assert not any(layer.training for layer in repeated_layers(usual.policy.model))
     other = learner_of(
         "model.dtype=bfloat16",
         "learner.prefix_sharing=off",
         "learner.activation_checkpointing=true",
     )
     assert (other.prefix_sharing, other.policy.autocast_dtype) == ("off", torch.bfloat16)
-    assert all(layer.training for layer in decoder_layers(other.policy.model))
+    assert all(layer.training for layer in repeated_layers(other.policy.model))
     assert {p.dtype for p in other.policy.model.parameters()} == {torch.float32}
     assert other.policy.head_dtype == torch.bfloat16
     assert learner_of("model.dtype=bfloat16", "model.fp32_head=true").policy.head_dtype is None

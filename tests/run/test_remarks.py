@@ -43,7 +43,8 @@ def test_a_run_that_went_well_has_nothing_to_say(run: RunDir) -> None:
 
 def test_what_helps_depends_on_what_was_earned(run: RunDir) -> None:
     [hard] = said(run, record(1, empty=1.0, success=0.0), record(2, empty=1.0, success=1.0))
-    assert hard.endswith("What helps: demonstrations (sft.demos), easier rows, or a larger group")
+    larger = "easier rows, or a larger group (rollout.group_size)"
+    assert hard.endswith(f"What helps: more demonstrations (sft.count, sft.epochs), {larger}")
     [easy] = said(run, record(1, empty=1.0, success=1.0))
     assert easy.endswith("What helps: harder rows")
     [failed] = said(run, record(1, empty=1.0, success=0.0, error=1.0))
@@ -172,3 +173,9 @@ def test_refused_updates_are_counted_with_their_cause(run: RunDir) -> None:
     assert said(run, record(1), record(2) | {"skipped_updates": 1.0}) == [
         f"refused     1 optimizer steps {what}; look for a lower lr"
     ]
+
+
+def test_demonstrations_are_advised_only_where_there_are_none(tmp_path: Path) -> None:
+    bare = RunDir.create(tmp_path / "bare", load_config(MINI, ["sft.demos=null"]))
+    [hard] = said(bare, record(1, empty=1.0, success=0.0))
+    assert "What helps: demonstrations (sft.demos), easier rows" in hard
