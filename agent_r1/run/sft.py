@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from agent_r1.agent.context import Author, ContextPolicy, Shown
 from agent_r1.agent.flow import AgentFlowBase, Episode
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.agent.tool_calls import FORMATS, ParsedCall
 from agent_r1.agent.tool_env import no_tool
 from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.errors import DataError
@@ -88,17 +89,24 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     played = [play.result() for play in plays]
-    fitting = [trajectory for trajectory in played if trajectory is not None]
-    if len(fitting) < len(demos):
-        first = demos[played.index(None)][0].row_id
-        what = f"{len(demos) - len(fitting)} of {len(demos)} demonstrations do not fit into the limits of rollout"
+    fitting = [trajectory for trajectory in played if not isinstance(trajectory, _Unfit)]
+    unfit = [each for each in played if isinstance(each, _Unfit)]
+    if unfit:
+        limits = ", ".join(f"{n} because rollout.{limit}" for limit, n in Counter(u.limit for u in unfit).items())
+        what = f"{len(unfit)} of {len(demos)} demonstrations do not fit: {limits}"
         if 2 * len(fitting) < len(demos):
-            raise DataError(
-                f"{what} (the first is of {first}): raise max_steps, max_response_tokens or max_context_tokens"
-            )
-        report(f"{what} and are left out; the first is of {first}")
+            raise DataError(f"{what}. The first is of row {unfit[0].row_id}. Raise the limit, or shorten them")
+        report(f"{what}. They are left out; the first is of row {unfit[0].row_id}")
     _tell_failed_calls(fitting, report)
     return fitting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfit:
+    """A demonstration that is longer than an episode may be."""
+
+    row_id: str
+    limit: str  # `max_steps is 8`
 
 
 def _demos(config: RunConfig) -> list[Demo]:
@@ -149,10 +157,24 @@ def _failed_calls(trajectory: Trajectory) -> list[ToolCallRecord]:
     return [call for step in trajectory.steps for call in step.calls if call.error is not None]
 
 
+def _foreign_format(trajectory: Trajectory) -> str | None:
+    """The format of a call that the env could not read, if another format can."""
+    for step in trajectory.steps:
+        for call in step.calls:
+            told = call.error or ""
+            if call.name or "Write " not in told:  # unreadable calls have no name, and are told how to write one
+                continue
+            text = step.action_text[slice(*call.text_span)]
+            for name, each in FORMATS.items():
+                events = [] if each.form in told else each.parse(text)[1]
+                if events and all(isinstance(event, ParsedCall) for event in events):
+                    return name
+    return None
+
+
 async def _play_demo(
     config: RunConfig, task: Task, renderer: Renderer, index: int, demo: Demo, gate: asyncio.Semaphore
-) -> Trajectory | None:
-    """None: it is longer than an episode may be."""
+) -> Trajectory | _Unfit:
     row, texts = demo
     player = _Replay(renderer, texts)
     collector = train_collector(config, task, renderer, player)
@@ -163,12 +185,17 @@ async def _play_demo(
     for call in _failed_calls(trajectory):  # first: whatever else went wrong may have come of it
         if (call.error or "").startswith(no_tool(call.name)):
             raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
+    if (written := _foreign_format(trajectory)) is not None:
+        raise DataError(
+            f"demonstration {index} ({row.row_id}) writes its calls in the format {written!r}, which the env does not "
+            f"read: set task.env_kwargs.tool_format={written}, or write the calls as the env reads them"
+        )
     stop = episode.limit or trajectory.stop  # a first prompt that is too long fails an episode, and is a limit here
     if stop.is_failure:
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
     actions = sum(not step.is_summary for step in trajectory.steps)
     if stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts)):
-        return None
+        return _Unfit(row_id=row.row_id, limit=episode.limit_reason.rpartition(", ")[2])
     if actions != len(texts):
         raise DataError(
             f"demonstration {index} ({row.row_id}) has {len(texts)} texts but its episode ended after "

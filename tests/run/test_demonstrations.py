@@ -45,13 +45,16 @@ def test_those_whose_texts_are_too_long_are_left_out_and_counted() -> None:
     trajectories, said = played("sft.count=12", f"rollout.max_response_tokens={short}")
     assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in range(10)]
     assert said == [
-        "2 of 12 demonstrations do not fit into the limits of rollout and are left out; the first is of train-10"
+        f"2 of 12 demonstrations do not fit: 2 because rollout.max_response_tokens is {short}. They are left out; the "
+        "first is of row train-10"
     ]
     assert len(played("sft.count=12", f"rollout.max_response_tokens={long}")[0]) == 12
 
 
 def test_those_with_too_many_texts_are_left_out_and_if_most_are_it_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"12 of 12 demonstrations do not fit .*train-0\): raise max_steps"):
+    with pytest.raises(
+        DataError, match=r"do not fit: 12 because rollout\.max_steps is 1\. The first is of row train-0\. Raise"
+    ):
         played("sft.count=12", "rollout.max_steps=1")
 
 
@@ -60,7 +63,8 @@ def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
     last = trajectory.steps[-1]
     needed = len(last.prompt_ids) + len(last.response_ids)
     assert len(played("sft.count=1", f"rollout.max_context_tokens={needed}")[0]) == 1
-    with pytest.raises(DataError, match="1 of 1 demonstrations do not fit"):
+    message = rf"1 of 1 demonstrations do not fit: 1 because rollout\.max_context_tokens is {needed - 1}\. The first"
+    with pytest.raises(DataError, match=message):
         played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
 
 
@@ -142,6 +146,7 @@ def test_one_whose_first_prompt_is_too_long_is_left_out_and_counted_too(tmp_path
     trajectories, said = played("sft.demos=task.mine", "rollout.max_context_tokens=512", recipe=str(recipe))
     assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in (0, 1, 2, 0, 1)]
     assert said == [
-        "1 of 6 demonstrations do not fit into the limits of rollout and are left out; the first is of long"
+        "1 of 6 demonstrations do not fit: 1 because rollout.max_context_tokens is 512. They are left out; the first "
+        "is of row long"
     ]
     assert len({trajectory.trajectory_id for trajectory in trajectories}) == 5  # rows may be shown more than once

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from agent_r1.agent.rendering import Renderer
+from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
 from agent_r1.run.build import build_task, check_beginning
@@ -33,12 +34,13 @@ def recipe(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def said_about(recipe: Path, *demos: list[str], ending: str = "done") -> list[str]:
-    """What is reported when rows are demonstrated with these calls, and then an answer."""
+def said_about(recipe: Path, *given: list[str] | str, ending: str = "done") -> list[str]:
+    """What is reported when rows are demonstrated with these calls, and then an answer; overrides are texts."""
+    demos, overrides = [d for d in given if isinstance(d, list)], [each for each in given if isinstance(each, str)]
     code = f"def mine(count, seed):\n    return [(r, [*c, {ending!r}]) for r, c in zip(rows('train'), {demos!r})]\n"
     with (recipe / "task.py").open("a", encoding="utf-8") as file:
         file.write(code)
-    config, said = load_config(str(recipe), ["sft.demos=task.mine", "rollout.max_steps=5"]), list[str]()
+    config, said = load_config(str(recipe), ["sft.demos=task.mine", "rollout.max_steps=5", *overrides]), list[str]()
     played = asyncio.run(sft_trajectories(config, build_task(config), Renderer(tokenizer()), said.append))
     assert len(played) == len(demos)
     return said
@@ -56,6 +58,19 @@ def test_a_demonstration_that_calls_an_unknown_tool_is_an_error(recipe: Path, ca
     assert str(raised.value) == (
         "demonstration 1 (train-1) calls a tool that does not exist: there is no tool 'doubel'. Did you mean 'double'? "
         "Choose one of: double"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"hermes", "retool"}))
+def test_a_demonstration_whose_calls_the_env_does_not_read_is_an_error_that_names_their_format(
+    recipe: Path, name: str
+) -> None:
+    foreign = FORMATS[name].write_call("double", {"number": 2})
+    with pytest.raises(DataError) as raised:
+        said_about(recipe, [GOOD], [foreign], "rollout.max_response_tokens=200")
+    assert str(raised.value) == (
+        f"demonstration 1 (train-1) writes its calls in the format {name!r}, which the env does not read: set "
+        f"task.env_kwargs.tool_format={name}, or write the calls as the env reads them"
     )
 
 
