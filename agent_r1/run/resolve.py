@@ -8,6 +8,7 @@ beside the file that says so. Hence each file is one module however it is reache
 
 from __future__ import annotations
 
+import ast
 import builtins
 import hashlib
 import importlib
@@ -35,9 +36,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = PACKAGE / "templates"
 TOOLS = PACKAGE / "tools"
 
+_NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
-_NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
 # What code reads. Not what people read, nor what a program left beside it (nohup.out, logs, pictures).
 _READ = (".py", ".jinja", ".j2", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
 _KEEPS_DATA = re.compile(r"^(FOLDER\b.*=|from .* import .*\bFOLDER\b)", re.MULTILINE)
@@ -52,12 +53,13 @@ def resolve(name: str, *, recipe: str) -> Any:
     return getattr(module, attribute)
 
 
-def import_recipe(recipe: str) -> None:
-    """Import all Python files of the recipe, so that the envs, flows and tools they register are known by name."""
+def import_recipe(recipe: str, names: Iterable[str]) -> None:
+    """Import the recipe's files that these names lead to, and those that register something, which settings and rows
+    may ask for by its plain name. No other file is run: users keep scripts beside their recipes."""
     folder = recipe_folder(recipe)
-    for path in sorted(folder.glob("*.py")):
-        if path.stem.isidentifier() and not _NO_PART.match(path.stem):
-            _recipe_module(path.stem, folder)
+    named = [name.rpartition(".")[0] for name in names]
+    for module in dict.fromkeys([*named, *(path.stem for path in sorted(folder.glob("*.py")) if _registers(path))]):
+        _recipe_module(module, folder)
 
 
 def make_importable(recipe: str) -> None:
@@ -165,6 +167,30 @@ def _is_installed(file: Path) -> bool:
     if file.is_relative_to(PACKAGE) or file.is_relative_to(_STANDARD_LIBRARY):
         return True
     return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def _registers(path: Path) -> bool:
+    """Whether a file makes an env, flow, tool, algorithm or call format known by name. The file is read, not run."""
+    if not path.stem.isidentifier() or _NO_PART.match(path.stem):
+        return False
+    try:
+        source = path.read_bytes()
+        nodes = list(ast.walk(ast.parse(source))) if b"agent_r1" in source else []
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
+        return False
+    return any(map(_is_registration, nodes))
+
+
+def _is_registration(node: ast.AST) -> bool:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            decorators = [item.func if isinstance(item, ast.Call) else item for item in node.decorator_list]
+            return any(isinstance(item, ast.Attribute) and item.attr == "register" for item in decorators)
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), ctx=ast.Store()):
+            return name == "ALGORITHMS"
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name == "register_format"
+    return False
 
 
 def _named_module(name: str, recipe: str) -> ModuleType:

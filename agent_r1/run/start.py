@@ -13,14 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_r1 import __version__
-from agent_r1.config import RewriteContext, RunConfig, SummaryContext, recipe_name
+from agent_r1.config import RunConfig, recipe_name
 from agent_r1.run.build import Model, Task, find_model, load_model, model_dtype, save_model
 from agent_r1.run.cache import cache_root, put
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.model_source import as_directory
 from agent_r1.run.resolve import borrowed_files, data_name, recipe_files, recipe_path, resolve
 from agent_r1.run.sft import trajectory_source, warm_start
-from agent_r1.run.task import is_data_source
+from agent_r1.run.task import named_code, warm_start_code
 from agent_r1.run.track import Display
 from agent_r1.tasks.download import data_dir
 
@@ -110,13 +110,11 @@ def _warm_start_key(config: RunConfig, base: str | Path) -> str:
 
 def code_digest(config: RunConfig) -> str:
     """Of the code that decides what a run plays and pays. Data lie in the same folders, and so may logs and results."""
-    task = config.task
-    names = [*_named(config), task.reward, *([] if is_data_source(task.rows) else [task.rows])]
-    return _digest_of(path for path in _code_files(config, names) if path.suffix in CODE)
+    return _digest_of(path for path in _code_files(config, named_code(config)) if path.suffix in CODE)
 
 
 def _recipe_digest(config: RunConfig) -> str:
-    return _digest_of(_code_files(config, _named(config)))
+    return _digest_of(_code_files(config, warm_start_code(config)))
 
 
 def _code_files(config: RunConfig, names: Iterable[str]) -> list[Path]:
@@ -125,17 +123,6 @@ def _code_files(config: RunConfig, names: Iterable[str]) -> list[Path]:
 
 def _digest_of(files: Iterable[Path]) -> str:
     return _digest(*((path.name, _content(path)) for path in files))
-
-
-def _named(config: RunConfig) -> list[str]:
-    """The code of a warm start that is named by module; other names are registered by the recipe's own files."""
-    task, context = config.task, config.context
-    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
-    if isinstance(context, SummaryContext):
-        names.append(context.demo_summary)
-    if isinstance(context, RewriteContext):
-        names.append(context.function)
-    return [name for name in names if name is not None and "." in name]
 
 
 def _content(path: Path) -> object:

@@ -18,7 +18,7 @@ from agent_r1.agent.guard import cause
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvPool
-from agent_r1.config import RunConfig
+from agent_r1.config import RewriteContext, RunConfig, SummaryContext
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.run.context import check_env_repeats, check_flow, context_maker
@@ -41,7 +41,7 @@ class Task:
 
 def build_task(config: RunConfig) -> Task:
     task = config.task
-    import_recipe(config.recipe)
+    import_recipe(config.recipe, named_code(config))
     source = task.rows if is_data_source(task.rows) else _rows_function(config)
     _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
@@ -55,6 +55,23 @@ def build_task(config: RunConfig) -> Task:
         success_reward=task.success_reward,
         close=close,
     )
+
+
+def warm_start_code(config: RunConfig) -> list[str]:
+    """The code of a warm start that is named by module; other names are registered by the recipe's own files."""
+    task, context = config.task, config.context
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
+    if isinstance(context, SummaryContext):
+        names.append(context.demo_summary)
+    if isinstance(context, RewriteContext):
+        names.append(context.function)
+    return [name for name in names if name is not None and "." in name]
+
+
+def named_code(config: RunConfig) -> list[str]:
+    """All code of a run that is named by module."""
+    rows = [] if is_data_source(config.task.rows) else [config.task.rows]
+    return [*warm_start_code(config), config.task.reward, *rows]
 
 
 def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], Callable[[], None]]:

@@ -94,20 +94,61 @@ def test_a_file_already_imported_from_somewhere_else_is_not_run_again(
 
 
 def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it(tmp_path: Path) -> None:
-    broken = "raise AssertionError('this file is not part of the recipe')"
+    broken = "raise AssertionError('this file is not part of the recipe')\n" + ENV.format(name="broken")
     name = recipe(tmp_path / "a", world=ENV.format(name="far-away"), test_world=broken, conftest=broken, setup=broken)
     (tmp_path / "a" / "not-a-name.py").write_text(broken, encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown env 'far-away'"):
         env_class("far-away")
-    import_recipe(name)
+    import_recipe(name, [])
     assert env_class("far-away") is resolve("world.Guess", recipe=name)
-    import_recipe(name)  # again: nothing is registered twice
+    import_recipe(name, [])  # again: nothing is registered twice
+
+
+@pytest.mark.parametrize(
+    "registration",
+    [
+        "from agent_r1.agent import BaseTool\n@BaseTool.register\nclass Never(BaseTool): ...",
+        "from agent_r1.learn import ALGORITHMS\nALGORITHMS['never'] = None",
+        "import agent_r1.learn as learn\nlearn.ALGORITHMS['never'] = None",
+        "from agent_r1.agent.tool_calls import register_format\nregister_format('never', None)",
+    ],
+)
+def test_a_file_that_registers_something_is_run(tmp_path: Path, registration: str) -> None:
+    # It stops before it registers anything: that it was run is what is looked at.
+    name = recipe(tmp_path / "a", mine=f"raise RuntimeError('run')\n{registration}")
+    with pytest.raises(ConfigError, match=r"importing .*mine\.py failed: RuntimeError: run"):
+        import_recipe(name, [])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from agent_r1.learn import ALGORITHMS\nprint(ALGORITHMS['grpo'])\n{effect}",  # looks, registers nothing
+        "{effect}",
+        "import agent_r1\n{effect}",
+        "# what agent_r1 left\nimport atexit\natexit.register(print)\n{effect}",
+        "{effect}\ndef (",  # not even Python
+        "{effect}\nx = " + "-" * 100_000 + "1",  # too deep for the parser
+    ],
+)
+def test_a_file_that_the_recipe_does_not_name_is_not_run(tmp_path: Path, script: str) -> None:
+    effect = f"open({str(tmp_path / 'ran')!r}, 'a').close()"
+    name = recipe(tmp_path / "a", clean_up=script.format(effect=effect), task="import helper", helper="x = 1")
+    import_recipe(name, ["task.rows", "os.path"])
+    assert resolve("task.helper", recipe=name).x == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_is_run_once_the_recipe_names_it(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "a", clean_up=f"open({str(tmp_path / 'ran')!r}, 'a').close()")
+    import_recipe(name, ["clean_up.x"])
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_bundled_recipe_is_an_ordinary_part_of_the_package() -> None:
     from agent_r1.recipes.quickstart import task
 
-    import_recipe("quickstart")
+    import_recipe("quickstart", ["task.rows"])
     assert resolve("task.reward", recipe="quickstart") is task.reward
 
 
