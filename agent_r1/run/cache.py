@@ -5,12 +5,18 @@ Knows nothing of what is in the folders, nor what they are keyed by; those who m
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from agent_r1.tasks.download import user_cache
+
+_PART = re.compile(r"\..+\.[0-9a-f]+\.part")
 
 
 def cache_root() -> Path:
@@ -18,15 +24,53 @@ def cache_root() -> Path:
 
 
 def put(folder: Path, write: Callable[[Path], object]) -> None:
-    """Fill `folder` completely or not at all. Of two runs that make the same thing, the first one's stays."""
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    try:
+    """Fill `folder` completely or not at all. If two runs make the same thing, the first one's stays."""
+    with _part_of(folder) as part:
         write(part)
         try:
             part.replace(folder)
         except OSError:
             if not folder.is_dir():
                 raise
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Delete what killed processes left half-written. A folder that a live process writes is locked, and stays."""
+    for part in parent.glob(".*.part"):
+        if _PART.fullmatch(part.name) and part.is_dir():
+            with suppress(OSError), _locked(part):  # an error: locked, gone, or not ours
+                shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _part_of(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, locked while it is written, and deleted unless it was moved away."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent)
+    with ExitStack() as lock:
+        while True:
+            part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+            part.mkdir()
+            try:
+                lock.enter_context(_locked(part))
+            except (BlockingIOError, FileNotFoundError):
+                continue  # taken for a leftover before it was locked
+            except OSError:  # a file system without locks, on which leftovers are not deleted either
+                break
+            if part.is_dir():
+                break
+        try:
+            yield part
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """BlockingIOError if another process holds the lock. It ends with the process, however that ends."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        os.close(held)

@@ -15,7 +15,7 @@ from rich.console import Console
 from agent_r1 import __version__
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.run.build import Model, Task, find_model, load_model, model_dtype, save_model
-from agent_r1.run.cache import cache_root, put
+from agent_r1.run.cache import cache_root, put, remove_leftovers
 from agent_r1.run.metrics import Metrics
 from agent_r1.run.model_source import as_directory
 from agent_r1.run.resolve import borrowed_files, data_name, recipe_files, recipe_path, resolve
@@ -30,6 +30,7 @@ READ_WHOLE = 16 * 2**20  # bytes; of larger files of a recipe, size and time are
 
 async def starting_model(config: RunConfig, task: Task, console: Console) -> str | Path:
     """Where RL begins: the model as it is, or warm-started; a warm start is made once and cached."""
+    remove_leftovers(cache_root())
     base = base_model(config)
     if config.sft.demos is None and config.sft.trajectories is None:
         return base
