@@ -10,6 +10,9 @@ from pathlib import Path
 from agent_r1.errors import RolloutError
 
 PRINTED_CHARS = 16 * 2**20  # kept of what env processes print; it may be without end
+FAILED_CHARS = 64 * 2**20  # kept of warnings and tracebacks; then only their first lines
+KEPT_LINES = 40  # at each end of a traceback
+KEPT_CHARS = 1000  # at each end of a line
 _WORKERS = "agent_r1.agent.workers"
 
 
@@ -20,10 +23,11 @@ def logging_to(path: Path) -> Iterator[None]:
     before = package.propagate, workers.level
     handler: logging.Handler
     try:
-        handler, size = logging.FileHandler(path, encoding="utf-8"), path.stat().st_size
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        size = path.stat().st_size
     except OSError:  # somebody else's run, which may be evaluated and talked to but not written to
         handler, size = logging.StreamHandler(), 0
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Bounded("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(_Printed())
     package.addHandler(handler)
     package.propagate = False
@@ -39,6 +43,33 @@ def logging_to(path: Path) -> Iterator[None]:
         handler.close()
         package.propagate, level = before
         workers.setLevel(level)
+
+
+class _Bounded(logging.Formatter):
+    """Cuts the middle out of long tracebacks and lines: a failure may repeat, and its message may be of any size."""
+
+    def __init__(self, format: str) -> None:
+        super().__init__(format)
+        self._left = FAILED_CHARS
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno <= logging.INFO:
+            return text
+        lines = text.split("\n")
+        if self._left < 0:
+            return f"{_cut(lines[0])} ({len(lines) - 1} lines not kept: {FAILED_CHARS:,} characters were)"
+        if len(lines) > 2 * KEPT_LINES + 1:  # the first line says what failed
+            cut = len(lines) - 2 * KEPT_LINES - 1
+            lines[KEPT_LINES + 1 : -KEPT_LINES] = [f"... ({cut:,} lines cut)"]
+        text = "\n".join(map(_cut, lines))
+        self._left -= len(text)
+        return text
+
+
+def _cut(line: str) -> str:
+    cut = len(line) - 2 * KEPT_CHARS
+    return line if cut <= 0 else f"{line[:KEPT_CHARS]}... ({cut:,} characters cut) ...{line[-KEPT_CHARS:]}"
 
 
 class _Printed(logging.Filter):

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import traceback
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,58 @@ def test_an_evaluation_logs_the_failures_of_its_episodes_to_the_run(cli: Cli, fo
     assert " of 3 episodes, mostly: " in line
     assert "KeyError" in line
     assert line.endswith(f"; details in {run / 'run.log'}")
+
+
+def fail_deeply(levels: int) -> None:
+    """A traceback whose lines all differ, so that Python does not shorten it."""
+    if levels == 0:
+        raise ValueError("the innermost " + "x" * 10_000_000 + " failure")
+    exec("fail_deeply(levels - 1)\n" if levels % 2 else "\nfail_deeply(levels - 1)", globals(), {"levels": levels})
+
+
+def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
+    with logging_to(tmp_path / "run.log"):
+        try:
+            fail_deeply(200)
+        except ValueError:
+            logging.getLogger("agent_r1.rollout").exception("episode 3 failed")
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) == 1 + 40 + 1 + 40
+    assert lines[0].endswith("episode 3 failed")
+    assert lines[1] == "Traceback (most recent call last):"
+    assert re.fullmatch(r"\.\.\. \(\d+ lines cut\)", lines[41])
+    assert lines[-1].startswith("ValueError: the innermost xxx")
+    assert "x... (9,998,034 characters cut) ...x" in lines[-1]  # of 10,000,034, a thousand at each end are kept
+    assert lines[-1].endswith("xxx failure")
+
+
+def test_a_short_traceback_is_kept_as_it_is(tmp_path: Path) -> None:
+    with logging_to(tmp_path / "run.log"):
+        try:
+            raise KeyError("a")
+        except KeyError:
+            logging.getLogger("agent_r1.rollout").exception("episode 3 failed")
+            expected = traceback.format_exc()
+    assert (tmp_path / "run.log").read_text(encoding="utf-8").partition("\n")[2] == expected
+
+
+def test_failures_that_never_end_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent_r1.run.log.FAILED_CHARS", 10_000)
+    with logging_to(tmp_path / "run.log"):
+        for number in range(100):
+            logging.getLogger("agent_r1.rollout").error("episode %d failed\n%s", number, "line\n" * 50)
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert sum(" failed" in line for line in lines) == 100  # every one is mentioned
+    assert 0 < text.count("line\n") * len("line\n") <= 10_000  # all of them would be 25,000
+    assert lines[-1].endswith("episode 99 failed (51 lines not kept: 10,000 characters were)")
+
+
+def test_text_that_is_no_unicode_reaches_the_log(tmp_path: Path) -> None:
+    with logging_to(tmp_path / "run.log"):
+        logging.getLogger("agent_r1.rollout").error("half a pair: \ud800")
+    assert (tmp_path / "run.log").read_text(encoding="utf-8").endswith("half a pair: \\ud800\n")
 
 
 def test_what_cannot_be_logged_to_the_run_is_still_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
