@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from agent_r1.errors import ConfigError
 
+MAX_NESTING = 30  # levels of a description; OmegaConf and pydantic fail at about a hundred, without saying where
+MAX_DIGITS = 309  # of a number: no float is longer
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 WARM_START = ("sft.demos", "sft.trajectories")
 NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
@@ -41,10 +44,15 @@ REPLACES = {  # a setting -> the one whose place it takes
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         key, equals, _ = item.partition("=")
+        if key.count(".") > MAX_NESTING:
+            raise ConfigError(f"override {key[:60]}...: the name has more than {MAX_NESTING} parts")
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
         try:
+            _check_size(item.partition("=")[2], f"override {item[:60]}")
             OmegaConf.from_dotlist([item])
+        except ConfigError:
+            raise
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
             quoted = f'{key}="..."' if "{" in item or "[" in item else ""
             hint = f". Text with brackets is quoted, once more than for the shell: '{quoted}'" if quoted else ""
@@ -99,12 +107,28 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
+        _check_size(path.read_text(encoding="utf-8"), str(path))
         tree = OmegaConf.load(path)
+    except ConfigError:
+        raise
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")
     return tree
+
+
+def _check_size(text: str, place: str) -> None:
+    """Refuse what YAML allows and the libraries behind it end in a traceback for, with its line."""
+    depth = 0
+    for event in yaml.parse(text):
+        opens, closes = (yaml.CollectionStartEvent, yaml.CollectionEndEvent)
+        depth += isinstance(event, opens) - isinstance(event, closes)
+        line = f"{place} line {event.start_mark.line + 1}"
+        if depth > MAX_NESTING:
+            raise ConfigError(f"{line}: lists and sections are nested more than {MAX_NESTING} levels deep")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and event.value.lstrip("+-").isdigit():
+            raise ConfigError(f"{line}: a number of {len(event.value):,} digits; at most {MAX_DIGITS} are taken")
 
 
 def plain(tree: Any, *, resolve: bool) -> Tree:

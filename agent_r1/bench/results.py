@@ -18,6 +18,7 @@ from rich.table import Table
 
 from agent_r1.bench.arithmetic import medians
 from agent_r1.errors import DataError
+from agent_r1.tasks.files import read_json
 
 Figures = dict[str, float]
 
@@ -74,7 +75,7 @@ class Results:
         if not path.exists():
             return None
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = read_json(path.read_text(encoding="utf-8"))
             rows = [Row(**{key: value for key, value in row.items() if key != "figures"}) for row in tree.pop("rows")]
             command, accelerator = tree.pop("command"), tree.pop("accelerator")
         except (ValueError, KeyError, TypeError) as error:

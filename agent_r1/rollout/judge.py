@@ -152,11 +152,12 @@ class LLMJudge:
         key = self._key()
         optional = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         body = {"model": self.model, "messages": messages} | {k: v for k, v in optional.items() if v is not None}
+        body |= self.extra_body
         try:
             async with client.gate:
                 request = client.http.post(
                     f"{self.base_url.rstrip('/')}/chat/completions",
-                    content=mended(json.dumps({**body, **self.extra_body}, ensure_ascii=False)).encode(),
+                    content=mended(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode(),
                     headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
                 )
                 response = await guarded(request, seconds=self.seconds_per_attempt)

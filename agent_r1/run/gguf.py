@@ -103,4 +103,4 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _save(content: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

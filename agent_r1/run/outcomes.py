@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import time
@@ -20,6 +19,7 @@ from agent_r1 import __version__
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.statistics import standard_error
+from agent_r1.tasks.files import dump_json, read_json
 from agent_r1.types import Trajectory
 
 FORMAT = 1  # of the files
@@ -89,7 +89,7 @@ class EvalRecord:
 
     def save(self, path: Path) -> None:
         record = asdict(self)
-        text = json.dumps({"format": FORMAT, **record.pop("subject"), **record}, indent=1, ensure_ascii=False)
+        text = dump_json({"format": FORMAT, **record.pop("subject"), **record}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         part.write_text(text + "\n", encoding="utf-8")
@@ -98,16 +98,22 @@ class EvalRecord:
     @classmethod
     def load(cls, path: Path) -> EvalRecord:
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT:
                 raise ValueError(f"it is of format {record['format']}, this program reads {FORMAT}")
             if not record["outcomes"]:
                 raise ValueError("it holds no rows")
             subject = Subject(**{item.name: record[item.name] for item in fields(Subject)})
             rest = {item.name: record[item.name] for item in fields(cls) if item.name != "subject"}
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            rest["metrics"] = _numbers(rest["metrics"])
+            rest["outcomes"] = {row: _numbers(measured) for row, measured in rest["outcomes"].items()}
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path} is not an evaluation: {type(error).__name__}: {error}") from error
         return cls(subject=subject, **rest)
+
+
+def _numbers(stored: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in stored.items()}  # "NaN" is a number, too
 
 
 def _worker_limits(config: RunConfig) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Trajectories on disk: one JSON object per line, with everything that people, `compare` and `sft` read.
 
 Ids, log-probs, masks (every response token is trained, nothing else is), rewards and advantages are stored exactly;
-floats round-trip. The ids that top-k and top-p kept are base64 of little-endian int32. Files ending in `.gz` are
-compressed.
+floats round-trip. JSON has no NaN: numbers that are not finite are the texts "NaN", "Infinity" and "-Infinity". The ids
+that top-k and top-p kept are base64 of little-endian int32. Files ending in `.gz` are compressed.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from agent_r1.errors import DataError
+from agent_r1.tasks.files import dump_json, read_json
 from agent_r1.types import Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 
 TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
@@ -41,14 +42,14 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             trajectory_id=record["trajectory_id"],
             steps=[_step_from_json(step) for step in record["steps"]],
             stop=StopReason(record["stop"]),
-            outcome_reward=record["outcome_reward"],
-            reward_components=record["reward_components"],
+            outcome_reward=float(record["outcome_reward"]),
+            reward_components={name: float(value) for name, value in record["reward_components"].items()},
             error=record["error"],
             seconds=record["seconds"],
             next_prompt_ids=record.get("next_prompt_ids", []),  # records of 0.1 have none
             opening=record.get("opening", []),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error
 
 
@@ -61,7 +62,7 @@ def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | N
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
             for trajectory in group.trajectories:
                 record = trajectory_to_json(trajectory, (advantages or {}).get(trajectory.trajectory_id))
-                file.write(json.dumps({**record, "row": row}, ensure_ascii=False, default=str) + "\n")
+                file.write(dump_json({**record, "row": row}, default=str) + "\n")
     part.replace(path)  # a killed run leaves whole files only
 
 
@@ -89,8 +90,8 @@ def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
             with _open(path, "rt") as file:
                 for line in file:
                     number += 1
-                    yield trajectory_from_json(json.loads(line))
-        except (DataError, json.JSONDecodeError, EOFError, OSError) as error:  # the last two: a damaged gzip file
+                    yield trajectory_from_json(read_json(line))
+        except (ValueError, EOFError, OSError, zlib.error) as error:  # the last three: a damaged gzip file
             raise DataError(f"{path} line {number}: {error}") from error
 
 
@@ -110,6 +111,7 @@ def answerer(step: Step) -> str:
 
 def _step_from_json(record: Mapping[str, Any]) -> Step:
     fields = {key: value for key, value in record.items() if key != "advantages"}
+    fields["response_logprobs"] = list(map(float, record["response_logprobs"]))
     fields["calls"] = tuple(
         ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
         for call in record["calls"]

@@ -155,7 +155,7 @@ def _is_description(path: Path) -> bool:
         return False
     try:
         described = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
         return False

@@ -28,6 +28,7 @@ from typing import Any
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.run.records import Advantages, write_groups
+from agent_r1.tasks.files import read_json
 from agent_r1.types import Group
 
 
@@ -96,8 +97,8 @@ class RunDir:
     def _description(self) -> dict[str, Any]:
         path = self.path / "config.json"
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            tree = read_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}") from error
         if not isinstance(tree, dict):
             return {}
@@ -126,7 +127,8 @@ class RunDir:
         leaves at most one torn line at the end."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         rows = {} if panel is None else {"panel": panel}
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **rows, **finite}) + "\n"
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **rows, **finite}
+        line = json.dumps(record, allow_nan=False) + "\n"
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(line)
 
@@ -139,7 +141,9 @@ class RunDir:
     def forget_after(self, step: int) -> None:
         """Drop metrics and trajectories of later steps: a resumed run makes them again."""
         kept = [record for record in self.read_metrics() if record["step"] <= step]
-        _write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        _write_atomic(
+            self.path / "metrics.jsonl", "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        )
         for path in (self.path / "trajectories").glob("*_*.jsonl.gz"):
             number = path.name.split(".")[0].rpartition("_")[2]
             if number.isdigit() and int(number) > step:
@@ -173,7 +177,7 @@ class _Lock:
 def is_run(folder: Path) -> bool:
     """Models have a config.json too, but only a run's says which recipe is played with which model."""
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = read_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(described, dict) and {"recipe", "task", "model"} <= described.keys()
@@ -200,8 +204,8 @@ def new_run_path(config: RunConfig, root: Path = Path("runs"), *, suffix: str = 
 
 def _parse_line(line: str) -> dict[str, Any] | None:
     try:
-        record: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:
+        record: dict[str, Any] = read_json(line)
+    except ValueError:
         return None  # the torn last line of a killed run; resuming makes that step again
     return record
 

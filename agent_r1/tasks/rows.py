@@ -8,7 +8,6 @@ needs no iterator state.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from string import Formatter
 from typing import Any
 
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tasks.files import json_lines
+from agent_r1.tasks.files import json_lines, parquet_rows, read_json
 from agent_r1.types import Message, TaskRow
 
 Demo = tuple[TaskRow, list[str]]  # what is asked, and what an expert says, turn by turn
@@ -132,7 +131,7 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     path = _split_file(found, split) if found.is_dir() else found
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path} is none of {', '.join(FORMATS)}")
-    return _read_parquet(path) if path.suffix == ".parquet" else json_lines(path)
+    return map(_without_nulls, parquet_rows(path)) if path.suffix == ".parquet" else json_lines(path)
 
 
 def _filled(source: str, split: str) -> str:
@@ -156,17 +155,6 @@ def _split_file(folder: Path, split: str) -> Path:
     raise DataError(f"{folder} has none of {', '.join(names)}; it holds {found[:10]}")
 
 
-def _read_parquet(path: Path) -> Iterable[Any]:
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path} is not a readable parquet file: {error}") from error
-    for batch in table.iter_batches():
-        yield from map(_without_nulls, batch.to_pylist())
-
-
 def _without_nulls(value: Any) -> Any:
     """Arrow gives every struct all fields of its column: those a row does not have come back as None."""
     if isinstance(value, dict):
@@ -181,6 +169,8 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
     except ImportError as error:
         raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
     name, _, config = name.partition(":")
+    if not name.strip():
+        raise ConfigError(f"hf:{name}{config and f':{config}'} names no dataset: write hf:NAME or hf:NAME:CONFIG")
     try:
         loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError) as error:  # datasets raises many kinds, all of them one of these two
@@ -215,8 +205,8 @@ def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:
         return {}
     if isinstance(value, str):  # published rows store env_kwargs as a JSON string
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = read_json(value)
+        except ValueError as error:
             raise DataError(f"{place}: {column} is a string but not JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise DataError(f"{place}: {column} must be a mapping or a JSON object, got {type(value).__name__}")

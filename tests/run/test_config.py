@@ -246,6 +246,29 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
             load_config(str(path))
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[" * 5000 + "]" * 5000, "nested more than 30 levels deep"),
+        ("{a: " * 100 + "1" + "}" * 100, "nested more than 30 levels deep"),
+        ("9" * 5000, "a number of 5,000 digits; at most 309 are taken"),
+    ],
+)
+def test_settings_that_python_cannot_hold_are_refused_with_their_line(tmp_path: Path, value: str, message: str) -> None:
+    written = tmp_path / "base.yaml"
+    written.write_text(f"task: {{rows: a.b, reward: a.b}}\nmodel: {{path: a/b}}\nseed: {value}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^{written} line 3: .*{message}$"):
+        load_config(str(tmp_path))
+    written.write_text("task: {rows: a.b, reward: a.b}\nmodel: {path: a/b}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^override seed=.* line 1: .*{message}$"):
+        load_config(str(tmp_path), [f"seed={value}"])
+
+
+def test_a_setting_name_of_too_many_parts_is_refused(recipe: str) -> None:
+    with pytest.raises(ConfigError, match=r"^override a\.a\..*: the name has more than 30 parts$"):
+        load_config(recipe, [".".join("a" * 2000) + "=1"])
+
+
 def test_a_config_survives_its_own_json(recipe: str) -> None:
     for settings in (["seed=3"], ["sft.demos=task.demos"], ["sft.trajectories=runs/a", "algorithm.kl_coef=0.1"]):
         config = load_config(recipe, settings)  # every field is in the JSON, also those that do nothing here

@@ -180,6 +180,52 @@ def test_unreadable_sources_are_clear_errors(tmp_path: Path) -> None:
         load_rows(str(tmp_path), split="valid")
 
 
+DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (DEEP, "nested more than 100 levels deep"),
+        ("[" * 300 + "1" + "]" * 300, "nested more than 100 levels deep"),  # json reads it, copying it would fail
+        (LONG, "a number in it has too many digits"),
+    ],
+)
+def test_json_that_python_cannot_hold_is_an_error_with_its_place(tmp_path: Path, value: str, message: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "x": {value}}}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=f"{path} line 2 cannot be read: .*{message}"):
+        load_rows(str(path), split="train")
+    path.write_text(json.dumps({"prompt": "b", "env_kwargs": f'{{"x": {value}}}'}), encoding="utf-8")
+    with pytest.raises(DataError, match=f"row 0 of {path}: env_kwargs is a string but not JSON: .*{message}"):
+        load_rows(str(path), split="train")
+
+
+def test_nesting_up_to_the_limit_is_read(tmp_path: Path) -> None:
+    inner = "[" * 98 + "1" + "]" * 98  # and two levels around it
+    (tmp_path / "train.jsonl").write_text(f'{{"prompt": "a", "extra_info": {{"x": {inner}}}}}', encoding="utf-8")
+    [row] = load_rows(str(tmp_path / "train.jsonl"), split="train")
+    assert json.dumps(row.extra_info["x"]) == inner
+
+
+def test_damaged_pages_of_a_parquet_file_are_an_error_with_file_and_row(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    prompts = [f"question {number} {number**7}" for number in range(20_000)]
+    pq.write_table(pa.table({"prompt": prompts}), path, row_group_size=1000)
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half : half + 3000] = b"\xff" * 3000
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"^{path} is not a readable parquet file, from row \d+ on: .+$"):
+        load_rows(str(path), split="train")
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf: ", "hf::main"])
+def test_a_dataset_without_a_name_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{source} names no dataset: write hf:NAME or hf:NAME:CONFIG$"):
+        load_rows(source, split="train")
+
+
 def test_repeated_ids_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "row_id": "same"}\n' * 2, encoding="utf-8")
     with pytest.raises(DataError, match="two rows with row_id 'same'"):

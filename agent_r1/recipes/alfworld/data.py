@@ -33,6 +33,7 @@ from urllib.parse import quote
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
 from agent_r1.tasks.download import Report, data_dir, fetch
+from agent_r1.tasks.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ def _named(path: PurePosixPath, read: Callable[[], bytes]) -> Iterator[tuple[str
 def _records(source: Path) -> Iterator[tuple[str, str, str, str, str, str, bytes]]:
     for name, content in released(source):
         try:
-            game = json.loads(content)
+            game = read_json(content.decode("utf-8"))
             # As the official loader: what was sliced is left out, and so is what is not of the six kinds.
             if task_type_of(name) not in TASK_TYPES or "Sliced" in name or not game["solvable"]:
                 continue

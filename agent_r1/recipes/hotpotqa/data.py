@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.tasks.download import Report, data_dir, data_folder, fetch
-from agent_r1.tasks.files import json_lines
+from agent_r1.tasks.files import json_lines, read_json
 from agent_r1.tools.search.corpus import Passage, read_passages
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -224,7 +224,7 @@ def _fetch_questions(directory: Path, report: Report) -> None:
         _check_count(name, len(found), source.num_records)
         to.parent.mkdir(parents=True, exist_ok=True)
         with gzip.open(to, "wt", encoding="utf-8") as out:
-            out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in found.values())
+            out.writelines(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in found.values())
         report(f"{name}: {len(found):,} questions")
 
 
@@ -265,8 +265,11 @@ def lead_sections(archive: Path) -> dict[str, str]:
 
 def _json_records(path: Path) -> Iterator[dict[str, Any]]:
     """Of a file that is one JSON list, or one JSON object per line."""
-    text = path.read_text(encoding="utf-8")
-    yield from json.loads(text) if text.lstrip().startswith("[") else map(json.loads, text.splitlines())
+    try:
+        text = path.read_text(encoding="utf-8")
+        yield from read_json(text) if text.lstrip().startswith("[") else map(read_json, text.splitlines())
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}. Delete it to fetch it again") from error
 
 
 def _normal(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ second time. DAPO alone holds 976 of the 5,000 problems of MATH's test set.
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.gsm8k import data as gsm8k
 from agent_r1.tasks.download import Report, fetch
-from agent_r1.tasks.files import json_lines, plain_or_gzipped
+from agent_r1.tasks.files import json_lines, parquet_rows, plain_or_gzipped, read_json
 
 Record = Mapping[str, Any]
 
@@ -238,11 +237,9 @@ def find(folder: Path, source: Source) -> Path | None:
 
 def _parsed(path: Path) -> Iterator[Record]:
     if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        yield from pq.read_table(path).to_pylist()
+        yield from parquet_rows(path)
     elif ".jsonl" in path.name:
         yield from json_lines(path)
     else:
         data = path.read_bytes()
-        yield from json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        yield from read_json((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synthetic_goals
 from agent_r1.recipes.webshop.products import Product, read_products
 from agent_r1.tasks.download import Report, data_folder, fetch
-from agent_r1.tasks.files import json_lines, plain_or_gzipped
+from agent_r1.tasks.files import json_lines, plain_or_gzipped, read_json
 from agent_r1.types import TaskRow
 
 FOLDER = "webshop"  # under which the data are kept
@@ -168,7 +167,7 @@ def _products_file(folder: Path) -> Path | None:
 def _json(path: Path, kind: type) -> Any:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            found = json.loads(file.read().decode("utf-8"))
+            found = read_json(file.read().decode("utf-8"))
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not JSON: {error}. A page instead of the file, or half of it?") from error
     if not isinstance(found, kind):

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from agent_r1.errors import DataError
-from agent_r1.tasks.files import json_lines
+from agent_r1.tasks.files import json_lines, parquet_rows
 from agent_r1.tools.search.progress import Report, Reporter
 
 ROWS_PER_BATCH = 4096
@@ -117,10 +116,6 @@ def _records(path: Path) -> Iterator[Any]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from json_lines(path)
     elif path.suffix == ".parquet":
-        try:
-            for batch in pq.ParquetFile(path).iter_batches():
-                yield from batch.to_pylist()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{path} is not a readable parquet file: {error}") from error
+        yield from parquet_rows(path)
     else:
         raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, Literal, Self, get_args
 
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
+from agent_r1.tasks.files import read_json
 from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings, EncoderSettings
 from agent_r1.tools.search.hybrid import DEPTH, fuse
@@ -67,7 +68,7 @@ class Manifest:
         if not path.is_file():
             raise ConfigError(f"{directory} is no search index: it has no {MANIFEST}. {how_to_build(directory)}")
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path.read_text(encoding="utf-8"))
             version = stored.pop("format")
         except (ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{path} cannot be read: {error!r}. {how_to_build(directory)}") from error
@@ -83,7 +84,7 @@ class Manifest:
         return manifest
 
     def write(self, directory: Path) -> None:
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, allow_nan=False)
         (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _check_files(self, directory: Path) -> None:

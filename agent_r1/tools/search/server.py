@@ -326,7 +326,7 @@ def _from_address(request: Request) -> SearchRequest:
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     from starlette.responses import Response
 
-    text = json.dumps(body, ensure_ascii=False).encode("utf-8", errors="replace")
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
     return Response(text, status_code=status, headers=headers, media_type="application/json")
 
 
