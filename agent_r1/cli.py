@@ -155,7 +155,9 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
-        _print_plan(config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows")
+        _print_plan(
+            config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows{_tool_plan(plan)}"
+        )
         return
     directory = RunDir.create(run or new_run_path(config, suffix="-sft"), config)
     with _signals_told():
@@ -348,8 +350,12 @@ def _training_plan(config: RunConfig, plan: Plan, done: int | None = None) -> st
     return (
         f"{start} steps{minutes} of {config.algorithm.name}, "
         f"{rollout.rows_per_step} rows x {rollout.group_size} attempts each, "
-        f"evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows"
+        f"evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows{_tool_plan(plan)}"
     )
+
+
+def _tool_plan(plan: Plan) -> str:
+    return f"; tool calls: {plan.tool_format}" if plan.tool_format else ""
 
 
 def _warm_start_plan(config: RunConfig) -> str:

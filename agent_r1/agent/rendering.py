@@ -44,7 +44,7 @@ FORGETFUL = "What follows a reply does not depend on what is before it."
 MAX_RECENT_MESSAGES, MAX_KEPT_MESSAGE = 4096, 4096
 
 # A template is a program that expects certain roles, keys and types; these are its ways to refuse.
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ class Renderer:
                 tokenize=False,
                 **self._template_kwargs,
             )
-        except _REFUSALS as error:
+        except REFUSALS as error:
             roles = ", ".join(str(message.get("role")) for message in safe)
             raise DataError(
                 f"the chat template refuses messages with the roles [{roles}]: {error}. "

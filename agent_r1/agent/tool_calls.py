@@ -15,25 +15,31 @@ from agent_r1.agent.formats.harmony import HarmonyFormat
 from agent_r1.agent.formats.headed import (
     DeepSeekV3Format,
     DeepSeekV31Format,
+    HeadedFormat,
     KimiK2Format,
     MistralFormat,
     MistralV11Format,
 )
 from agent_r1.agent.formats.retool import RetoolFormat
 from agent_r1.agent.formats.tagged import Glm45Format, HermesFormat, Qwen3CoderFormat
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
 
 __all__ = [
     "FORMATS",
     "Event",
+    "HeadedFormat",
     "ParseFailure",
     "ParsedCall",
     "RetoolFormat",
     "ScannedFormat",
     "ToolCallFormat",
     "detect_format",
+    "format_name",
+    "named_format",
     "register_format",
 ]
+
+FALLBACK = "hermes"  # where nothing says which format a model writes
 
 FORMATS: dict[str, ToolCallFormat] = {
     "hermes": HermesFormat(),
@@ -59,6 +65,20 @@ def register_format(name: str, tool_format: ToolCallFormat) -> None:
     if type(known).__qualname__ != type(tool_format).__qualname__:  # a module may be imported twice
         raise ConfigError(f"the tool-call format {name!r} is taken by {type(known).__qualname__}: choose another name")
     FORMATS[name] = tool_format
+
+
+def named_format(name: str | ToolCallFormat) -> ToolCallFormat:
+    """The format of this name, or the given object; `auto` is for a chat template to say."""
+    if isinstance(name, ToolCallFormat):
+        return name
+    if not isinstance(name, str) or name not in {"auto", *FORMATS}:
+        raise ConfigError(f"unknown tool_format {name!r}.{did_you_mean(str(name), ['auto', *FORMATS])}")
+    return FORMATS[FALLBACK if name == "auto" else name]
+
+
+def format_name(tool_format: ToolCallFormat) -> str:
+    known = (name for name, each in FORMATS.items() if type(each) is type(tool_format))
+    return next(known, type(tool_format).__name__)
 
 
 def detect_format(text: str, tools: Collection[str]) -> str | None:

@@ -16,7 +16,15 @@ from agent_r1.agent.call_format import MAX_CALLS
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import RAISED_BY, mended, note
 from agent_r1.agent.tool import BaseTool, get_tool
-from agent_r1.agent.tool_calls import FORMATS, Event, ParsedCall, ParseFailure, ToolCallFormat, detect_format
+from agent_r1.agent.tool_calls import (
+    Event,
+    ParsedCall,
+    ParseFailure,
+    ToolCallFormat,
+    detect_format,
+    format_name,
+    named_format,
+)
 from agent_r1.agent.tool_run import ToolOutcome, run_tool
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
@@ -46,7 +54,7 @@ class ToolEnv(AgentEnv):
         self,
         *,
         tools: Sequence[str | BaseTool],
-        tool_format: str | ToolCallFormat = "hermes",
+        tool_format: str | ToolCallFormat = "auto",  # a run takes that of its chat template; alone: hermes
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
         max_calls: int = MAX_CALLS,  # of one response; the rest is refused
@@ -60,7 +68,7 @@ class ToolEnv(AgentEnv):
                 f"got {max_bad_calls}, {max_calls} and {max_result_chars}"
             )
         self._tools = _by_name(tools)
-        self._format = _format_for(tool_format, self._tools, tool_role).with_max_calls(max_calls)
+        self.tool_format = _format_for(tool_format, self._tools, tool_role).with_max_calls(max_calls)
         self._context = _context_of(self._tools, tools_kwargs or {})
         self._max_bad_calls = max_bad_calls
         self._max_result_chars = max_result_chars
@@ -93,7 +101,7 @@ class ToolEnv(AgentEnv):
             raise RuntimeError(
                 "ToolEnv.step was called outside an episode; call reset first, and make no step after the end"
             )
-        content, events = self._format.parse(action.text)
+        content, events = self.tool_format.parse(action.text)
         if not events and (found := detect_format(content, self._tools)) is not None:
             events = [self._foreign_call(found, action.text)]
         if not events:
@@ -112,17 +120,17 @@ class ToolEnv(AgentEnv):
             return Transition(
                 reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
             )
-        self._messages.append(self._format.assistant_message(action.text))
-        self._messages.extend(self._format.result_messages(results, events, self._tool_role))
+        self._messages.append(self.tool_format.assistant_message(action.text))
+        self._messages.extend(self.tool_format.result_messages(results, events, self._tool_role))
         # A copy of the list: observations handed out earlier must not grow. The messages themselves never change.
         observation = Observation(messages=list(self._messages))
         return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
 
     def _foreign_call(self, found: str, text: str) -> ParseFailure:
         """A response that would end the episode as an answer, but was meant as a call."""
-        own = FORMATS[found].form == self._format.form
+        own = found == format_name(self.tool_format)
         why = "this looks like a call" + ("" if own else f" in the format {found!r}") + ", and cannot be read as one"
-        return ParseFailure(message=f"{why}. Write {self._format.form}", span=(0, len(text)))
+        return ParseFailure(message=f"{why}. Write {self.tool_format.form}", span=(0, len(text)))
 
     async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
         outcomes: list[ToolOutcome] = []
@@ -149,7 +157,7 @@ class ToolEnv(AgentEnv):
         tool = self._tools.get(event.name)
         if tool is None:
             return _refusal(f"{no_tool(event.name)}{did_you_mean(event.name, self._tools)}")
-        arguments = self._format.typed(event.arguments, tool.parameters)
+        arguments = self.tool_format.typed(event.arguments, tool.parameters)
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
@@ -192,9 +200,7 @@ def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
 
 
 def _format_for(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
-    if isinstance(name, str) and name not in FORMATS:
-        raise ConfigError(f"unknown tool_format {name!r}.{did_you_mean(name, FORMATS)}")
-    chosen = FORMATS[name] if isinstance(name, str) else name
+    chosen = named_format(name)
     if role is not None and role not in chosen.roles:
         raise ConfigError(
             f"tool_role {role!r} does not go with tool_format {name!r}.{did_you_mean(role, chosen.roles)}"

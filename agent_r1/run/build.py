@@ -18,6 +18,7 @@ import torch
 from agent_r1.agent.env import env_class
 from agent_r1.agent.flow import AgentEnvLoop, Limits
 from agent_r1.agent.guard import cause
+from agent_r1.agent.infer_format import TemplateFormat, template_format
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
 from agent_r1.config import CriticConfig, EvalConfig, LoRAConfig, RolloutConfig, RunConfig, TaskConfig
@@ -47,6 +48,7 @@ from agent_r1.run.resolve import recipe_path
 from agent_r1.run.task import Task as Task
 from agent_r1.run.task import build_task as build_task
 from agent_r1.run.task import check_call, is_data_source
+from agent_r1.run.tool_format import known_template
 from agent_r1.tasks.rows import FORMATS
 from agent_r1.types import Decay, TaskRow
 
@@ -66,6 +68,7 @@ class Plan:
     algorithm: Algorithm
     train_rows: list[TaskRow]
     test_rows: list[TaskRow]
+    tool_format: str  # which tool calls are read and why; "" for an env without tools
 
 
 def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
@@ -80,8 +83,23 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
         check_beginning(config)
     train_rows, test_rows = task.train_rows(), task.test_rows()
     _check_disjoint(config, train_rows, test_rows)
-    _check_players(task, [*train_rows, *test_rows])
-    return Plan(task=task, algorithm=algorithm, train_rows=train_rows, test_rows=test_rows)
+    template = None if resume else known_template(config, config.model.path and find_model(config.model.path))
+    _check_players(task, template, [*train_rows, *test_rows])
+    return Plan(
+        task=task,
+        algorithm=algorithm,
+        train_rows=train_rows,
+        test_rows=test_rows,
+        tool_format=_tool_format(config, task, template),
+    )
+
+
+def _tool_format(config: RunConfig, task: Task, template: TemplateFormat | None) -> str:
+    if not task.calls_tools:
+        return ""
+    if (given := config.task.env_kwargs.get("tool_format", "auto")) != "auto":
+        return f"{given}, as set"
+    return "inferred from the chat template when the model is loaded" if template is None else str(template)
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:
@@ -283,7 +301,7 @@ def _collector(
     check_room(config, renderer)
     rollout = config.rollout
     return Collector(
-        make_flow=task.make_flow,
+        make_flow=task.flows_for(template_format(renderer)),
         sampler=sampler,
         renderer=renderer,
         sampling=sampling,
@@ -350,8 +368,9 @@ def check_beginning(config: RunConfig) -> None:
             )
 
 
-def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:
+def _check_players(task: Task, template: TemplateFormat | None, rows: Iterable[TaskRow]) -> None:
     """Make, without playing it, one flow and env for each combination of names and settings that rows ask for."""
+    make_flow = task.make_flow if template is None else task.flows_for(template)
     seen = set()
     for row in rows:
         env_type = row.env_kwargs.get("env_type")
@@ -360,7 +379,7 @@ def _check_players(task: Task, rows: Iterable[TaskRow]) -> None:
             continue
         seen.add(kind)
         try:
-            flow = task.make_flow(row)
+            flow = make_flow(row)
             if isinstance(flow, AgentEnvLoop):  # other flows may do without
                 flow.make_env(row)
             elif env_type is not None:

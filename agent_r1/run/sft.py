@@ -178,7 +178,7 @@ async def _play_demo(
     row, texts = demo
     player = _Replay(renderer, texts)
     collector = train_collector(config, task, renderer, player)
-    collector = replace(collector, make_flow=_expert_flow(config, task, player))
+    collector = replace(collector, make_flow=_expert_flow(config, collector.make_flow, player))
     episode = collector.episode(Episode, f"{row.row_id}#demo{index}", index)
     async with gate:
         trajectory = await collector.play(row, episode)
@@ -237,16 +237,18 @@ class _Replay:
         pass
 
 
-def _expert_flow(config: RunConfig, task: Task, player: _Replay) -> Callable[[TaskRow], AgentFlowBase]:
+def _expert_flow(
+    config: RunConfig, played: Callable[[TaskRow], AgentFlowBase], player: _Replay
+) -> Callable[[TaskRow], AgentFlowBase]:
     """The recipe's flow; where the model would be asked for a summary, the expert's is said."""
     context = config.context
     if not isinstance(context, SummaryContext):
-        return task.make_flow
+        return played
     assert context.demo_summary is not None  # the config checks it
     write = message_function(config, "context.demo_summary", context.demo_summary)
 
     def make_flow(row: TaskRow) -> AgentFlowBase:
-        flow = task.make_flow(row)
+        flow = played(row)
         assert flow.context is not None
         flow.context = _ExpertContext(flow.context, write, player)
         return flow

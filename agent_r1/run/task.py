@@ -8,13 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any
 
+from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.agent.flow import AgentFlowBase, SingleStepFlow, flow_class
 from agent_r1.agent.guard import cause
+from agent_r1.agent.infer_format import TemplateFormat
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvPool
@@ -34,6 +36,9 @@ class Task:
     train_rows: Callable[[], list[TaskRow]]  # read when needed: evaluation and chat never do
     test_rows: Callable[[], list[TaskRow]]
     make_flow: Callable[[TaskRow], AgentFlowBase]
+    # The same for a model whose chat template is known. ConfigError if the task reads calls in another format.
+    flows_for: Callable[[TemplateFormat], Callable[[TaskRow], AgentFlowBase]]
+    calls_tools: bool  # the env is a ToolEnv
     scorer: Scorer
     success_reward: float
     close: Callable[[], None]  # ends the env processes, where there are some; nothing can be played afterwards
@@ -46,11 +51,13 @@ def build_task(config: RunConfig) -> Task:
     _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
-    make_flow, close = _flow_maker(config)
+    players, close = _players(config)
     return Task(
         train_rows=partial(_load, config, source, split=task.train_split, count=task.train_count),
         test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
-        make_flow=make_flow,
+        make_flow=players.flows_for(None),
+        flows_for=players.flows_for,
+        calls_tools=players.call_tools,
         scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
         close=close,
@@ -74,10 +81,74 @@ def named_code(config: RunConfig) -> list[str]:
     return [*warm_start_code(config), config.task.reward, *rows]
 
 
-def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], Callable[[], None]]:
-    """What makes the flow of a row, and what ends everything that its envs need."""
-    task = config.task
-    tools = _tools(config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Players:
+    """Makes the flows and envs of rows."""
+
+    config: RunConfig
+    env: type[AgentEnv]  # unless the row names another; so with the flow
+    flow: type[AgentFlowBase]
+    tools: list[BaseTool]
+    make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
+    make_context: Callable[[], ContextPolicy] | None
+    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs with a format of their own
+
+    @property
+    def call_tools(self) -> bool:
+        return issubclass(self.env, ToolEnv) and not issubclass(self.flow, SingleStepFlow)
+
+    def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
+        if template is not None and self.call_tools and takes_setting(self.env, "tool_format"):
+            template.choose(self.config.task.env_kwargs.get("tool_format", "auto"))
+        return partial(self._make_flow, template=template)
+
+    def _make_flow(self, row: TaskRow, template: TemplateFormat | None) -> AgentFlowBase:
+        flow = flow_class(row.agent_name) if row.agent_name else self.flow
+        check_flow(flow, self.config)
+        made: AgentFlowBase = flow(partial(self._make_env, template=template))
+        if self.make_context is not None:
+            made.context = self.make_context()
+        return made
+
+    def _make_env(self, row: TaskRow, template: TemplateFormat | None) -> AgentEnv:
+        task = self.config.task
+        env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
+        env, name = env_class(env_type) if env_type else self.env, env_type or task.env
+        takes_tools = takes_setting(env, "tools")
+        if self.tools and not takes_tools and not env_type:  # an env that a row chose may do without
+            raise ConfigError(
+                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: leave "
+                "task.tools out, or add a parameter tools to the class"
+            )
+        tools = {"tools": self.tools} if self.tools and takes_tools else {}
+        kwargs = merge_env_kwargs({**task.env_kwargs, **tools}, row)
+        kwargs.pop("env_type", None)
+        if env is ToolEnv and "tools" not in kwargs:
+            raise ConfigError(
+                "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
+            )
+        check_env_repeats(env, kwargs, self.config)
+        if template is not None and issubclass(env, ToolEnv):
+            self._set_tool_format(env, name, kwargs, template)
+        return self.make_env(env, name, kwargs)
+
+    def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
+        """ConfigError if the env's own contradicts the template."""
+        if takes_setting(env, "tool_format"):
+            kwargs["tool_format"] = template.choose(kwargs.get("tool_format", "auto"))
+        elif (env, template) not in self.checked:
+            made = make_env(env, name, kwargs)
+            assert isinstance(made, ToolEnv)
+            try:
+                template.choose(made.tool_format)
+            except ConfigError as error:
+                raise ConfigError(f"{env.__name__}: {error}, or have its __init__ pass tool_format on") from error
+            self.checked.add((env, template))
+
+
+def _players(config: RunConfig) -> tuple[_Players, Callable[[], None]]:
+    """What makes the flows of rows, and what ends everything that their envs need."""
+    task, tools = config.task, _tools(config)
     default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
     default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
@@ -86,35 +157,15 @@ def _flow_maker(config: RunConfig) -> tuple[Callable[[TaskRow], AgentFlowBase], 
     make_context = context_maker(config)
     check_flow(default_flow, config)
     pool = _env_pool(config, default_flow)
-    make = make_env if pool is None else pool.env
-
-    def make_row_env(row: TaskRow) -> AgentEnv:
-        env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
-        env = env_class(env_type) if env_type else default_env
-        takes_tools = takes_setting(env, "tools")
-        if tools and not takes_tools and not env_type:  # an env that a row chose may do without
-            raise ConfigError(
-                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: leave "
-                "task.tools out, or add a parameter tools to the class"
-            )
-        kwargs = merge_env_kwargs({**task.env_kwargs, **({"tools": tools} if tools and takes_tools else {})}, row)
-        kwargs.pop("env_type", None)
-        if env is ToolEnv and "tools" not in kwargs:
-            raise ConfigError(
-                "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
-            )
-        check_env_repeats(env, kwargs, config)
-        return make(env, env_type or task.env, kwargs)
-
-    def make_flow(row: TaskRow) -> AgentFlowBase:
-        flow = flow_class(row.agent_name) if row.agent_name else default_flow
-        check_flow(flow, config)
-        made: AgentFlowBase = flow(make_row_env)
-        if make_context is not None:
-            made.context = make_context()
-        return made
-
-    return make_flow, (lambda: None) if pool is None else pool.close
+    players = _Players(
+        config=config,
+        env=default_env,
+        flow=default_flow,
+        tools=tools,
+        make_env=make_env if pool is None else pool.env,
+        make_context=make_context,
+    )
+    return players, (lambda: None) if pool is None else pool.close
 
 
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:

@@ -62,7 +62,7 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
     assert parse_config(yaml.safe_load(settings)).model.template_kwargs == {"note": note}
     assert plan == (
         "warm start of 2 epochs on at most 8 demonstrations, then 4 steps of grpo, 3 rows x 4 attempts each, "
-        "evaluated every 2 on 4 held-out rows\n"
+        "evaluated every 2 on 4 held-out rows; tool calls: inferred from the chat template when the model is loaded\n"
     )
     assert "then 4 steps or 2.5 minutes of grpo" in cli("train", MINI, "--dry-run", "trainer.max_minutes=2.5").out
 
@@ -70,8 +70,8 @@ def test_a_dry_run_prints_settings_that_can_be_read_back(cli: Cli) -> None:
 def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, described: Path) -> None:
     ended = cli("sft", MINI, "--dry-run", "eval.rows=null")
     assert (ended.code, ended.err) == (0, "")
-    plan = "plan: warm start of 2 epochs on at most 8 demonstrations, evaluated on 20 held-out rows\n"
-    assert ended.out.endswith(plan)
+    plan = "plan: warm start of 2 epochs on at most 8 demonstrations, evaluated on 20 held-out rows"
+    assert ended.out.endswith(f"{plan}; tool calls: inferred from the chat template when the model is loaded\n")
     (described / "trajectories").mkdir()
     (described / "trajectories" / "train_000000.jsonl").touch()  # what is in it is read when it is imitated
     own = ("sft.demos=null", f"sft.trajectories={described}", "sft.min_reward=0.5")

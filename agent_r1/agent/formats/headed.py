@@ -32,7 +32,6 @@ class HeadedFormat(ScannedFormat):
     opens: ClassVar[re.Pattern[str]]
     head: ClassVar[re.Pattern[str]]
     tail: ClassVar[re.Pattern[str]]
-    as_tool_calls = True
     joiner = "\n"
 
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
@@ -84,6 +83,7 @@ class DeepSeekV3Format(HeadedFormat):
     opens = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>")
     head = re.compile(r"\s*function\s*<｜tool▁sep｜>\s*(?P<name>[^\s<>`{}]+)\s*```(?:json)?")
     tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
+    as_tool_calls = True
 
     def message_arguments(self, event: Event) -> str:
         return dump_json(event.arguments) if isinstance(event, ParsedCall) else event.source
@@ -108,6 +108,7 @@ class KimiK2Format(HeadedFormat):
     opens = re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>")
     head = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:{}]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
     tail = re.compile(r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?")
+    as_tool_calls = True
 
 
 class MistralV11Format(HeadedFormat):
@@ -118,6 +119,7 @@ class MistralV11Format(HeadedFormat):
     opens = re.compile(r"\[TOOL_CALLS\]")
     head = re.compile(r"\s*(?P<name>[^\s\[\]{}\"]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]+)\s*)?(?:\[ARGS\])?")
     tail = re.compile("")
+    as_tool_calls = True
 
 
 class MistralFormat(MistralV11Format):
