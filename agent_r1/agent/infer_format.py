@@ -6,14 +6,15 @@ Rendering beats looking at the template's source: it is right for any template, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from os.path import commonprefix
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.tool_calls import FALLBACK, FORMATS, ParsedCall, ToolCallFormat, format_name, named_format
+from agent_r1.agent.tool_calls import AUTO, FALLBACK, FORMATS, ParsedCall, ToolCallFormat, format_name, named_format
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.types import Message, Observation
 
@@ -37,13 +38,13 @@ class TemplateFormat:
     thinks: bool  # prompts end with an open <think>
 
     def choose(self, asked: str | ToolCallFormat) -> ToolCallFormat:
-        """The format to read: the template's for "auto", else the given one. ConfigError if that contradicts it."""
-        if asked == "auto" and self.name is None and self.written:
+        """The format to read: the template's for `AUTO`, else the given one. ConfigError if that contradicts it."""
+        if asked == AUTO and self.name is None and self.written:
             raise ConfigError(
                 f"no known tool-call format reads what the chat template writes: {self.written[:120]!r}. Register a "
                 "format for it with register_format, or set task.env_kwargs.tool_format"
             )
-        chosen = FORMATS[self.name or FALLBACK] if asked == "auto" else named_format(asked)
+        chosen = FORMATS[self.name or FALLBACK] if asked == AUTO else named_format(asked)
         if self.name is not None and self.written and chosen.fixed_tool is None and not _reads(chosen, self.written):
             raise ConfigError(
                 f"tool_format={format_name(chosen)!r} contradicts the chat template, which writes calls as "
@@ -58,6 +59,12 @@ class TemplateFormat:
         if self.name is None:
             return f"{FALLBACK}, because the chat template does not show any"
         return f"{self.name}, as in the chat template"
+
+
+def asked_format(env_kwargs: Mapping[str, Any]) -> str | ToolCallFormat:
+    """What the settings of an env say about the format."""
+    asked: str | ToolCallFormat = env_kwargs.get("tool_format", AUTO)
+    return asked
 
 
 _KNOWN: WeakKeyDictionary[Renderer, TemplateFormat] = WeakKeyDictionary()

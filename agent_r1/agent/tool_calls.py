@@ -39,6 +39,7 @@ __all__ = [
     "register_format",
 ]
 
+AUTO = "auto"  # the format that the chat template writes
 FALLBACK = "hermes"  # where nothing says which format a model writes
 
 FORMATS: dict[str, ToolCallFormat] = {
@@ -71,9 +72,9 @@ def named_format(name: str | ToolCallFormat) -> ToolCallFormat:
     """The format of this name, or the given object; `auto` is for a chat template to say."""
     if isinstance(name, ToolCallFormat):
         return name
-    if not isinstance(name, str) or name not in {"auto", *FORMATS}:
-        raise ConfigError(f"unknown tool_format {name!r}.{did_you_mean(str(name), ['auto', *FORMATS])}")
-    return FORMATS[FALLBACK if name == "auto" else name]
+    if not isinstance(name, str) or name not in {AUTO, *FORMATS}:
+        raise ConfigError(f"unknown tool_format {name!r}.{did_you_mean(str(name), [AUTO, *FORMATS])}")
+    return FORMATS[FALLBACK if name == AUTO else name]
 
 
 def format_name(tool_format: ToolCallFormat) -> str:

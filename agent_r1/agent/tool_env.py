@@ -17,6 +17,7 @@ from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import RAISED_BY, mended, note
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_calls import (
+    AUTO,
     Event,
     ParsedCall,
     ParseFailure,
@@ -54,7 +55,7 @@ class ToolEnv(AgentEnv):
         self,
         *,
         tools: Sequence[str | BaseTool],
-        tool_format: str | ToolCallFormat = "auto",  # a run takes that of its chat template; alone: hermes
+        tool_format: str | ToolCallFormat = AUTO,  # a run takes that of its chat template; alone: hermes
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
         max_calls: int = MAX_CALLS,  # of one response; the rest is refused

@@ -18,9 +18,10 @@ import torch
 from agent_r1.agent.env import env_class
 from agent_r1.agent.flow import AgentEnvLoop, Limits
 from agent_r1.agent.guard import cause
-from agent_r1.agent.infer_format import TemplateFormat, template_format
+from agent_r1.agent.infer_format import TemplateFormat, asked_format, template_format
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Sampler, Sampling
+from agent_r1.agent.tool_calls import AUTO
 from agent_r1.config import CriticConfig, EvalConfig, LoRAConfig, RolloutConfig, RunConfig, TaskConfig
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
@@ -97,7 +98,7 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
 def _tool_format(config: RunConfig, task: Task, template: TemplateFormat | None) -> str:
     if not task.calls_tools:
         return ""
-    if (given := config.task.env_kwargs.get("tool_format", "auto")) != "auto":
+    if (given := asked_format(config.task.env_kwargs)) != AUTO:
         return f"{given}, as set"
     return "inferred from the chat template when the model is loaded" if template is None else str(template)
 

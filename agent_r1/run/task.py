@@ -16,7 +16,7 @@ from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.env import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.agent.flow import AgentFlowBase, SingleStepFlow, flow_class
 from agent_r1.agent.guard import cause
-from agent_r1.agent.infer_format import TemplateFormat
+from agent_r1.agent.infer_format import TemplateFormat, asked_format
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvPool
@@ -99,7 +99,7 @@ class _Players:
 
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
         if template is not None and self.call_tools and takes_setting(self.env, "tool_format"):
-            template.choose(self.config.task.env_kwargs.get("tool_format", "auto"))
+            template.choose(asked_format(self.config.task.env_kwargs))
         return partial(self._make_flow, template=template)
 
     def _make_flow(self, row: TaskRow, template: TemplateFormat | None) -> AgentFlowBase:
@@ -135,7 +135,7 @@ class _Players:
     def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
         """ConfigError if the env's own contradicts the template."""
         if takes_setting(env, "tool_format"):
-            kwargs["tool_format"] = template.choose(kwargs.get("tool_format", "auto"))
+            kwargs["tool_format"] = template.choose(asked_format(kwargs))
         elif (env, template) not in self.checked:
             made = make_env(env, name, kwargs)
             assert isinstance(made, ToolEnv)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.agent.tool_calls import FORMATS, register_format
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.engines.scripted import ScriptedEngine
@@ -125,6 +125,40 @@ def test_the_dry_run_says_which_format_and_why(cli: Cli, recipe: Path, folder: P
     assert plan("model.chat_template=plain.jinja") == "hermes, because the chat template does not show any"
     assert plan("task.env_kwargs.tool_format=glm45") == "glm45, as set"
     assert "tool calls" not in cli("train", recipe, "--dry-run", "task.flow=single_step").out
+
+
+MINE = """
+import re
+from agent_r1.agent.tool_calls import HeadedFormat, register_format
+
+class Mine(HeadedFormat):
+    form, starts = "@do NAME {...} @done", "@do"
+    opens, head, tail = re.compile("@do"), re.compile(r"\\s*(?P<name>\\w+)"), re.compile(" @done")
+
+register_format("mine", Mine())
+"""
+
+
+def test_a_registered_format_is_inferred_too(recipe: Path) -> None:
+    (recipe / "task.py").write_text(TASK + MINE, "utf-8")
+    (recipe / "mine.jinja").write_text(
+        FAMILIES["hermes"].template.replace(
+            "<tool_call>\n{{ c.function | tojson }}\n</tool_call>",
+            "@do {{ c.function.name }} {{ c.function.arguments | tojson }} @done",
+        ),
+        "utf-8",
+    )
+    try:
+        plan = build_plan(config(recipe, "model.chat_template=mine.jinja"))
+        assert plan.tool_format == "mine, as in the chat template"
+        with pytest.raises(ConfigError, match="'hermes' contradicts the chat template, which writes calls as 'mine'"):
+            build_plan(config(recipe, "model.chat_template=mine.jinja", "task.env_kwargs.tool_format=hermes"))
+        with pytest.raises(ConfigError, match="'mine' is taken by Mine: choose another name"):
+            register_format("mine", FORMATS["hermes"])
+        with pytest.raises(ConfigError, match="needs an object of a ToolCallFormat, got <class"):
+            register_format("other", type(FORMATS["hermes"]))  # type: ignore[arg-type]
+    finally:
+        del FORMATS["mine"]
 
 
 def test_a_template_without_calls_contradicts_nothing(recipe: Path) -> None:
