@@ -1,4 +1,4 @@
-"""Sandboxes for the tests, one per level that this machine has; the three fixtures go through the levels."""
+"""Sandboxes for the tests, one per level that this machine has; the fixtures go through the levels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import textwrap
 from collections.abc import Coroutine, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -52,6 +53,27 @@ def cpython(request: pytest.FixtureRequest, boxes: dict[str, Sandbox]) -> Sandbo
 @pytest.fixture(params=ISOLATING)
 def isolated(request: pytest.FixtureRequest, boxes: dict[str, Sandbox]) -> Sandbox:
     return open_box(boxes, request.param)
+
+
+@pytest.fixture(scope="module")
+def roomy_boxes() -> Iterator[dict[str, Sandbox]]:
+    made: dict[str, Sandbox] = {}
+    yield made
+    for box in made.values():
+        asyncio.run(box.close())
+
+
+@pytest.fixture(params=CPYTHON)
+def roomy(request: pytest.FixtureRequest, roomy_boxes: dict[str, Sandbox]) -> Sandbox:
+    """A sandbox with libraries, and time enough for a busy machine."""
+    level = request.param
+    if (missing := what_is_missing(level)) is not None:
+        pytest.skip(f"level {level}: {missing}")
+    if level not in roomy_boxes:
+        libraries = [name for name in ("numpy", "sympy") if find_spec(name)]
+        limits = Limits(seconds=60, cpu_seconds=60, memory_mb=256, processes=10)
+        roomy_boxes[level] = Sandbox(level=level, limits=limits, libraries=libraries, slots=2)
+    return roomy_boxes[level]
 
 
 def run(box: Sandbox, code: str, session: str | None = None) -> Outcome:
