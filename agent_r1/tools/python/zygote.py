@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from agent_r1.tools.python import cgroup
 from agent_r1.tools.python.inside.runner import HEADER
 from agent_r1.tools.python.inside.zygote import ENDED, RUN, SESSION
 from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
@@ -170,6 +171,7 @@ class Run:
         self._talk, self._answer, self._output = talk, answer, output
         self._limits, self._cpu_seconds = limits, cpu_seconds
         self._handle = -1  # a pidfd: unlike a number, it can never mean another process
+        self._group: cgroup.Group | None = None
         self._over = False
         self._lock = threading.Lock()
         os.set_blocking(output, False)
@@ -193,6 +195,9 @@ class Run:
                     raise SandboxError("a process of the Python sandbox ended before it ran anything")
             if "ready" not in report.message:
                 raise SandboxError(f"a process of the Python sandbox could not be confined: {report.message}")
+            if (parent := cgroup.parent_for_runs()) is not None:
+                self._group = cgroup.Group(parent, self._limits)
+                self._group.add(cgroup.pid_of(self._handle))  # it waits for code, and has forked nothing yet
         except OSError as error:
             self.close()
             raise SandboxError(f"the Python sandbox did not answer: {error or type(error).__name__}") from error
@@ -271,6 +276,8 @@ class Run:
                     self.wait()
         self._talk.close()
         self._answer.close()
+        if self._group is not None:
+            self._group.remove()
         with self._lock:  # a number that was let go of may soon mean another process
             for fd in (self._output, self._handle):
                 if fd >= 0:
