@@ -23,15 +23,20 @@ MIN_STD = 1e-4
 
 
 def standardize(values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
-    """(x - mean) / max(std, MIN_STD). Every division of credit by a standard deviation happens here.
+    """(x - mean) / max(std, MIN_STD), by `per_std`."""
+    return per_std(values_N - values_N.mean(), values_N, returns_N)
+
+
+def per_std(advantages_G: Tensor, values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
+    """Advantages in units of max(std of the values, MIN_STD). Every division of credit by a deviation happens here.
 
     Without signal the result is exactly 0. `returns_N` are the returns before a critic's baseline and a KL penalty were
     subtracted (default: the values themselves): if they are all equal, whatever tells the values apart is critic error
     or KL, and dividing it by its own deviation would turn it into a full-size update.
     """
     if all_equal(values_N) or (returns_N is not None and all_equal(returns_N)):
-        return torch.zeros_like(values_N)
-    return (values_N - values_N.mean()) / values_N.std().clamp(min=MIN_STD)
+        return torch.zeros_like(advantages_G)
+    return advantages_G / values_N.std().clamp(min=MIN_STD)
 
 
 def group_centered(returns_G: Tensor, *, divide_by_std: bool, before_kl_G: Tensor | None = None) -> Tensor:

@@ -216,7 +216,7 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
 _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
 _STEP_CLIP = partial(step_clip, clip_low=3e-4, clip_high=4e-4, **{**_WEIGHTING, "aggregation": "step"})
-_GROUP = partial(credit.group_return, divide_by_std=True)
+_GROUP = partial(credit.group_return, scale="group")
 # The budget of steps is part of the task: evaluation counts success within it, so an episode that runs out has earned
 # what it has earned. One discount for all rows, or comparing them would compare discounts.
 _GAMMA = 1.0
@@ -227,7 +227,7 @@ _ROWS = [
     Algorithm(
         name="dr_grpo",
         paper="arXiv:2503.20783",
-        credit=partial(credit.group_return, divide_by_std=False),
+        credit=partial(credit.group_return, scale="none"),
         loss=partial(_CLIP, aggregation="constant"),
         min_group_size=2,
     ),
@@ -301,7 +301,7 @@ _ROWS = [
         paper="arXiv:2505.10978",
         credit=partial(
             credit.anchored_return,
-            divide_by_std=True,
+            scale="group",
             step_weight=1.0,
             gamma=_GAMMA,
             anchor="observation",

@@ -21,10 +21,19 @@ from pydantic import Field
 from torch import Tensor
 
 from agent_r1.errors import DataError
-from agent_r1.learn.advantages import discounted_return, gae, group_centered, leave_one_out, match_states, standardize
+from agent_r1.learn.advantages import (
+    discounted_return,
+    gae,
+    group_centered,
+    leave_one_out,
+    match_states,
+    per_std,
+    standardize,
+)
 from agent_r1.learn.rewards import total
 from agent_r1.types import PerToken, Trajectory
 
+Scale = Literal["group", "batch", "none"]  # whose standard deviation differences are divided by
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -129,9 +138,9 @@ def _expect_per_token(name: str, given: Sequence[Sequence[object]] | None, item:
 # Trajectory level: one number for all tokens.
 
 
-def group_return(groups: ScoredGroups, *, divide_by_std: bool) -> list[list[Credit]]:
+def group_return(groups: ScoredGroups, *, scale: Scale) -> list[list[Credit]]:
     """Compare the returns inside each group."""
-    return [_broadcast(group, _group_advantages(group, divide_by_std)) for group in groups]
+    return list(map(_broadcast, groups, _group_advantages(groups, scale)))
 
 
 def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
@@ -194,7 +203,7 @@ def step_gae(
 def anchored_return(
     groups: ScoredGroups,
     *,
-    divide_by_std: bool,
+    scale: Scale,
     step_weight: NotNegative,
     gamma: Share,
     anchor: Literal["prompt", "observation"],
@@ -207,40 +216,49 @@ def anchored_return(
     `info["anchor"]` of its transition. Where nothing was named or shown (the first step, an env without feedback) a
     state is its prompt; so it is where a summary was asked for, which is compared with other summaries alone.
     """
-    result = []
-    for group in groups:
-        episode = _group_advantages(group, divide_by_std).tolist()
-        steps = _anchored_steps(group, gamma, divide_by_std, anchor, similarity)
-        result.append(
-            [
-                Credit(advantages=item.spread([whole + step_weight * part for part in parts]))
-                for item, whole, parts in zip(group, episode, steps, strict=True)
-            ]
-        )
-    return result
+    attempts = _group_advantages(groups, scale)
+    steps = iter(_anchored_steps(groups, gamma, scale, anchor, similarity))
+    return [
+        [
+            Credit(advantages=item.spread([whole + step_weight * part for part in next(steps)]))
+            for item, whole in zip(group, advantages_G.tolist(), strict=True)
+        ]
+        for group, advantages_G in zip(groups, attempts, strict=True)
+    ]
 
 
 def _anchored_steps(
-    group: Sequence[Scored], gamma: float, divide_by_std: bool, anchor: str, similarity: float | None
+    groups: ScoredGroups, gamma: float, scale: Scale, anchor: str, similarity: float | None
 ) -> list[list[float]]:
-    """[attempt][decision]: how the return from there compares with those from equal states of the group."""
+    """[attempt][decision]: how the return from there compares with those from equal states of its group."""
 
     def returns(items: Sequence[Scored]) -> Tensor:
         return torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in items])
 
-    returns_N, before_kl_N = returns(group), returns([item.without_kl for item in group])
-    decisions = [(item, k) for item in group for k in item.decisions]
+    items = list(chain.from_iterable(groups))
+    if not items:
+        return []
+    returns_N, before_kl_N = returns(items), returns([item.without_kl for item in items])
+    sets = list(_equal_states(groups, anchor, similarity))
     advantages_N = torch.zeros_like(returns_N)
-    for is_summary in (False, True):  # however similar what they were shown: what they decided is not
-        ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
-        numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
-        for number in set(numbers):
-            same = [n for n, own in zip(ours, numbers, strict=True) if own == number]
-            advantages_N[same] = group_centered(
-                returns_N[same], divide_by_std=divide_by_std, before_kl_G=before_kl_N[same]
-            )
+    compared = _compare([(returns_N[same], before_kl_N[same]) for same in sets], scale)
+    for same, advantages in zip(sets, compared, strict=True):
+        advantages_N[same] = advantages
     flat = iter(advantages_N.tolist())
-    return [[next(flat) for _ in item.decisions] for item in group]
+    return [[next(flat) for _ in item.decisions] for item in items]
+
+
+def _equal_states(groups: ScoredGroups, anchor: str, similarity: float | None) -> Iterator[list[int]]:
+    """Decisions of one group that were taken in equal states, by their number in the batch."""
+    start = 0
+    for group in groups:
+        decisions = [(item, k) for item in group for k in item.decisions]
+        for is_summary in (False, True):  # however similar what they were shown: what they decided is not
+            ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
+            numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
+            for number in set(numbers):
+                yield [start + n for n, own in zip(ours, numbers, strict=True) if own == number]
+        start += len(decisions)
 
 
 def _state(item: Scored, k: int, anchor: str) -> Hashable:
@@ -288,9 +306,17 @@ def _returns(group: Sequence[Scored]) -> Tensor:
     return torch.tensor([item.total for item in group], dtype=torch.float64)
 
 
-def _group_advantages(group: Sequence[Scored], divide_by_std: bool) -> Tensor:
-    before_kl_G = _returns([item.without_kl for item in group])
-    return group_centered(_returns(group), divide_by_std=divide_by_std, before_kl_G=before_kl_G)
+def _group_advantages(groups: ScoredGroups, scale: Scale) -> list[Tensor]:
+    return _compare([(_returns(group), _returns([item.without_kl for item in group])) for group in groups], scale)
+
+
+def _compare(sets: Sequence[tuple[Tensor, Tensor]], scale: Scale) -> list[Tensor]:
+    """Center each set of returns, given with and without their KL penalty, and divide by the deviation that `scale`
+    names: that of the set, or that of all sets of the batch together."""
+    if scale != "batch" or not sets:
+        return [group_centered(own, divide_by_std=scale == "group", before_kl_G=pure) for own, pure in sets]
+    returns_N, before_kl_N = (torch.cat(each) for each in zip(*sets, strict=True))
+    return [per_std(group_centered(own, divide_by_std=False), returns_N, before_kl_N) for own, _ in sets]
 
 
 def _without_kl(groups: ScoredGroups) -> ScoredGroups:

@@ -67,7 +67,7 @@ def attempt(name: str, *steps: Step, stop: StopReason = StopReason.ANSWERED) -> 
 def gigpo(a: list[Step], b: list[Step], **settings: Any) -> list[PerToken]:
     """With returns of 1 and 0: +-0.5 for all, and what the comparison of states adds."""
     group = Group(row=row(), trajectories=[attempt("a", *a), attempt("b", *b)])
-    made = get_algorithm("gigpo", **({"divide_by_std": False, "gamma": 1.0, "step_weight": 1.0} | settings))
+    made = get_algorithm("gigpo", **({"scale": "none", "gamma": 1.0, "step_weight": 1.0} | settings))
     return [credited.advantages for credited in assign_credit([group], made)]
 
 

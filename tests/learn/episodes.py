@@ -135,7 +135,7 @@ def settings(draw: st.DrawFn, algorithm: Algorithm) -> dict[str, object]:
         "lam": st.sampled_from([0.0, 0.5, 0.95, 1.0]),
         "whiten_batch": st.booleans(),
         "bootstrap_truncated": st.booleans(),
-        "divide_by_std": st.booleans(),
+        "scale": st.sampled_from(["group", "batch", "none"]),
         "step_weight": st.sampled_from([0.0, 0.5, 1.0]),
         "anchor": st.sampled_from(["prompt", "observation"]),
         "similarity": st.sampled_from([None, 0.7, 0.95]),

@@ -64,9 +64,9 @@ def test_every_row_can_be_configured_completely(row: Algorithm) -> None:
 
 
 def test_settings_reach_the_function_they_belong_to() -> None:
-    changed = get_algorithm("grpo", clip_high=0.5, divide_by_std=False, overlong_penalty=2)
+    changed = get_algorithm("grpo", clip_high=0.5, scale="none", overlong_penalty=2)
     assert changed.settings == {
-        "divide_by_std": False,
+        "scale": "none",
         "clip_low": 0.2,
         "clip_high": 0.5,
         "dual_clip": None,
@@ -105,7 +105,7 @@ def test_whole_numbers_are_accepted_for_fractions() -> None:
         ("ppo", {"gamma": 1.01}, r"setting gamma=1.01: .*less than or equal to 1"),
         ("steppo", {"lam": -0.1}, r"setting lam=-0.1: .*greater than or equal to 0"),
         ("ppo", {"whiten_batch": 1}, r"setting whiten_batch=1: .*valid boolean"),
-        ("grpo", {"divide_by_std": "yes"}, r"setting divide_by_std='yes': .*valid boolean"),
+        ("grpo", {"scale": "std"}, r"setting scale='std': .*'group', 'batch' or 'none'"),
         ("grpo", {"clip_low": -0.2}, r"setting clip_low=-0.2: .*greater than or equal to 0"),
         ("grpo", {"clip_low": 1.5}, r"setting clip_low=1.5: .*less than or equal to 1"),
         ("grpo", {"dual_clip": 1}, r"setting dual_clip=1: .*greater than 1"),
@@ -119,7 +119,7 @@ def test_whole_numbers_are_accepted_for_fractions() -> None:
         ("dapo", {"overlong_penalty": -1}, r"setting overlong_penalty=-1: .*greater than or equal to 0"),
         ("gigpo", {"anchor": "text"}, r"setting anchor='text': .*'prompt' or 'observation'"),
         ("gigpo", {"similarity": 2}, r"setting similarity=2: .*less than or equal to 1"),
-        ("rloo", {"divide_by_std": True}, r"algorithm 'rloo' has no setting 'divide_by_std'"),
+        ("rloo", {"scale": "none"}, r"algorithm 'rloo' has no setting 'scale'"),
         ("grpo", {"clip_hihg": 0.3}, r"algorithm 'grpo' has no setting 'clip_hihg'\. Did you mean 'clip_high'\?"),
         ("grpo", {"name": "x"}, r"algorithm 'grpo' has no setting 'name'"),
         ("grpo", {"inputs": 1}, r"algorithm 'grpo' has no setting 'inputs'"),

@@ -61,6 +61,51 @@ def test_reinforce_plus_plus_with_baseline_whitens_over_tokens() -> None:
     assert got == [close([-0.67082, -0.67082], [-0.67082]), close([1.56525]), close([0.44721])]
 
 
+def test_the_scale_is_that_of_the_group_of_the_batch_or_of_nobody() -> None:
+    # returns 2, 0 and 5, 1. Differences from the group's mean: 1, -1 and 2, -2.
+    # std: of the groups sqrt(2) and sqrt(8), of 2, 0, 5, 1 (mean 2, squares 0 + 4 + 9 + 1) sqrt(14 / 3)
+    groups = [group(episode([1], 2.0), episode([1], 0.0)), group(episode([1], 5.0), episode([1], 1.0))]
+    unit = (14 / 3) ** 0.5
+    for scale, wanted in {
+        "group": [0.5**0.5, -(0.5**0.5), 0.5**0.5, -(0.5**0.5)],
+        "batch": [1 / unit, -1 / unit, 2 / unit, -2 / unit],
+        "none": [1.0, -1.0, 2.0, -2.0],
+    }.items():
+        for name in ("grpo", "dr_grpo", "gspo", "cispo", "dapo"):
+            assert advantages(*groups, algorithm=name, scale=scale) == [close([value]) for value in wanted]
+
+
+@given(batch=batches())
+@quick
+def test_the_scale_of_the_batch_is_that_of_trl(batch: Batch) -> None:
+    """TRL 1.16 with scale_rewards="batch": (r - mean of the group) / (std of all rewards + 1e-4); we take the larger of
+    both instead of their sum, so that rewards of usual size are not scaled at all."""
+    made = batch.credit(get_algorithm("grpo", scale="batch"))
+    plain = batch.credit(get_algorithm("grpo", scale="none"))
+    returns = [item.trajectory.total_reward for item in plain]
+    deviation = stdev(returns) if len(returns) > 1 else 0.0
+    for ours, centered in zip(made, plain, strict=True):
+        for a, b in zip(flat(ours.advantages), flat(centered.advantages), strict=True):
+            trl = b / (deviation + 1e-4)
+            assert a == pytest.approx(trl * (1 + 1e-4 / max(deviation, 1e-4)), rel=1e-6, abs=1e-9)
+
+
+def test_a_group_without_signal_stays_without_in_a_batch_that_has_some() -> None:
+    # returns 1, 1 and 1, 0: mean 3/4, squares 3/16 + 9/16 = 3/4 over 3: std 1/2
+    groups = [group(episode([1], 1.0), episode([1], 1.0)), group(episode([1], 1.0), episode([1], 0.0))]
+    got = advantages(*groups, algorithm="grpo", scale="batch")
+    assert got == [[[0.0]], [[0.0]], close([1.0]), close([-1.0])]
+    assert advantages(groups[0], algorithm="grpo", scale="batch") == [[[0.0]], [[0.0]]]
+
+
+def test_gigpo_compares_steps_in_units_of_all_steps_of_the_batch() -> None:
+    # one step each, from one prompt: returns 2, 0 and 5, 1 of attempts and of steps alike, so both parts are equal
+    groups = [group(episode([1], 2.0), episode([1], 0.0)), group(episode([1], 5.0), episode([1], 1.0))]
+    got = advantages(*groups, algorithm="gigpo", scale="batch", step_weight=0.5)
+    unit = (14 / 3) ** 0.5
+    assert got == [close([1.5 * value / unit]) for value in (1, -1, 2, -2)]
+
+
 def test_remax_subtracts_the_return_of_its_own_greedy_attempt() -> None:
     first = replace(group(episode([1, 1], 2.0, rewards=[1.0, 0.0]), episode([2], 0.0)), greedy=episode([1], 1.0))
     second = replace(group(episode([1], 1.0)), greedy=episode([3], 4.0, rewards=[0.5]))
@@ -223,7 +268,7 @@ def test_gigpo_compares_what_was_observed_by_default() -> None:
         steps = [step([1], [name]), step([1, name, 7], [2])]
         return replace(episode([1, 1], outcome), steps=[replace(steps[0], feedback="hall"), steps[1]])
 
-    got = advantages(group(played(3, 1.0), played(4, 0.0)), algorithm="gigpo", divide_by_std=False)
+    got = advantages(group(played(3, 1.0), played(4, 0.0)), algorithm="gigpo", scale="none")
     assert got == [[[1.0], [1.0]], [[-1.0], [-1.0]]]  # 0.5 of the episode and 0.5 of each state
 
 
@@ -234,7 +279,7 @@ def test_gigpo_adds_a_comparison_of_equal_states() -> None:
     # returns 4 and 1: +-1.5 around the mean. The first prompt is the same: from there 0.5 * 4 = 2 and 1, so +-0.5, half
     # of which counts. The second step was reached once: nothing to compare with.
     long, short = episode([1, 2], 4.0), episode([1], 1.0)
-    got = advantages(group(long, short), algorithm="gigpo", divide_by_std=False, step_weight=0.5, gamma=0.5)
+    got = advantages(group(long, short), algorithm="gigpo", scale="none", step_weight=0.5, gamma=0.5)
     assert got == [[[1.75], [1.5, 1.5]], [[-1.75]]]
 
 
@@ -259,7 +304,7 @@ def test_gigpo_knows_the_first_state_again_when_the_env_names_it() -> None:
     first, last = (replace(step([k], [1]), info={"anchor": "hall"}, feedback="dark") for k in range(2))
     alone = group(trajectory(first, last, reward=4.0))
     # gamma 0.5: from the first visit of the hall on 2, from the second 4
-    settings = {"divide_by_std": False, "gamma": 0.5, "anchor": "observation"}
+    settings = {"scale": "none", "gamma": 0.5, "anchor": "observation"}
     assert advantages(alone, algorithm="gigpo", **settings) == [[[-1.0], [1.0]]]
 
 
@@ -269,7 +314,7 @@ def test_gigpo_can_compare_what_the_env_showed_or_named(named: bool) -> None:
         visits("cellar", "attic", outcome=3.0, start=1, named=named),
         visits("cellar", outcome=1.0, start=2, named=named),
     )
-    settings = {"divide_by_std": False, "gamma": 1.0, "anchor": "observation"}
+    settings = {"scale": "none", "gamma": 1.0, "anchor": "observation"}
     # returns 3 and 1: +-1 for all. In the cellar 3 and 1 are ahead: +-1 more. The first prompts differ
     assert advantages(pair, algorithm="gigpo", **settings) == [[[1.0], [2.0], [1.0]], [[-1.0], [-2.0]]]
     # by exact prompt nothing meets
@@ -280,7 +325,7 @@ def test_gigpo_can_compare_what_the_env_showed_or_named(named: bool) -> None:
 def test_gigpo_compares_two_visits_of_one_attempt() -> None:
     # gamma 0.5, outcome 4 after cellar, cellar: from the first visit on 2, from the second 4; +-1 around 3
     alone = group(visits("cellar", "cellar", outcome=4.0, start=1))
-    settings = {"divide_by_std": False, "gamma": 0.5, "anchor": "observation"}
+    settings = {"scale": "none", "gamma": 0.5, "anchor": "observation"}
     assert advantages(alone, algorithm="gigpo", **settings) == [[[0.0], [-1.0], [1.0]]]
 
 
@@ -288,7 +333,7 @@ def test_gigpo_joins_similar_states_when_asked() -> None:
     pair = group(
         visits("the cellar, lamp on", outcome=3.0, start=1), visits("the cellar, lamp off", outcome=1.0, start=2)
     )
-    settings = {"divide_by_std": False, "gamma": 1.0, "anchor": "observation"}
+    settings = {"scale": "none", "gamma": 1.0, "anchor": "observation"}
     assert advantages(pair, algorithm="gigpo", **settings) == [[[1.0], [1.0]], [[-1.0], [-1.0]]]
     assert advantages(pair, algorithm="gigpo", similarity=0.9, **settings) == [[[1.0], [2.0]], [[-1.0], [-2.0]]]
 
@@ -296,7 +341,7 @@ def test_gigpo_joins_similar_states_when_asked() -> None:
 def test_gigpo_takes_silent_states_apart_by_their_prompts() -> None:
     # an env without feedback: "" is not a place that everybody has been to
     pair = group(visits("", "", outcome=3.0, start=1), visits("", outcome=1.0, start=2))
-    settings = {"divide_by_std": False, "gamma": 1.0, "anchor": "observation"}
+    settings = {"scale": "none", "gamma": 1.0, "anchor": "observation"}
     assert advantages(pair, algorithm="gigpo", **settings) == [[[1.0], [1.0], [1.0]], [[-1.0], [-1.0]]]
 
 

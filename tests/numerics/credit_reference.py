@@ -206,6 +206,18 @@ def same(numbers: Sequence[float]) -> bool:
     return not numbers or max(numbers) - min(numbers) <= 1e-12 * max(1.0, *(abs(x) for x in numbers))
 
 
+def compared(sets: Sequence[tuple[list[float], list[float]]], scale: str) -> list[list[float]]:
+    """Each set of numbers (the second list: as they are without the KL) against its own mean. With `batch`, as TRL's
+    scale_rewards="batch": in units of the deviation of all numbers of the batch."""
+    if scale != "batch":
+        return [normalised(numbers, divide=scale == "group", returns=pure) for numbers, pure in sets]
+    everything, without = ([x for each in sets for x in each[i]] for i in (0, 1))
+    if same(everything) or same(without):
+        return [[0.0 for _ in numbers] for numbers, _ in sets]
+    unit = max(std(everything), 1e-4)
+    return [[a / unit for a in normalised(numbers, divide=False, returns=pure)] for numbers, pure in sets]
+
+
 def normalised(numbers: Sequence[float], *, divide: bool, returns: Sequence[float]) -> list[float]:
     if same(numbers) or (divide and same(returns)):
         return [0.0 for _ in numbers]
@@ -232,9 +244,8 @@ def whiten_steps(groups: list[list[Episode]], returns: list[float]) -> None:
 
 
 def group_relative(groups: list[list[Episode]], settings: Settings) -> None:
-    for group in groups:
-        totals, pure = [episode.total for episode in group], [episode.without_kl().total for episode in group]
-        parts = normalised(totals, divide=settings["divide_by_std"], returns=pure)
+    sets = [([e.total for e in group], [e.without_kl().total for e in group]) for group in groups]
+    for group, parts in zip(groups, compared(sets, settings["scale"]), strict=True):
         for episode, a in zip(group, parts, strict=True):
             episode.advantages = [a for _ in episode.rewards]
 
@@ -294,7 +305,7 @@ def reinforce_plus_plus(groups: list[list[Episode]], settings: Settings) -> None
 def reinforce_plus_plus_baseline(groups: list[list[Episode]], settings: Settings) -> None:
     pure = [[e.without_kl() for e in group] for group in groups]
     for some in (groups, pure):
-        group_relative(some, {"divide_by_std": False})
+        group_relative(some, {"scale": "none"})
     whiten_tokens(groups, [value for group in pure for e in group for value in e.advantages])
 
 
@@ -347,21 +358,28 @@ def steppo(groups: list[list[Episode]], settings: Settings) -> None:
 
 def gigpo(groups: list[list[Episode]], settings: Settings) -> None:
     group_relative(groups, settings)
+    states: list[list[tuple[Episode, int]]] = []  # episodes and steps of one group that were in the same state
     for group in groups:
-        states: list[list[tuple[Episode, int]]] = []  # episodes and steps that were in the same state
+        own: list[list[tuple[Episode, int]]] = []
         for episode in group:
             for k in episode.acted:
-                home = next((s for s in states if equal_state(s[0], (episode, k), settings)), None)
+                home = next((s for s in own if equal_state(s[0], (episode, k), settings)), None)
                 if home is None:
-                    states.append([(episode, k)])
+                    own.append([(episode, k)])
                 else:
                     home.append((episode, k))
-        bonus: dict[tuple[str, int], float] = {}
-        for state in states:
-            returns = [step_returns(episode, settings["gamma"])[k] for episode, k in state]
-            pure = [step_returns(episode.without_kl(), settings["gamma"])[k] for episode, k in state]
-            parts = normalised(returns, divide=settings["divide_by_std"], returns=pure)
-            bonus |= {(episode.name, k): part for (episode, k), part in zip(state, parts, strict=True)}
+        states += own
+    sets = [
+        (
+            [step_returns(episode, settings["gamma"])[k] for episode, k in state],
+            [step_returns(episode.without_kl(), settings["gamma"])[k] for episode, k in state],
+        )
+        for state in states
+    ]
+    bonus: dict[tuple[str, int], float] = {}
+    for state, parts in zip(states, compared(sets, settings["scale"]), strict=True):
+        bonus |= {(episode.name, k): part for (episode, k), part in zip(state, parts, strict=True)}
+    for group in groups:
         for e in group:
             e.advantages = [
                 a + settings["step_weight"] * bonus[e.name, k] for a, k in zip(e.advantages, e.step_of, strict=True)
