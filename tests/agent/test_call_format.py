@@ -118,7 +118,7 @@ OPENINGS = {
     "llama3_json": ("<|python_tag|>",),
     "pythonic": ("<|python_start|>", "<|python_tag|>"),
     "mistral": ("[TOOL_CALLS]",),
-    "mistral_v11": ("[TOOL_CALLS]", "[ARGS]"),
+    "mistral_v11": ("[TOOL_CALLS]", "[ARGS]{"),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),

@@ -75,10 +75,10 @@ class PythonicFormat(ScannedFormat):
     marked = False
     form = '[NAME(KEY=VALUE)], with values as Python writes them, such as "text", 3 or [1, 2]'
     starts = r"<\|python_(?:start|tag)\|>"
-    opening = r"\s*(?:<\|python_(?:start|tag)\|>\s*)?\[\s*[A-Za-z_][\w.]*\s*\("
+    opening = r"\s*(?:<\|python_(?:start|tag)\|>\s*)?\[\s*[A-Za-z_][\w.]*\("
     _list = re.compile(r"\s*(?:<\|python_(?:start|tag)\|>\s*)?\[")
     _end = re.compile(r"\s*<\|python_end\|>")
-    _in_prose = re.compile(r"(?:^|:)[ \t]*(?=\[\s*([A-Za-z_][\w.]*)\s*\()", re.MULTILINE)
+    _in_prose = re.compile(r"(?:^|:)[ \t]*(?=\[\s*([A-Za-z_][\w.]*)\()", re.MULTILINE)
     _token = re.compile(
         r"""'''(?:[^\\]|\\.)*?'''|\"\"\"(?:[^\\]|\\.)*?\"\"\"|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|[\[\](){},]""",
         re.DOTALL,

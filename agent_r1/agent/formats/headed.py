@@ -115,7 +115,7 @@ class MistralV11Format(HeadedFormat):
     """Mistral from tokenizer version 11 on: a mark per call."""
 
     form = "[TOOL_CALLS]NAME[ARGS]{...}"
-    starts = r"\[TOOL_CALLS\]|\[ARGS\]|\[CALL_ID\]"
+    starts = r"\[TOOL_CALLS\]|\[ARGS\](?=\s*\{)"  # command lines are described with [ARGS], too
     opens = re.compile(r"\[TOOL_CALLS\]")
     head = re.compile(r"\s*(?P<name>[^\s\[\]{}\"]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]+)\s*)?(?:\[ARGS\])?")
     tail = re.compile("")
@@ -126,11 +126,10 @@ class MistralFormat(MistralV11Format):
     """Mistral up to tokenizer version 10: one mark, then a JSON list of calls."""
 
     form = '[TOOL_CALLS] [{"name": "NAME", "arguments": {...}}]'
-    opening = r"\s*\[\s*\{\s*\"name\"\s*:"  # the mark was forgotten
 
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
         if start[0] != "[TOOL_CALLS]":
-            return [self._failure(text, start, "[TOOL_CALLS] is missing")]
+            return super().read_calls(text, start)
         at = skip_space(text, start.end())
         if not text.startswith("[", at):
             return [self._failure(text, start, f"expected a JSON list of calls at {text[at : at + 20]!r}")]
