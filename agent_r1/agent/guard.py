@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import signal
 import sysconfig
 import traceback
 from collections.abc import Callable, Coroutine
@@ -19,6 +21,8 @@ from contextvars import copy_context
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -41,6 +45,32 @@ class Escaped(Exception):
     """User code raised what would have ended the run: SystemExit, CancelledError, another BaseException."""
 
 
+class Abort(KeyboardInterrupt):
+    """Raised by a signal handler of ours, and so never a failure of the code that it interrupts."""
+
+
+def is_signal(error: BaseException) -> bool:
+    """Whether Ctrl-C raised a KeyboardInterrupt, and not user code. Under Python's own handler nobody can tell, and it
+    counts as Ctrl-C."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    by_asyncio = bool(frames) and frames[-1] is asyncio.Runner._on_sigint.__code__  # type: ignore[attr-defined]
+    return isinstance(error, Abort) or by_asyncio or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def run_through(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    """Run the loop until the task is done, also if user code stops the loop, or raises SystemExit in a task or callback
+    that nobody guards."""
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            if task.done() or loop.is_closed() or is_signal(error):
+                raise
+            logger.error("user code tried to end the event loop, which goes on\n%s", trace(error))
+
+
 async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
     """The result of `work`; its exception, as an `Exception` or a `Signal`; or `TimedOut`."""
     cancelled_by_us = False
@@ -48,12 +78,10 @@ async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
     async def contained() -> tuple[T | None, Exception | Signal | None]:
         try:
             return await work, None
-        except KeyboardInterrupt:
-            raise
         except (Exception, Signal) as error:  # noqa: BLE001 (raised again below, outside the task)
             return None, error
         except BaseException as error:
-            if cancelled_by_us:
+            if cancelled_by_us or is_signal(error):
                 raise
             return None, Escaped(describe(error))
 
@@ -97,7 +125,8 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     Thread(target=work, daemon=True).start()
     value, error = await done
     if error is not None:
-        raise error
+        # Signals never reach a thread, so a KeyboardInterrupt there is the function's own.
+        raise error if isinstance(error, Exception | Signal) else Escaped(describe(error))
     return await value if inspect.isawaitable(value) else value
 
 

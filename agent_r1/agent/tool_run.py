@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from numbers import Number
@@ -49,7 +49,7 @@ async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mappin
     start = time.perf_counter()
     try:
         if type(tool).batch_execute is BaseTool.batch_execute:
-            returned: Any = await _timed(tool, tool.execute(call.args, **call.context))
+            returned: Any = await _timed(tool, tool.execute, call.args, **call.context)
         else:
             returned = await _batcher(tool).submit(call)
             if isinstance(returned, BaseException):
@@ -72,14 +72,18 @@ def _as_result(tool: str, returned: Any) -> ToolResult:
     )
 
 
-async def _timed(tool: BaseTool, running: Coroutine[Any, Any, Any]) -> Any:
-    if not isawaitable(running):
-        raise TypeError(
-            f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs "
-            "what blocks"
-        )
+async def _timed(tool: BaseTool, method: Callable[..., Any], *args: Any, **context: Any) -> Any:
+    async def run() -> Any:
+        running = method(*args, **context)
+        if not isawaitable(running):
+            raise TypeError(
+                f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs "
+                "what blocks"
+            )
+        return await running
+
     try:
-        return await guarded(running, seconds=tool.timeout)
+        return await guarded(run(), seconds=tool.timeout)
     except TimedOut:
         raise _TimedOut(f"tool {tool.name!r} did not answer within {tool.timeout:g} s") from None
 
@@ -135,7 +139,7 @@ class _Batcher:
 
     async def _results(self, calls: list[ToolCall]) -> Sequence[Any]:
         try:
-            results: Sequence[Any] = await _timed(self._tool, self._tool.batch_execute(calls))
+            results: Sequence[Any] = await _timed(self._tool, self._tool.batch_execute, calls)
             if not isinstance(results, list | tuple) or len(results) != len(calls):
                 raise TypeError(
                     f"batch tool {self._tool.name!r} must return a list of {len(calls)} results, one per call; "

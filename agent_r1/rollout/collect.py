@@ -121,9 +121,7 @@ class Collector:
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:
         """Why the episode ended, and what went wrong if something did."""
         try:
-            own = own_row(row)
-            flow = self.make_flow(own)
-            stop = await guarded(flow.run(own, episode), seconds=self.limits.episode_seconds)
+            who, stop = await guarded(self._run(own_row(row), episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
             episode.limit, episode.limit_reason = limit.stop, str(limit)
             return _limited(episode, limit.stop)
@@ -135,12 +133,17 @@ class Collector:
         if not isinstance(stop, StopReason):  # flows are written by users
             return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
         if stop.is_failure:  # as somebody has said, who raised nothing
-            return stop, episode.fault or f"{type(flow).__name__}.run returned StopReason.{stop.name}"
+            return stop, episode.fault or f"{who}.run returned StopReason.{stop.name}"
         if episode.limit is not None:  # the flow caught it, and sampled nothing more
             return _limited(episode, episode.limit)
         if not episode.steps:
             return StopReason.ERROR, "the flow ended without a single model call"
         return stop, None
+
+    async def _run(self, row: TaskRow, episode: Episode) -> tuple[str, StopReason]:
+        """The name of the row's flow, and why that stopped. Making a flow is user code like running it."""
+        flow = self.make_flow(row)
+        return type(flow).__name__, await flow.run(row, episode)
 
 
 def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, str | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from agent_r1.agent.guard import (
     is_async,
     note,
     place,
+    run_through,
 )
-from agent_r1.agent.workers.inside import _dumped_error
+from agent_r1.agent.workers.values import dump_error, load_error
 
 
 async def give(value: Any) -> Any:
@@ -55,10 +57,55 @@ def test_a_timeout_of_the_code_itself_is_not_ours() -> None:
         asyncio.run(guarded(asyncio.sleep(60), seconds=0.05))
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()], ids=repr
+)
 def test_what_would_end_the_program_becomes_an_exception(error: BaseException) -> None:
     with pytest.raises(Escaped, match=type(error).__name__):
         asyncio.run(guarded(throw(error), seconds=5))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_so_does_what_a_sync_function_raises_in_its_thread(error: BaseException) -> None:
+    def leave() -> None:
+        raise error
+
+    with pytest.raises(Escaped, match=type(error).__name__):
+        asyncio.run(guarded(call(leave), seconds=5))
+
+
+def test_a_second_ctrl_c_is_no_failure_of_the_code_it_interrupts() -> None:
+    async def deaf() -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # asyncio cancels what runs
+        os.kill(os.getpid(), signal.SIGINT)  # and raises
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(guarded(deaf(), seconds=5))
+
+
+def test_a_loop_goes_on_that_user_code_stops_or_raises_into() -> None:
+    async def hostile() -> str:
+        loop = asyncio.get_running_loop()
+        loop.stop()
+        await asyncio.sleep(0)
+        loop.call_soon(throw_now, SystemExit(3))
+        stray = [loop.create_task(throw(KeyboardInterrupt())), loop.create_task(throw(SystemExit(4)))]
+        await asyncio.sleep(0.01)
+        return f"{sum(task.done() for task in stray)} strays"
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        ours = signal.signal(signal.SIGINT, lambda *_: None)  # a handler of the program's, as `interruptible` has
+        try:
+            assert run_through(loop, loop.create_task(hostile())) == "2 strays"
+            with pytest.raises(RuntimeError, match="its own"):
+                run_through(loop, loop.create_task(throw(RuntimeError("its own"))))
+        finally:
+            signal.signal(signal.SIGINT, ours)
+
+
+def throw_now(error: BaseException) -> None:
+    raise error
 
 
 def test_code_that_cancels_itself_cancels_nobody_else() -> None:
@@ -170,7 +217,7 @@ HERE_CALLING = f"test_guard.py:{run_code.__code__.co_firstlineno + 1}"
 
 
 def test_an_exception_from_another_process_still_says_where() -> None:
-    arrived = pickle.loads(_dumped_error(raised(KeyError("ab"))))
+    arrived = load_error(dump_error(raised(KeyError("ab"))))
     assert arrived.__traceback__ is None
     assert cause(arrived) == f"KeyError: 'ab' ({HERE})"
 

@@ -18,7 +18,7 @@ from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvFault, EnvPool, WorkerEnv
 from agent_r1.errors import ConfigError
-from agent_r1.types import Observation, Transition
+from agent_r1.types import Observation, StopReason, Transition
 from tests.agent.worker_pools import pool_of
 from tests.agent.worker_worlds import (
     Counting,
@@ -30,6 +30,7 @@ from tests.agent.worker_worlds import (
     is_alive,
     play,
     row,
+    started,
     wait_until,
     without_info,
 )
@@ -52,6 +53,23 @@ def test_an_env_plays_as_it_would_here(pool: EnvPool) -> None:
     # 4, 4 + 1, 4 + 1 + 2, and the sum is paid in the end
     assert without_info(there)[-1] == (None, 7.0, True)
     assert os.getpid() not in pids(there)
+
+
+def test_the_values_of_an_answer_arrive_as_they_were_sent(pool: EnvPool) -> None:
+    async def sent() -> Transition:
+        env = await started(pool, Counting, "values")
+        return await env.step(action("values"))
+
+    shown = asyncio.run(sent())
+    assert shown.observation == Observation(messages=[{"role": "user", "content": "\ud800 \u20ac"}])
+    assert (shown.reward, shown.terminated, shown.stop) == (0.25, True, StopReason.PARSE_LIMIT)
+    assert [type(value) for value in (shown.reward, shown.terminated, shown.stop)] == [float, bool, StopReason]
+    info: Any = shown.info
+    assert info["pair"] == (1, ("a", None))  # tuples stay tuples
+    assert (info[7], info["$"]) == ("seven", "a dollar")
+    assert (info["half"], info["array"]) == ("\ud800", [0.5, True])
+    [call] = shown.calls
+    assert (call.name, call.text_span, call.info) == ("go", (0, 2), {"n": 3})
 
 
 def test_an_async_env_is_awaited(pool: EnvPool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.guard import Escaped
-from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvStartError, process
+from agent_r1.agent.guard import Escaped, cause
+from agent_r1.agent.workers import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvRaised, EnvStartError, process
 from agent_r1.errors import ConfigError
 from agent_r1.types import Transition
 from tests.agent.worker_pools import pool_of
@@ -217,15 +218,20 @@ def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
     ("trick", "error", "message"),
     [
         ("no transition", TypeError, "Counting.step returned dict .* where Transition belongs"),
-        ("unpicklable", TypeError, "what Counting returned cannot be pickled: .*lambda"),
-        ("unreadable", TypeError, "what the env returned cannot be read in this process: .*not here"),
-        ("leave when read", TypeError, "what the env returned cannot be read in this process: SystemExit: bye"),
-        ("disguised", TypeError, "is str here, where Transition belongs"),
-        ("twin", RuntimeError, "Twin: "),
+        (
+            "function",
+            TypeError,
+            r"Counting returned function <.*lambda.*> in info\['moves'\]\[0\]\['apply'\], which cannot",
+        ),
+        ("deep", TypeError, r"in info\['inner'\].*cannot be sent from a worker process: it is nested more than 64"),
+        ("longer", TypeError, "Counting returned Longer .* which cannot be sent"),
         ("huge", ValueError, r"Counting returned \d+ bytes; \d+ at most"),
         ("raise", KeyError, "no such move"),
-        ("custom", RuntimeError, "Custom: odd"),
+        ("many notes", KeyError, "no such move"),
+        ("custom", ValueError, "odd"),
+        ("unprintable", EnvRaised, r"\(its message cannot be printed\)"),
         ("leave", Escaped, "SystemExit: bye"),
+        ("interrupt", Escaped, "KeyboardInterrupt"),
     ],
 )
 def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
@@ -246,6 +252,59 @@ def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
         assert (last.reward, last.info["pid"]) == (4.0, before)
 
     run(answered())
+
+
+def test_what_an_env_raises_keeps_its_name_and_where_it_was_raised(pool: EnvPool) -> None:
+    async def raised() -> Exception:
+        env = await started(pool, Counting, "custom")
+        with pytest.raises(ValueError, match="odd") as failed:
+            await env.step(action("custom"))
+        return failed.value
+
+    error = asyncio.run(raised()).with_traceback(None)  # which is this test's
+    assert re.fullmatch(r"Custom: odd \(worker_worlds\.py:\d+\)", cause(error))
+
+
+@pytest.mark.parametrize("trick", ["bomb", "bomb inside"])
+def test_a_pickle_from_a_process_is_never_loaded_here(tmp_path: Path, trick: str) -> None:
+    """Each in a pool of its own, whose process it leaves changed."""
+
+    async def bombed() -> Transition | Exception:
+        env = await started(own, Counting, str(tmp_path / "made"))
+        return await outcome(env.step(action(trick)))
+
+    own = EnvPool(processes=1, step_seconds=60)
+    try:
+        assert isinstance(asyncio.run(bombed()), EnvCrashed if trick == "bomb" else TypeError)
+    finally:
+        own.close()
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_answer_makes_no_object_but_those_an_env_answers_with() -> None:
+    async def lied() -> None:
+        env = await started(own, Counting, "liar")
+        with pytest.raises(TypeError, match="what the env returned cannot be read: KeyError: 'Popen'"):
+            await env.step(action("liar"))
+
+    own = EnvPool(processes=1, step_seconds=60)
+    try:
+        asyncio.run(lied())
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize("trick", ["stop loop", "exit later"])
+def test_an_env_that_stops_the_event_loop_fails_nobody(pool: EnvPool, trick: str) -> None:
+    async def stopped() -> None:
+        calm, bomb = await started(pool, Counting, "calm", 4), await started(pool, Counting, "bomb", 1)
+        before = await pid_of(calm)
+        assert (await bomb.step(action(trick))).info["pid"] == before
+        last = await calm.step(action("end"))
+        assert (last.reward, last.info["pid"]) == (4.0, before)
+        assert (await bomb.step(action("end"))).reward == 1.0
+
+    run(stopped())
 
 
 # Processes that do not start

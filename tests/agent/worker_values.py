@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from agent_r1.types import Transition
 
 
-class Custom(Exception):
-    """Takes two arguments and remembers one, so it cannot be unpickled."""
+class Custom(ValueError):
+    """Takes two arguments and remembers one, so it cannot be made again of what it says."""
 
     def __init__(self, first: str, second: int) -> None:
         super().__init__(first)
 
 
-class Unreadable:
-    """Can be pickled, and not be read again."""
+class Bomb:
+    """Whoever unpickles it makes a file."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        return _refuse, (self.error,)
-
-
-def _refuse(error: BaseException) -> None:
-    raise error
-
-
-class Disguised(Transition):
-    """Read again as something else."""
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def __reduce__(self) -> Any:
-        return str, ("a word",)
+        return os.mkdir, (self.path,)
 
 
-class Twin(Exception):
-    """Read again as what looks like it and is no exception."""
-
-    def __reduce__(self) -> Any:
-        return _twin, ()
+class Longer(Transition):
+    """More than a transition."""
 
 
-def _twin() -> object:
-    return type("Twin", (), {"__str__": lambda self: ""})()
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
 
 
 class Once(str):

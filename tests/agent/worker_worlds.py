@@ -13,12 +13,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+import numpy as np
+
 from agent_r1.agent import BaseTool, tool
 from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.workers import EnvPool, WorkerEnv
-from agent_r1.agent.workers.wire import Answer, frame
-from agent_r1.types import Action, Observation, TaskRow, Transition
-from tests.agent.worker_values import Custom, Disguised, Twin, Unreadable
+from agent_r1.agent.workers import EnvPool, WorkerEnv, inside
+from agent_r1.agent.workers.wire import HEADER, Answer, write_answer
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from tests.agent.worker_values import Bomb, Custom, Longer, Unprintable
 
 MIB = 1 << 20
 STARTED: list[WorkerEnv] = []
@@ -164,24 +166,64 @@ async def _no_transition(env: Counting) -> Any:
     return {"text": "not a transition"}
 
 
-async def _unpicklable(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"function": lambda: None})
+async def _function(env: Counting) -> Any:
+    return Transition(observation=env.shown(), info={"moves": [{"apply": lambda: None}]})
 
 
-async def _unreadable(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"value": Unreadable(ValueError("not here"))})
+async def _deep(env: Counting) -> Any:
+    info: dict[str, Any] = {}
+    for _ in range(5000):
+        info = {"inner": info}
+    return Transition(observation=env.shown(), info=info)
 
 
-async def _leave_when_read(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"value": Unreadable(SystemExit("bye"))})
+async def _longer(env: Counting) -> Any:
+    return Longer(observation=env.shown())
 
 
-async def _disguised(env: Counting) -> Any:
-    return Disguised(observation=env.shown())
+async def _values(env: Counting) -> Any:
+    """All that can be sent back."""
+    call = ToolCallRecord(name="go", arguments={"to": "north"}, result="ok", text_span=(0, 2), info={"n": np.int64(3)})
+    info: Any = {
+        "pair": (1, ("a", None)),
+        7: "seven",
+        "$": "a dollar",
+        "half": "\ud800",
+        "array": [np.float32(0.5), np.True_],
+    }
+    numbers: Any = {"reward": np.float32(0.25), "terminated": np.True_}
+    return Transition(
+        observation=Observation(messages=[{"role": "user", "content": "\ud800 \u20ac"}]),
+        **numbers,
+        stop=StopReason.PARSE_LIMIT,
+        calls=(call,),
+        feedback="fine",
+        info=info,
+    )
 
 
-async def _twin_error(env: Counting) -> Any:
-    raise Twin
+async def _unprintable(env: Counting) -> Any:
+    raise Unprintable
+
+
+async def _many_notes(env: Counting) -> Any:
+    error = KeyError("no such move")
+    error.__notes__ = 3  # type: ignore[assignment]
+    raise error
+
+
+async def _stop_loop(env: Counting) -> Any:
+    asyncio.get_running_loop().stop()
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _exit_later(env: Counting) -> Any:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _interrupt(env: Counting) -> Any:
+    raise KeyboardInterrupt
 
 
 async def _huge(env: Counting) -> Any:
@@ -195,7 +237,26 @@ async def _garbage(env: Counting) -> Any:
 
 async def _forge(env: Counting) -> Any:
     """As a fork would that had learned to answer."""
-    _write_to_sockets(frame(Answer(number=0, body=pickle.dumps(None))))
+    _write_to_sockets(write_answer(Answer(number=0, body=b"null")))
+    return Transition(observation=env.shown())
+
+
+async def _bomb(env: Counting) -> Any:
+    """A pickle where an answer belongs. It goes off in whoever unpickles it."""
+    data = pickle.dumps(Bomb(env.row_id))
+    _write_to_sockets(HEADER.pack(len(data)) + data)
+    return Transition(observation=env.shown())
+
+
+async def _bomb_inside(env: Counting) -> Any:
+    """In place of what the env returned."""
+    vars(inside)["dump"] = lambda *_: pickle.dumps(Bomb(env.row_id))
+    return Transition(observation=env.shown())
+
+
+async def _liar(env: Counting) -> Any:
+    """JSON of something else than an answer has."""
+    vars(inside)["dump"] = lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'
     return Transition(observation=env.shown())
 
 
@@ -284,12 +345,19 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "leak": _leak,
     "grab": _grab,
     "no transition": _no_transition,
-    "unpicklable": _unpicklable,
-    "unreadable": _unreadable,
+    "function": _function,
+    "deep": _deep,
+    "longer": _longer,
+    "values": _values,
+    "unprintable": _unprintable,
+    "many notes": _many_notes,
+    "stop loop": _stop_loop,
+    "exit later": _exit_later,
+    "interrupt": _interrupt,
+    "bomb": _bomb,
+    "bomb inside": _bomb_inside,
+    "liar": _liar,
     "huge": _huge,
-    "leave when read": _leave_when_read,
-    "disguised": _disguised,
-    "twin": _twin_error,
     "garbage": _garbage,
     "forge": _forge,
     "fork": _fork,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.process import WorkerProcess
+from agent_r1.agent.workers.values import load, load_error
 from agent_r1.agent.workers.wire import Answer, EnvFault, EnvOutOfMemory, EnvReply, Given, Message, Play
 from agent_r1.types import TaskRow
 
@@ -28,7 +27,7 @@ class Hosted:
     row_id: str = ""
     latest: Call | None = None
     has_past: bool = False  # a call of it was answered
-    history: list[tuple[Given, bytes]] = field(default_factory=list)  # such calls, where it can be played again
+    history: list[tuple[Given, str]] = field(default_factory=list)  # such calls, where it can be played again
     has_failed: bool = False  # and is in a state that its history does not tell
     replays: int = 0  # because its process died of nobody, or was filled by it, as it seems
     grown_bytes: int = 0  # what its calls have taken of the memory of its process, and not given back
@@ -140,19 +139,20 @@ class Host:
         return bool(self.calls) and time.monotonic() - self.began > self.calls[0].seconds
 
 
-def read_answer(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
-    """An env's own classes are unpickled here, so anything may happen, and what comes of it may be anything."""
+def read_reply(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
+    """Of an answer that is none of ours, an error: it fails the episode alone."""
     try:
-        body = pickle.loads(answer.body)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 (as said)
-        return None, TypeError(f"what the env returned cannot be read in this process: {describe(error)}")
-    if answer.failed and isinstance(body, Exception):
-        return None, body
-    if not answer.failed and isinstance(body, EnvReply | None):
-        return body, None
-    return None, TypeError(f"what the env {'raised' if answer.failed else 'returned'} is {type(body).__name__} here")
+        if answer.failed:
+            return None, load_error(answer.body)
+        body = load(answer.body)
+        if body is None:
+            return None, None
+        value, schemas = body
+        if not isinstance(schemas, list | None):
+            raise ValueError(f"its tools are {type(schemas).__name__}")
+        return EnvReply(value=value, tool_schemas=schemas), None
+    except (ValueError, TypeError) as error:
+        return None, TypeError(f"what the env {'raised' if answer.failed else 'returned'} cannot be read: {error}")
 
 
 def out_of_memory(host: Host, call: Call, error: Exception | None, *, limit: str, taken_mb: int) -> EnvOutOfMemory:

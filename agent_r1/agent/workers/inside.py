@@ -26,7 +26,8 @@ from itertools import count
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv, ask
-from agent_r1.agent.guard import RAISED_AT, Escaped, describe, note, place, trace
+from agent_r1.agent.guard import describe, run_through, trace
+from agent_r1.agent.workers.values import brief, dump, dump_error
 from agent_r1.agent.workers.wire import (
     MAX_BYTES,
     Answer,
@@ -38,8 +39,8 @@ from agent_r1.agent.workers.wire import (
     Play,
     Start,
     digest,
-    frame,
     take_frames,
+    write_answer,
 )
 from agent_r1.types import Observation, TaskRow, Transition
 
@@ -55,7 +56,9 @@ def main(channel: int, lifeline: int) -> None:
     _end_with(lifeline)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported by words
     faulthandler.enable()
-    asyncio.run(_serve(socket.socket(fileno=channel)))
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        run_through(loop, loop.create_task(_serve(socket.socket(fileno=channel))))
 
 
 def _end_with(lifeline: int) -> None:
@@ -78,7 +81,7 @@ async def _serve(channel: socket.socket) -> None:
     while data := await loop.sock_recv(channel, READ_BYTES):
         buffer += data
         for request in take_frames(buffer):
-            answer = frame(await envs.answer(request))
+            answer = write_answer(await envs.answer(request))
             if os.getpid() != owner:
                 os._exit(1)
             await loop.sock_sendall(channel, answer)
@@ -101,7 +104,7 @@ class _Envs:
             answer = await self._answer(number, request)
         except BaseException as error:  # noqa: BLE001 (an env may raise anything, and its neighbours go on)
             said, is_memory = trace(error), _is_memory(error)
-            body = _dumped_error(error)
+            body = dump_error(error)
             answer = Answer(number=number, body=body, failed=True, traceback=said, out_of_memory=is_memory)
         # Here the failure is forgotten, and with it what its frames held.
         resident_bytes, data_bytes = _memory()
@@ -111,15 +114,15 @@ class _Envs:
         message: Message = pickle.loads(request)
         reply = await self._do(message)
         if reply is None:
-            return Answer(number=number, body=pickle.dumps(None))
+            return Answer(number=number, body=b"null")
         assert isinstance(message, Play)
         env = type(self._envs[message.episode])
-        mark = digest(reply.value) if env.deterministic else b""
-        return Answer(number=number, body=_dumped(reply, env.__name__), digest=mark)
+        mark = digest(reply.value) if env.deterministic else ""
+        return Answer(number=number, body=_dump(reply, env.__name__), digest=mark)
 
     async def _do(self, message: Message) -> EnvReply | None:
         match message:
-            case Play(expected=b""):
+            case Play(expected=""):
                 return await self._play(message)
             case Play():
                 await self._play_again(message)
@@ -199,40 +202,14 @@ async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
     method, wanted = ("reset", Observation) if isinstance(given, TaskRow) else ("step", Transition)
     if isinstance(value, wanted):
         return value
-    text = repr(value)
-    shown = text[:80] + "..." if len(text) > 80 else text
-    raise TypeError(
-        f"{type(env).__name__}.{method} returned {type(value).__name__} {shown} where {wanted.__name__} belongs"
-    )
+    raise TypeError(f"{type(env).__name__}.{method} returned {brief(value)} where {wanted.__name__} belongs")
 
 
-def _dumped(reply: EnvReply, name: str) -> bytes:
-    try:
-        body = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise TypeError(f"what {name} returned cannot be pickled: {error}") from error
+def _dump(reply: EnvReply, source: str) -> bytes:
+    body = dump(reply.value, reply.tool_schemas, source)
     if len(body) > MAX_BYTES // 2:
-        raise ValueError(f"{name} returned {len(body)} bytes; {MAX_BYTES // 2} at most can be sent back")
+        raise ValueError(f"{source} returned {len(body)} bytes; {MAX_BYTES // 2} at most can be sent back")
     return body
-
-
-def _dumped_error(error: BaseException) -> bytes:
-    """The exception itself where it survives being sent, so that episodes fail with what their env raised; else what it
-    said. One that would end a program is what it would be anywhere (`guard.py`)."""
-    if isinstance(error, Exception):
-        if where := place(error):  # tracebacks are not sent
-            note(error, f"{RAISED_AT}{where}")
-        try:
-            body = pickle.dumps(error)
-            again = pickle.loads(body) if len(body) < MAX_BYTES // 2 else None
-            if isinstance(again, Exception) and describe(again) == describe(error):
-                return body
-        except BaseException:  # noqa: BLE001 (said below)
-            pass
-        return pickle.dumps(RuntimeError(describe(error)))
-    return pickle.dumps(Escaped(describe(error)))
 
 
 def _memory() -> tuple[int, int]:

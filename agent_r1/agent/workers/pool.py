@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from agent_r1.agent.env import AgentEnv, check_settings, make_env
 from agent_r1.agent.guard import describe
 from agent_r1.agent.workers.front import WorkerEnv, front_class
-from agent_r1.agent.workers.hosting import Call, Host, Hosted, out_of_memory, read_answer
+from agent_r1.agent.workers.hosting import Call, Host, Hosted, out_of_memory, read_reply
 from agent_r1.agent.workers.process import WorkerProcess, end_all
 from agent_r1.agent.workers.watch import Watch
 from agent_r1.agent.workers.wire import (
@@ -43,7 +43,7 @@ from agent_r1.agent.workers.wire import (
     Play,
     Start,
     dump_env,
-    frame,
+    write_message,
 )
 from agent_r1.errors import ConfigError
 from agent_r1.types import Observation, TaskRow, Transition
@@ -134,7 +134,7 @@ class EnvPool:
         self._ask(hosted, [call])
         hosted.latest = call
         value = await future
-        if not isinstance(value, kind):  # a class of the env's own can be unpickled as anything
+        if not isinstance(value, kind):  # its process can send anything
             raise TypeError(f"what {hosted} returned is {type(value).__name__} here, where {kind.__name__} belongs")
         return value
 
@@ -156,7 +156,7 @@ class EnvPool:
         self._watch.enter(asyncio.get_running_loop())
 
     def _call(
-        self, hosted: Hosted, given: Given, *, expected: bytes = b"", future: asyncio.Future[Any] | None = None
+        self, hosted: Hosted, given: Given, *, expected: str = "", future: asyncio.Future[Any] | None = None
     ) -> Call:
         message = Play(episode=hosted.number, given=given, expected=expected)
         return Call(message=message, seconds=self._step_seconds, hosted=hosted, future=future)
@@ -185,7 +185,7 @@ class EnvPool:
 
     def _sent(self, host: Host, *calls: Call) -> bool:
         """False if nobody is there. Raises what pickle does where one of them cannot be sent; then none was."""
-        frames = b"".join(frame(call.message) for call in calls)
+        frames = b"".join(write_message(call.message) for call in calls)
         try:
             host.process.send(frames)
         except OSError:
@@ -255,7 +255,7 @@ class EnvPool:
             self._bad_starts = 0
             return
         self._weigh(host, hosted, answer.resident_bytes // MIB)
-        reply, error = read_answer(answer)
+        reply, error = read_reply(answer)
         if answer.out_of_memory and self._memory_mb is not None:
             if was_full and self._overflowed(host, call):
                 return

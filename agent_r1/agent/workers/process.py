@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -19,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from weakref import WeakSet
 
-from agent_r1.agent.workers.wire import Answer, take_frames
+from agent_r1.agent.workers.wire import Answer, read_answer, take_frames
+from agent_r1.places import anchored
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class WorkerProcess:
                 stderr=output,
                 pass_fds=(channel.fileno(), watched),
                 env=_environment(),
+                cwd=anchored("."),
                 start_new_session=True,  # Ctrl-C is ours to handle, and all it starts can be killed with it
             )
             self._descriptors = ours.pop_all()
@@ -99,7 +100,7 @@ class WorkerProcess:
         self.is_open = self._read()
         try:
             for data in take_frames(self._incoming):
-                yield _answer(data)
+                yield read_answer(data)
         except ValueError as error:
             self.distrust(str(error))
 
@@ -201,13 +202,3 @@ def _environment() -> dict[str, str]:
     many processes has no claim on all cores. Who says otherwise is heard."""
     threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PYTHONHASHSEED": "0", **threads, **os.environ}
-
-
-def _answer(data: bytes) -> Answer:
-    try:
-        answer = pickle.loads(data)
-    except Exception as error:
-        raise ValueError(f"it cannot be unpickled: {error!r}") from error
-    if not isinstance(answer, Answer):
-        raise ValueError(f"it is of type {type(answer).__name__}")
-    return answer

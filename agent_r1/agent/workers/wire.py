@@ -1,24 +1,29 @@
 """What goes between a pool and its processes, and the errors that come of it.
 
-A frame is a length and a pickle. Every message is answered once and in order: the oldest message without an answer is
-the one that is running. Answers are counted, because an env that writes where it should not, or a fork of it, could add
-one. Both sides are ours and trust each other; an env's own values are pickled apart (`Answer.body`), so that one which
-cannot be read fails its episode and not the conversation.
+A frame is a length and its bytes. The process trusts its parent, so messages to it are pickled. The parent does not
+trust the process, in which other people's code runs, so answers are JSON: a line about the call, then what the env
+returned (`values.py`), apart, so that a value which cannot be read fails its episode and not the conversation.
+
+Every message is answered once and in order: the oldest message without an answer is the one that is running. Answers
+are counted, because an env that writes where it should not, or a fork of it, could add one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.tool import BaseTool, FunctionTool
+from agent_r1.agent.workers.values import EnvFault as EnvFault
+from agent_r1.agent.workers.values import EnvLost as EnvLost
 from agent_r1.errors import ConfigError
 from agent_r1.types import Action, Observation, TaskRow, Transition
 
@@ -28,20 +33,12 @@ MAX_BYTES = 64 << 20  # of one frame: no model reads an observation of this size
 Given = TaskRow | Action  # what `reset` and `step` are called with
 
 
-class EnvFault(Exception):
-    """An episode failed because of the process that hosted its env, not because of what the env said."""
-
-
 class EnvCrashed(EnvFault):
     """The process ended during a call of this episode."""
 
 
 class EnvHung(EnvFault):
     """A call of this episode took longer than `step_seconds`, and its process was killed."""
-
-
-class EnvLost(EnvFault):
-    """Another episode took the process down, and this one could not be played again elsewhere."""
 
 
 class EnvOutOfMemory(EnvFault):
@@ -68,7 +65,7 @@ class Play:
     episode: int
     given: Given
     made: bytes = b""
-    expected: bytes = b""  # another process has played this already, and the digest of its answer was this
+    expected: str = ""  # another process has played this already, and the digest of its answer was this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +81,10 @@ class Answer:
     """What became of a message."""
 
     number: int  # of the message, as the process counts them from 0
-    body: bytes  # pickled: an `EnvReply` to a Play, the exception of whatever failed, else None
+    body: bytes  # JSON: value and tool schemas after a Play, the exception of whatever failed, else null
     failed: bool = False
     traceback: str = ""  # of a failure, for the log
-    digest: bytes = b""  # of what was shown, where the env can be played again
+    digest: str = ""  # of what was shown, where the env can be played again
     out_of_memory: bool = False  # a failure because the system refused memory
     resident_bytes: int = 0  # memory of the process, now
     data_bytes: int = 0  # and as its limit counts it: all that it has asked for
@@ -101,8 +98,33 @@ class EnvReply:
     tool_schemas: list[dict[str, Any]] | None
 
 
-def frame(message: Message | Answer) -> bytes:
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+_FIELDS = {each.name: type(each.default) for each in fields(Answer) if each.name not in ("number", "body")} | {
+    "number": int
+}
+
+
+def write_message(message: Message) -> bytes:
+    return _frame(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def write_answer(answer: Answer) -> bytes:
+    header = {name: getattr(answer, name) for name in _FIELDS}
+    return _frame(json.dumps(header).encode() + b"\n" + answer.body)
+
+
+def read_answer(data: bytes) -> Answer:
+    """ValueError: it is no answer."""
+    header, _, body = data.partition(b"\n")
+    try:
+        found = json.loads(header)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _FIELDS:
+        raise ValueError(f"it begins with {header[:80]!r}")
+    return Answer(body=body, **found)
+
+
+def _frame(data: bytes) -> bytes:
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes are too many for one call of an env process; {MAX_BYTES} are the limit")
     return HEADER.pack(len(data)) + data
@@ -122,12 +144,12 @@ def take_frames(buffer: bytearray) -> Iterator[bytes]:
         yield data
 
 
-def digest(value: Observation | Transition) -> bytes:
+def digest(value: Observation | Transition) -> str:
     """Of what the policy and its reward depend on; not of `info` and `calls`, which hold times."""
     seen: tuple[object, ...] = (value,)
     if isinstance(value, Transition):
         seen = (value.observation, value.reward, value.terminated, value.stop)
-    return hashlib.blake2b(repr(seen).encode("utf-8", errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(repr(seen).encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def dump_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> bytes:

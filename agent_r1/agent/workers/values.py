@@ -1,0 +1,189 @@
+"""What a worker process sends back, as JSON: the trainer parses it and never unpickles it, so it cannot run code there.
+
+Text, numbers, None, lists, tuples and dicts travel as they are; numpy's numbers become Python's. Of classes, those an
+env answers with. Anything else is refused in the worker, where the value can still be named. An exception travels as
+its type's name, its text and its notes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from numbers import Real
+from types import NoneType
+from typing import Any
+
+from agent_r1.agent.guard import MAX_ERROR_CHARS, RAISED_AT, Escaped, describe, note, place
+from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
+
+MAX_DEPTH = 64  # of nested values: far below where the parser on the other side gives up
+MAX_NOTES = 8
+TAG = "$"  # the key of a JSON object that stands for something else than a dict
+_PLAIN = frozenset({NoneType, bool, int, float, str})
+_CLASSES = {cls.__name__: cls for cls in (Observation, Transition, ToolCallRecord)}
+_NO_FUTURE_TAKES = (StopIteration, StopAsyncIteration)
+
+
+class EnvFault(Exception):
+    """An episode failed because of the process that hosted its env, not because of what the env said."""
+
+
+class EnvLost(EnvFault):
+    """Another episode took the process down, and this one could not be played again elsewhere."""
+
+
+class EnvRaised(Exception):
+    """What an env raised in its worker process. Each has the name of the exception there, and is also an instance of
+    that exception's nearest built-in class."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def dump(value: object, tool_schemas: list[dict[str, Any]] | None, source: str) -> bytes:
+    """TypeError names the part that is not data; `source` is who returned it."""
+    return _encode([_plain(value, source, "", 0), _plain(tool_schemas, source, ".tool_schemas", 0)])
+
+
+def load(data: bytes) -> Any:
+    """ValueError if `dump` cannot have written it."""
+    try:
+        return json.loads(data.decode("utf-8", errors="surrogatepass"), object_hook=_read_object)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(describe(error)) from error
+
+
+def dump_error(error: BaseException) -> bytes:
+    """Whatever it is, and whatever it does when it is printed. Of its traceback, where it was raised."""
+    if where := place(error):
+        note(error, f"{RAISED_AT}{where}")
+    kind = type(error)
+    text = describe(error)
+    base = next((each.__name__ for each in kind.__mro__ if each.__module__ == "builtins"), "Exception")
+    if isinstance(error, EnvLost):
+        base = EnvLost.__name__
+    elif not isinstance(error, Exception):  # it would have ended the program: `guard.py`
+        base = Escaped.__name__
+    else:
+        text = text[len(kind.__name__) + 2 :]
+    return _encode({"type": kind.__name__, "base": base, "text": text, "notes": _notes(error)})
+
+
+def _notes(error: BaseException) -> list[str]:
+    try:
+        return [text[:MAX_ERROR_CHARS] for text in error.__notes__ if isinstance(text, str)][-MAX_NOTES:]
+    except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
+        return []
+
+
+def load_error(data: bytes) -> Exception:
+    """ValueError, raised, if `dump_error` cannot have written it."""
+    said = load(data)
+    try:
+        name, base, text, notes = (said[key] for key in ("type", "base", "text", "notes"))
+        if not all(isinstance(each, str) for each in (name, base, text, *notes)):
+            raise TypeError("an exception is described by texts")
+        error = _error(name, base, text)
+        for text in notes:
+            error.add_note(text)
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise ValueError(f"not an exception: {describe(wrong)}") from wrong
+    return error
+
+
+def _error(name: str, base: str, text: str) -> Exception:
+    for ours in (EnvLost, Escaped):
+        if base == ours.__name__:
+            return ours(text)
+    try:
+        return _class(name, base)(text)
+    except TypeError:  # a built-in class that is not made of a text
+        return _class(name, "Exception")(text)
+
+
+@lru_cache(maxsize=256)
+def _class(name: str, base: str) -> type[EnvRaised]:
+    parent = getattr(builtins, base, None)
+    if not (isinstance(parent, type) and issubclass(parent, Exception)) or issubclass(parent, _NO_FUTURE_TAKES):
+        parent = Exception
+    bases = (EnvRaised,) if parent is Exception else (EnvRaised, parent)
+    return type(name, bases, {})
+
+
+def _encode(plain: Any) -> bytes:
+    # Lone surrogates are no UTF-8; they are an env's text all the same, and reach whoever makes them readable.
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", errors="surrogatepass")
+
+
+def _plain(value: Any, source: str, where: str, depth: int) -> Any:
+    """`value` in what JSON has. `where`: where in what was returned it is."""
+    if type(value) in _PLAIN:
+        return value
+    if depth > MAX_DEPTH:
+        raise _refused(value, source, f"{where[:40]}...", f"it is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, StopReason):
+        return {TAG: "StopReason", "value": value.value}
+    if isinstance(value, bool | int | float | str):  # a subclass, as numpy's float64 and enums are
+        return value
+    if isinstance(value, list | tuple):
+        items = list(value)
+        if not _PLAIN.issuperset(map(type, items)):
+            items = [_plain(item, source, f"{where}[{index}]", depth + 1) for index, item in enumerate(items)]
+        return items if isinstance(value, list) else {TAG: "tuple", "items": items}
+    if isinstance(value, Mapping):
+        return _plain_dict(value, source, where, depth)
+    if type(value) in _CLASSES.values():
+        named = {each.name: getattr(value, each.name) for each in fields(value)}
+        return {TAG: type(value).__name__} | {
+            name: _plain(item, source, f"{where}.{name}", depth + 1) for name, item in named.items()
+        }
+    return _plain_number(value, source, where)
+
+
+def _plain_dict(value: Mapping[Any, Any], source: str, where: str, depth: int) -> dict[str, Any]:
+    pairs = [(key, _plain(item, source, f"{where}[{key!r:.40}]", depth + 1)) for key, item in value.items()]
+    if all(type(key) is str for key, _ in pairs) and TAG not in value:
+        return dict(pairs)
+    return {TAG: "dict", "items": [[_plain(key, source, f"{where} (a key)", depth + 1), item] for key, item in pairs]}
+
+
+def _plain_number(value: Any, source: str, where: str) -> Any:
+    number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    if type(number) in _PLAIN:
+        return number
+    if isinstance(number, Real):
+        return float(number)
+    raise _refused(value, source, where, "return text, numbers, None, lists, tuples or dicts")
+
+
+def _refused(value: object, source: str, where: str, why: str) -> TypeError:
+    inside = f" in {where.lstrip('.')}" if where else ""
+    return TypeError(f"{source} returned {brief(value)}{inside}, which cannot be sent from a worker process: {why}")
+
+
+def brief(value: object) -> str:
+    """Its type and the beginning of what it is."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (it is nested too deep, or whatever its class does)
+        text = "(which cannot be printed)"
+    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"
+
+
+def _read_object(found: dict[str, Any]) -> Any:
+    kind = found.pop(TAG, None)
+    if kind is None:
+        return found
+    if kind == "tuple":
+        return tuple(found["items"])
+    if kind == "dict":
+        return dict(found["items"])
+    if kind == "StopReason":
+        return StopReason(found["value"])
+    return _CLASSES[kind](**found)
