@@ -26,6 +26,10 @@ class TrainingError(AgentR1Error, RuntimeError):
     """Learning broke as a whole: several updates in a row were not finite."""
 
 
+class DiskError(AgentR1Error, OSError):
+    """A run ended because something could not be written or read."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an 'unknown name' message: the nearest known name, then all of them."""
     names = sorted(known)

@@ -49,8 +49,7 @@ def save_checkpoint(
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as Python, torch and safetensors say it
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(
-            f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact: free some "
-            "space and continue with --resume"
+            f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact"
         ) from error
     for _, old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)

@@ -20,6 +20,7 @@ from rich.text import Text
 from agent_r1.agent.flow import stable_seed
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.errors import ConfigError, DataError, RolloutError
+from agent_r1.places import shown
 from agent_r1.rollout.collect import OnEpisode
 from agent_r1.run.build import (
     Model,
@@ -76,7 +77,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     def kept() -> str:
         saved = list_checkpoints(run.checkpoints)
         what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
-        return f"{what}; continue with: {program()} train --resume {run.path}"
+        return f"{what}; continue with: {program()} train --resume {run}"
 
     try:
         with run.locked(), logging_to(run.log_file), closing(plan.task):
@@ -90,7 +91,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
     began = time.monotonic()
     if run.read_metrics("collect"):
-        raise ConfigError(f"{run.path} holds collected episodes, not a training run: train in another directory")
+        raise ConfigError(f"{run} holds collected episodes, not a training run: train in another directory")
     checkpoint = _resume_point(config, run) if resume else None
     if checkpoint is None:
         start = done = 0
@@ -109,7 +110,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         if checkpoint is not None:
             trainer.restore(load_state(checkpoint[1]))
             if done < config.trainer.steps:
-                display.note(f"continuing {run.path} after step {done}")
+                display.note(f"continuing {run} after step {done}")
         trainer.rehearse()
         run.forget_after(done)
         with parts_set_aside():
@@ -154,13 +155,11 @@ def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
             )
         return None
     if run.read_metrics("sft"):
-        raise ConfigError(
-            f"{run.path} is a supervised warm start, not a training run: start from it with model.path={run.path}"
-        )
+        raise ConfigError(f"{run} is a supervised warm start, not a training run: start from it with model.path={run}")
     if needs_reference(config) and not run.reference.is_dir():
         raise DataError(
             f"{run.reference} is gone: the policy before the first step, which this run's KL penalty or adapters need. "
-            f"Put it back, or start a new run from the weights with model.path={run.path}"
+            f"Put it back, or start a new run from the weights with model.path={run}"
         )
     return latest_checkpoint(run.checkpoints)
 
@@ -179,15 +178,15 @@ def _conclude(
     if before.get("panel") != after.get("panel"):  # numbers of different rows are never compared
         went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than at the start"
     console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)
-    logged = f", {run.log_file}" if has_text(run.log_file) else ""
+    logged = f", {shown(run.log_file)}" if has_text(run.log_file) else ""
     trained = [record for record in records if record["kind"] == "train"]
     lines = [
         *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
-        f"picture     {run.path}/curve.png",
-        f"talk to it  {program()} chat {run.path}",
-        f"evaluate    {program()} eval {run.path}",
-        f"how sure?   {program()} compare {run.path} --step first,last",
-        f"look inside {run.path}/metrics.jsonl, {run.path}/trajectories/{logged}",
+        f"picture     {run}/curve.png",
+        f"talk to it  {program()} chat {run}",
+        f"evaluate    {program()} eval {run}",
+        f"how sure?   {program()} compare {run} --step first,last",
+        f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
     ]
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)  # Text: messages are no markup
     return Outcome(run=run, before=before, after=after)
@@ -209,7 +208,7 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
 
     def kept() -> str:
         done = bool(list_checkpoints(run.checkpoints))
-        return f"the warm start is in {run.path}" if done else "a warm start is saved at its end: nothing was kept"
+        return f"the warm start is in {run}" if done else "a warm start is saved at its end: nothing was kept"
 
     with run.locked(), logging_to(run.log_file), closing(task):
         return interruptible(_sft(config, task, run, console, given), config, console, kept)
@@ -218,11 +217,11 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
 async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, given: Sequence[str]) -> Path:
     path = await _judged_sft(config, task, base_model(config), run, console)
     before, after = run.read_metrics("eval")
-    going_on = f"{_typed(config, given)} model.path={run.path} sft.demos=null sft.trajectories=null"
+    going_on = f"{_typed(config, given)} model.path={run} sft.demos=null sft.trajectories=null"
     lines = [
         f"train from it  {program()} train {going_on}",
-        f"talk to it     {program()} chat {run.path}",
-        f"how sure?      {program()} compare {run.path} --step first,last",
+        f"talk to it     {program()} chat {run}",
+        f"how sure?      {program()} compare {run} --step first,last",
     ]
     console.print(f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]", highlight=False)
     console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
@@ -241,8 +240,7 @@ async def _judged_sft(config: RunConfig, task: Task, base: str | Path, run: RunD
     async def held_out(step: int, model: str | Path) -> None:
         # As anyone else would load it: a network that has been prepared for learning is another, and may have adapters.
         result = await _evaluate(config, task, rows, load_model(config, model), console)
-        run.append_metrics("eval", step, result.metrics, panel=result.panel)
-        run.write_trajectories("eval", step, result.groups)
+        run.write_evaluation(step, result)
 
     await held_out(0, base)
     path, updates = await _imitate(config, task, base, run, console)
@@ -296,7 +294,7 @@ async def _kept_eval(
     result = await _evaluate(config, task, rows, load_model(config, path), console)
     record = EvalRecord(subject=subject, outcomes=_outcomes(result.groups, task.success_reward), metrics=result.metrics)
     file = keep(record, run.evals, stem=stem)
-    failures = eval_failures([t for group in result.groups for t in group.trajectories], run.log_file)
+    failures = eval_failures([t for group in result.groups for t in group.trajectories], run)
     _show_evaluation(record, config.eval, file, console, failures)
     return result
 
@@ -317,7 +315,7 @@ def _show_evaluation(record: EvalRecord, settings: EvalConfig, file: Path, conso
             console.print(Text(f"  {stop:26s} {share:.1%}"))
     if failures:
         console.print(Text(f"  {'failed':26s} {failures}"), soft_wrap=True)
-    console.print(Text(f"  kept in {file}; compare it: {program()} compare {file} OTHER"), soft_wrap=True)
+    console.print(Text(f"  kept in {shown(file)}; compare it: {program()} compare {shown(file)} OTHER"), soft_wrap=True)
 
 
 async def _evaluate(
@@ -358,7 +356,7 @@ def run_collect(
 
     def kept() -> str:
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
-        return f"{episodes} episodes are in {run.path}" if episodes else "no episodes were kept"
+        return f"{episodes} episodes are in {run}" if episodes else "no episodes were kept"
 
     with run.locked(), logging_to(run.log_file), closing(task):
         return interruptible(_collect(config, task, rows, run, console, given), config, console, kept)
@@ -391,7 +389,7 @@ async def _collect(
     if any(row["success"] > 0 for row in outcomes.values()):
         least = f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
         policy = f"model.path={start}"  # the one that was sampled: its own words change it least
-        words = f"sft {_typed(config, given)} sft.trajectories={run.path}{least} {policy}"
+        words = f"sft {_typed(config, given)} sft.trajectories={run}{least} {policy}"
         console.print(Text(f"  imitate the good ones  {program()} {words}"), soft_wrap=True)
     return outcomes
 
@@ -408,7 +406,7 @@ def _conclude_collecting(config: RunConfig, run: RunDir, outcomes: Outcomes, con
     )
     if not solved:
         console.print("  nothing to imitate yet: try more --samples, another --model, or easier rows", highlight=False)
-    console.print(Text(f"  look inside            {run.path}/trajectories/"), soft_wrap=True)
+    console.print(Text(f"  look inside            {run}/trajectories/"), soft_wrap=True)
 
 
 def _outcomes(groups: Sequence[Group], success_reward: float) -> Outcomes:

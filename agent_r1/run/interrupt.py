@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what runs may save what it has and end; a second signal ends it at once, a third in any case."""
+"""Ctrl-C, SIGTERM and SIGHUP: a run saves and ends; a second signal ends it at once, a third in any case."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.text import Text
+from safetensors import SafetensorError
 
-from agent_r1.agent.guard import CANCEL_SECONDS
+from agent_r1.agent.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.config import RunConfig
+from agent_r1.errors import DiskError
+from agent_r1.places import started_here
+from agent_r1.run.checkpoint import CheckpointError
 from agent_r1.run.rng import deterministic
 from agent_r1.run.watch import blocking_told
 
@@ -26,7 +30,7 @@ SAME_SECONDS = 1.0  # what comes so soon after a signal is the same one: termina
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; `kept` says what was saved and how to go on."""
+    """A signal; `kept` says what was saved and how to go on."""
 
     def __init__(self, number: int, kept: str) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,7 +39,9 @@ class Interrupted(Exception):
 
 
 def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Console, kept: Callable[[], str]) -> T:
-    """Run `work`; the first Ctrl-C or SIGTERM lets it save and end, a second one ends it at once."""
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP lets it save and end, a second one ends it at once.
+
+    An error of the disk says what was kept, too."""
     received: list[int] = []
     second = _Second()
     if config.trainer.threads is not None:
@@ -51,17 +57,23 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
             task.cancel()
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
+            continue
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
             loop.add_signal_handler(number, stop, number)
             signal.signal(number, second)  # the loop hears of it all the same, when it gets to it
     try:
-        with deterministic(config.trainer.deterministic), blocking_told(loop, partial(_warn, console)):
-            return loop.run_until_complete(task)
+        with started_here(), deterministic(config.trainer.deterministic), blocking_told(loop, partial(_warn, console)):
+            return run_through(loop, task)
     except asyncio.CancelledError:
         if not received:
             raise
         raise Interrupted(received[0], kept()) from None
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None and not isinstance(error, CheckpointError):
+            raise  # a library's, about something else
+        raise DiskError(f"{error}\n{kept()}") from error
     finally:
         _close(loop)
         second.give_way()
@@ -82,13 +94,14 @@ class _Second:
             return
         signal.signal(number, signal.SIG_DFL)
         if number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise Abort
         signal.raise_signal(number)
 
     def give_way(self) -> None:
         with suppress(ValueError):  # not the main thread: it was never in charge
-            if signal.getsignal(signal.SIGTERM) is self:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is self:
+                    signal.signal(number, signal.SIG_DFL)
             if signal.getsignal(signal.SIGINT) in (self, signal.SIG_DFL):
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 

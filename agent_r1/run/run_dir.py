@@ -23,18 +23,24 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.places import anchored, shown
 from agent_r1.run.records import Advantages, write_groups
 from agent_r1.tasks.files import read_json
 from agent_r1.types import Group
 
+if TYPE_CHECKING:
+    from agent_r1.run.evaluate import Evaluation
+
 
 class RunDir:
+    """`str` of it is how people would type its path."""
+
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = anchored(path)
         self._lock: _Lock | None = None  # of whoever made it, until it is first written to
 
     @classmethod
@@ -43,14 +49,15 @@ class RunDir:
 
         One that has only just begun does: the directory stays locked from here to the end of the first `locked`.
         """
+        run, path = cls(path), anchored(path)
         taken = ConfigError(
-            f"{path} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train --resume "
-            f"{path} continues"
+            f"{run} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train --resume "
+            f"{run} continues"
         )
         if _is_described(path) and not is_run(path):  # a model: nothing of ours belongs there
             raise taken
         path.mkdir(parents=True, exist_ok=True)
-        run, lock = cls(path), _Lock(path)
+        lock = _Lock(path)
         try:
             if _is_described(path) and not (is_run(path) and run.is_bare()):  # another may have come first
                 raise taken
@@ -64,10 +71,10 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        if not (path / "config.json").is_file():
-            lacks = "it has no config.json" if path.exists() else "there is no such folder"
-            raise ConfigError(f"{path} is not a run directory: {lacks}")
         run = cls(path)
+        if not (run.path / "config.json").is_file():
+            lacks = "it has no config.json" if run.path.exists() else "there is no such folder"
+            raise ConfigError(f"{path} is not a run directory: {lacks}")
         if "recipe" not in run._description():
             raise ConfigError(f"{path} is not a run directory: its config.json describes a model, not a run")
         return run
@@ -106,6 +113,9 @@ class RunDir:
             del lora["dropout"]  # it could be set once, to nothing but this
         return tree
 
+    def __str__(self) -> str:
+        return shown(self.path)
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -139,8 +149,11 @@ class RunDir:
         return [record for record in records if kind in (None, record["kind"])]
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and trajectories of later steps: a resumed run makes them again."""
+        """Drop metrics and trajectories of later steps, which a resumed run makes again; and an evaluation of this step
+        whose episodes are missing, so that it is made again too."""
         kept = [record for record in self.read_metrics() if record["step"] <= step]
+        if not self.trajectories_file("eval", step).exists():
+            kept = [record for record in kept if (record["kind"], record["step"]) != ("eval", step)]
         _write_atomic(
             self.path / "metrics.jsonl", "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
         )
@@ -148,6 +161,11 @@ class RunDir:
             number = path.name.split(".")[0].rpartition("_")[2]
             if number.isdigit() and int(number) > step:
                 path.unlink()
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Episodes first: an evaluation whose metrics are there is complete, and is not made again."""
+        self.write_trajectories("eval", step, evaluation.groups)
+        self.append_metrics("eval", step, evaluation.metrics, panel=evaluation.panel)
 
     def trajectories_file(self, kind: str, step: int) -> Path:
         return self.path / "trajectories" / f"{kind}_{step:06d}.jsonl.gz"
@@ -190,6 +208,7 @@ def _is_described(folder: Path) -> bool:
 def new_run_path(config: RunConfig, root: Path = Path("runs"), *, suffix: str = "") -> Path:
     """A folder that was made just now: of two programs that start in the same second, each gets its own."""
     stem = f"{recipe_name(config.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}-seed{config.seed}"
+    root = anchored(root)
     root.mkdir(parents=True, exist_ok=True)  # not below: where it cannot be, no other number helps
     number = 1
     while True:

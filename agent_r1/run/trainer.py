@@ -179,8 +179,7 @@ class Trainer:
             seed=seed,
             on_episode=counter,
         )
-        self.run.append_metrics("eval", step, self.last_evaluation.metrics, panel=self.last_evaluation.panel)
-        self.run.write_trajectories("eval", step, self.last_evaluation.groups)
+        self.run.write_evaluation(step, self.last_evaluation)
         self.streams = None
         self.display.note(f"step {step:4d}  held-out success {eval_summary(self.last_evaluation.metrics)}")
 
@@ -198,10 +197,10 @@ class Trainer:
         metrics |= rollout_metrics(groups, success_reward=self.plan.task.success_reward) | self.shaper.metrics
         metrics["nonfinite_advantages"] = float(len(nonfinite(credited)))
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
-        self.run.append_metrics("train", step, metrics)
         if step % self.config.trainer.dump_every == 0:
             advantages = {item.trajectory.trajectory_id: item.advantages for item in credited}
             self.run.write_trajectories("train", step, groups, advantages)
+        self.run.append_metrics("train", step, metrics)
         self.streams = None
         self.display.step(step, step_summary(metrics), value=metrics["success"])
 
@@ -213,12 +212,12 @@ class Trainer:
         """Continue exactly where the checkpoint was taken."""
         if state.get("format") != STATE_FORMAT:
             raise ConfigError(
-                f"{self.run.path} was written by another version of agent-r1 and cannot be continued exactly. Start a "
-                f"new run from its weights with model.path={self.run.path}"
+                f"{self.run} was written by another version of agent-r1 and cannot be continued exactly. Start a "
+                f"new run from its weights with model.path={self.run}"
             )
         if state.get("code", self.code) != self.code:
             self.display.note(
-                f"warning: the recipe's code, or ours, is not what it was when {self.run.path} was saved; it goes on "
+                f"warning: the recipe's code, or ours, is not what it was when {self.run} was saved; it goes on "
                 "with what is there now, and not exactly as if it had never stopped"
             )
         self.learner.load_state_dict(state["learner"])
