@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 from typer.core import TyperGroup
@@ -27,6 +26,8 @@ from agent_r1.cli_search import app as search
 from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
 from agent_r1.config_layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.places import started_here
+from agent_r1.terminal import Terminal, exit_despite_threads, steady_streams, tell
 
 if TYPE_CHECKING:
     from agent_r1.run.build import Plan
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # all commands below inherit it
 )
-console = Console()
+console = Terminal()
 ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
 ASKING, ASKING_FORM = ("task.test_split=", "data.path="), "task.test_split, data.path"  # which rows
 
@@ -114,7 +115,7 @@ def train_command(
         _print_plan(config, _training_plan(config, plan))
         return
     directory = RunDir.create(run or new_run_path(config), config)
-    console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
+    console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _signals_told():
         run_training(config, plan, directory, console, resume=False)
 
@@ -187,7 +188,7 @@ def collect_command(
     check_beginning(config)
     chosen = task.train_rows()
     directory = RunDir.create(run or new_run_path(config, suffix="-collect"), config)
-    console.print(Text(f"run directory {directory.path}"), soft_wrap=True)
+    console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _signals_told():
         run_collect(config, task, chosen, directory, console, given=overrides or ())
 
@@ -381,24 +382,34 @@ def _signals_told() -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        _tell(Text(f"stopped by {stop}; {stop.kept}"))
+        tell(Text(f"stopped by {stop}; {stop.kept}"))
         raise typer.Exit(stop.exit_code) from None
 
 
-def _tell(line: Text) -> None:
-    """On stderr. A Text, because rich would read [brackets] in a str as markup."""
-    Console(stderr=True).print(line, soft_wrap=True)
+def command_line() -> None:
+    """Run the command in `sys.argv`; always ends in SystemExit."""
+    try:
+        with started_here():
+            app()
+    except (AgentR1Error, OSError) as error:
+        tell(Text.assemble(("error:", "bold red"), f" {error}"))
+        sys.exit(2)
+    except (KeyboardInterrupt, Stopped):
+        tell(Text("stopped by SIGINT"))
+        sys.exit(130)
 
 
 def main() -> None:
+    """The program `agent-r1`."""
+    steady_streams()
+    code = 1  # of what leaves a traceback
     try:
-        app()
-    except (AgentR1Error, OSError) as error:
-        _tell(Text.assemble(("error:", "bold red"), f" {error}"))
-        sys.exit(2)
-    except (KeyboardInterrupt, Stopped):
-        _tell(Text("stopped by SIGINT"))
-        sys.exit(130)
+        command_line()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        exit_despite_threads(code)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from agent_r1.terminal import Terminal
+
 app = typer.Typer(help="Fetch what runs read: models, and the data of recipes.", no_args_is_help=True)
-console = Console()
+console = Terminal()
 
 Source = Annotated[
     str,

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.terminal import Terminal, tell
 
 if TYPE_CHECKING:
     from agent_r1.tools.search.dense import DenseSettings
 
 app = typer.Typer(help="Build, ask and serve indexes of passages.", no_args_is_help=True)
-console = Console()
+console = Terminal()
 
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
 KindOption = Annotated[
@@ -82,7 +82,7 @@ def ask_command(
     chosen = check_kind(kind or opened.default_kind, opened.manifest, opened.directory)
     found = opened.search([query], top_k, chosen)[0]
     if not found:
-        typer.echo(f"nothing found in {len(opened.corpus)} passages", err=True)
+        tell(Text(f"nothing found in {len(opened.corpus)} passages"))
     for number, hit in enumerate(found, start=1):
         _say(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}")
 

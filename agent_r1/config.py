@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agent_r1.config_errors import explain
 from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
 from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.places import anchored
 from agent_r1.types import MAX_SUPPORT, Decay, KLEstimator, ProcessScaling
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -339,7 +340,7 @@ def recipe_file(recipe: str) -> Path:
     bundled = RECIPES / name / f"{preset or 'base'}.yaml"
     if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():
         return bundled
-    path = Path(recipe).expanduser()
+    path = anchored(recipe)
     is_folder = path.is_dir()
     if is_folder:
         path = path / "base.yaml"

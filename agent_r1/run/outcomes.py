@@ -18,6 +18,7 @@ from typing import Any
 from agent_r1 import __version__
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.run.records import JSON_ERRORS
 from agent_r1.run.statistics import standard_error
 from agent_r1.tasks.files import dump_json, read_json
 from agent_r1.types import Trajectory
@@ -92,7 +93,7 @@ class EvalRecord:
         text = dump_json({"format": FORMAT, **record.pop("subject"), **record}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
-        part.write_text(text + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8", errors=JSON_ERRORS)
         os.replace(part, path)
 
     @classmethod

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from agent_r1.errors import DataError
+from agent_r1.places import anchored
 from agent_r1.tasks.files import dump_json, read_json
 from agent_r1.types import Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 
 TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
+JSON_ERRORS = "backslashreplace"  # a lone surrogate is written as JSON spells it, "\udc80"
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
 
 
@@ -68,7 +70,7 @@ def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | N
 
 def trajectories_of(place: str) -> Path:
     """The folder or file itself; of a run, the folder with its trajectories."""
-    path = Path(place).expanduser()
+    path = anchored(place)
     return path / "trajectories" if (path / "trajectories").is_dir() else path
 
 
@@ -126,6 +128,7 @@ def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _open(path: Path, mode: str) -> IO[Any]:
+    errors = "replace" if mode == "rt" else JSON_ERRORS
     if path.suffix == ".gz":
-        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8", errors="replace"))
-    return path.open(mode.replace("t", ""), encoding="utf-8", errors="replace")
+        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8", errors=errors))
+    return path.open(mode.replace("t", ""), encoding="utf-8", errors=errors)

@@ -10,6 +10,7 @@ from typing import Any
 
 from agent_r1.config import SummaryContext
 from agent_r1.errors import DataError
+from agent_r1.places import shown
 from agent_r1.rollout.collect import commonest_failures
 from agent_r1.run.metrics import failed_share
 from agent_r1.run.records import read_trajectories
@@ -46,7 +47,7 @@ def _going_on(run: RunDir, total: int, *, start: int, steps: int) -> list[str]:
     """The line on how to continue, where there is something to say: the time ran out, or nothing was left to do."""
     if steps < total:
         why = f"trainer.max_minutes ran out, steps left: {total - steps}"
-        return [f"go on       {program()} train --resume {run.path} ({why})"]
+        return [f"go on       {program()} train --resume {run} ({why})"]
     return [f"go on       already at step {start} of {total}; trainer.steps=N goes on"] if 0 < start == steps else []
 
 
@@ -58,7 +59,7 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
     if not any(failed.values()):
         return []
     what = f"{sum(failed.values())} of {sum(played.values())} training episodes"
-    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{_details(run.log_file)}"]
+    return [f"failed      {what}{_cause_in_worst_step(run, failed)}{_details(run)}"]
 
 
 def _refused_updates(trained: Sequence[Record]) -> list[str]:
@@ -73,12 +74,12 @@ def _refused_updates(trained: Sequence[Record]) -> list[str]:
     return [f"refused     {what}; {cause}"]
 
 
-def eval_failures(episodes: Sequence[Trajectory], log_file: Path) -> str:
+def eval_failures(episodes: Sequence[Trajectory], run: RunDir) -> str:
     """How many episodes of an evaluation failed, and why; empty if none did."""
     failed = [trajectory for trajectory in episodes if trajectory.stop.is_failure]
     if not failed:
         return ""
-    return f"{len(failed)} of {len(episodes)} episodes, mostly: {_short_cause(failed)}{_details(log_file)}"
+    return f"{len(failed)} of {len(episodes)} episodes, mostly: {_short_cause(failed)}{_details(run)}"
 
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
@@ -163,8 +164,8 @@ def _short_cause(failed: Iterable[Trajectory]) -> str:
     return cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
 
 
-def _details(log_file: Path) -> str:
-    return f"; details in {log_file}" if has_text(log_file) else ""
+def _details(run: RunDir) -> str:
+    return f"; details in {shown(run.log_file)}" if has_text(run.log_file) else ""
 
 
 def has_text(path: Path) -> bool:

@@ -29,6 +29,7 @@ import yaml
 from agent_r1.agent.guard import describe, mended
 from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
+from agent_r1.places import anchored
 from agent_r1.run.cache import cache_root
 from agent_r1.run.run_dir import is_run
 
@@ -69,12 +70,12 @@ def make_importable(recipe: str) -> None:
 
 def recipe_path(name: str, *, recipe: str) -> Path:
     """A file named in a recipe: beside its YAML, anywhere by path, or a chat template of ours by its bare name."""
-    beside, path = recipe_folder(recipe) / name, Path(name).expanduser()
+    beside, path = recipe_folder(recipe) / name, anchored(name)
     bundled = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
     found = next((place for place in (beside, path, bundled.get(name)) if place is not None and place.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"there is no file {name!r}, neither in {beside.parent} nor at {path.absolute()}, and no chat template of "
+            f"there is no file {name!r}, neither in {beside.parent} nor at {path}, and no chat template of "
             f"ours has that name ({', '.join(sorted(bundled))})"
         )
     return found

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from agent_r1 import __version__
 from agent_r1.config import RunConfig, recipe_name
+from agent_r1.places import anchored
 from agent_r1.run.build import Model, Task, find_model, load_model, model_dtype, save_model
 from agent_r1.run.cache import cache_root, put, remove_leftovers
 from agent_r1.run.metrics import Metrics
@@ -137,7 +138,7 @@ def _content(path: Path) -> object:
 def _data_digest(config: RunConfig) -> str | None:
     """Of the user's copy of the data, or of those that the recipe keeps."""
     if config.data.path is not None:
-        return _files_digest(Path(config.data.path).expanduser())
+        return _files_digest(anchored(config.data.path))
     name = data_name(config.recipe)
     return None if name is None else _files_digest(data_dir(name))
 

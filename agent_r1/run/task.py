@@ -22,6 +22,7 @@ from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvPool
 from agent_r1.config import RewriteContext, RunConfig, SummaryContext
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
+from agent_r1.places import anchored
 from agent_r1.rollout.reward import Scorer, check_reward_signature
 from agent_r1.run.context import check_env_repeats, check_flow, context_maker
 from agent_r1.run.resolve import import_recipe, make_importable, recipe_folder, resolve
@@ -248,7 +249,11 @@ def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
     """A function of the recipe that makes rows or demonstrations. One with a parameter `path` is told where the data
     are (`data.path`)."""
     found: Callable[..., Any] = resolve(name, recipe=config.recipe)
-    return update_wrapper(partial(found, path=config.data.path), found) if _takes_path(found) else found
+    return update_wrapper(partial(found, path=_data_path(config)), found) if _takes_path(found) else found
+
+
+def _data_path(config: RunConfig) -> str | None:
+    return None if config.data.path is None else str(anchored(config.data.path))
 
 
 def _takes_path(function: Any) -> bool:

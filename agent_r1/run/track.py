@@ -6,7 +6,6 @@ Reads metrics only; the run directory is written by `run_dir.py`.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import time
@@ -21,8 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from agent_r1.places import anchored, shown
 from agent_r1.run.metrics import Metrics, failed_share
 from agent_r1.run.records import transcript
+from agent_r1.terminal import visible
 from agent_r1.types import Group as EpisodeGroup
 from agent_r1.types import Trajectory
 
@@ -87,7 +88,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays on screen above the live part."""
-        self._console.print(Text(text), soft_wrap=True)  # Text: paths and messages are no markup
+        self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages are no markup
 
     def seconds_left(self) -> float:
         steps = self._done - self._first
@@ -144,10 +145,10 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
 
 def program() -> str:
     """How to call us again: `agent-r1` if the shell would find this very program, else the path it was called by."""
-    called, found = Path(sys.argv[0]), shutil.which("agent-r1")
+    called, found = anchored(sys.argv[0]), shutil.which("agent-r1")
     if called.name != "agent-r1" or (found is not None and Path(found).resolve() == called.resolve()):
         return "agent-r1"
-    return os.path.relpath(called)
+    return shown(called)
 
 
 def clock(seconds: float) -> str:
@@ -160,13 +161,13 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
     table = Table.grid(padding=(0, 1))
     for message in trajectory.opening or group.row.prompt:
         if message["role"] == "user":
-            table.add_row(Text("user", style="bold blue"), Text(shorten(str(message["content"]))))
+            table.add_row(Text("user", style="bold blue"), Text(visible(shorten(str(message["content"])))))
     for speaker, text in transcript(trajectory):
         style = "bold yellow" if speaker in ("tool", "env") else "bold green"
-        table.add_row(Text(speaker, style=style), Text(shorten(text)))
+        table.add_row(Text(speaker, style=style), Text(visible(shorten(text))))
     actions = sum(not step.is_summary for step in trajectory.steps)
     verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} steps"
-    return Panel(table, title=Text(f"episode {trajectory.row_id}"), subtitle=verdict, title_align="left")
+    return Panel(table, title=Text(visible(f"episode {trajectory.row_id}")), subtitle=verdict, title_align="left")
 
 
 def shorten(text: str, limit: int = 800) -> str:

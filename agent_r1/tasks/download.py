@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from agent_r1.errors import DataError
+from agent_r1.places import anchored
 
 Report = Callable[[str], None]  # tells people, line by line, how far it is
 
@@ -25,18 +26,18 @@ MIB_PER_LINE = 16
 
 def user_cache() -> Path:
     """Where things are kept that can be had again: $XDG_CACHE_HOME/agent-r1, or ~/.cache/agent-r1."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agent-r1"
+    return anchored(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
 
 
 def data_dir(name: str) -> Path:
     """Where the data of a recipe are kept: $AGENT_R1_DATA/NAME, or NAME in the user's cache."""
     root = os.environ.get("AGENT_R1_DATA")
-    return (Path(root).expanduser() if root else user_cache() / "data") / name
+    return (anchored(root) if root else user_cache() / "data") / name
 
 
 def data_folder(name: str, path: str | None) -> Path:
     """Where the data of a recipe are read from: the user's own copy (`data.path`), or where they are kept."""
-    return data_dir(name) if path is None else Path(path).expanduser()
+    return data_dir(name) if path is None else anchored(path)
 
 
 def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:

@@ -17,6 +17,7 @@ from string import Formatter
 from typing import Any
 
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.places import anchored
 from agent_r1.tasks.files import json_lines, parquet_rows, read_json
 from agent_r1.types import Message, TaskRow
 
@@ -124,7 +125,7 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     if source.startswith("hf:"):
         return _read_hub(source.removeprefix("hf:"), split)
     path = Path(_filled(source, split)).expanduser()
-    places = [path] if beside is None or path.is_absolute() else [beside / path, path.absolute()]
+    places = [anchored(path)] if beside is None or path.is_absolute() else [beside / path, anchored(path)]
     found = next((place for place in places if place.exists()), None)
     if found is None:
         raise DataError(f"no data file at {' or '.join(dict.fromkeys(map(str, places)))}")  # often the same place

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1.cli import main
+from agent_r1.cli import command_line
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["agent-r1", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main()
+            command_line()
         assert isinstance(end.value.code, int)
         return Ended(end.value.code, *capsys.readouterr())
 

@@ -17,6 +17,7 @@ from threading import Lock
 from agent_r1.agent.guard import call
 from agent_r1.agent.tool import BatchTool, Returned, ToolCall, ToolResult
 from agent_r1.errors import ConfigError
+from agent_r1.places import anchored
 from agent_r1.tasks.download import data_dir
 from agent_r1.tools.search.client import (
     RETRY_SECONDS,
@@ -112,8 +113,8 @@ class SearchTool(BatchTool):
 def find_index(index: str | Path) -> Path:
     """The folder that is meant: as given, or NAME/REST in the data directory of NAME."""
     path = Path(index).expanduser()
-    if path.is_absolute() or path.exists():
-        return path.absolute()
+    if path.is_absolute() or anchored(path).exists():
+        return anchored(path)
     name, *rest = path.parts
     return data_dir(name).joinpath(*rest)
 
