@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from agent_r1.agent.guard import is_nested_deeper
 from agent_r1.types import Message
 
 MAX_CALLS = 32  # by default
@@ -191,6 +192,7 @@ class ScannedFormat(ToolCallFormat):
         return content, events
 
 
+MAX_NESTING = 60  # levels of lists and mappings in the arguments of a call
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 
@@ -200,8 +202,12 @@ def dump_json(value: Any) -> str:
 
 
 def check_json(value: Any) -> None:
-    """ValueError for what Python reads and JSON or UTF-8 cannot say: NaN, half a surrogate pair."""
-    dump_json(value).encode()
+    """ValueError for what Python reads and JSON or UTF-8 cannot say (NaN, half a surrogate pair), and for a value that
+    is nested too deeply to be copied and kept."""
+    text = dump_json(value)
+    text.encode()
+    if is_nested_deeper(value, MAX_NESTING, text=text):
+        raise ValueError(f"nested more than {MAX_NESTING} levels deep")
 
 
 def sure(match: re.Match[str] | None) -> re.Match[str]:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar
 from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
 from agent_r1.agent.conversations import Conversations
 from agent_r1.agent.env import AgentEnv, ask, check_observation, check_transition
-from agent_r1.agent.guard import CANCEL_SECONDS, Signal, guarded, mended, trace
+from agent_r1.agent.guard import CANCEL_SECONDS, Signal, guarded, is_nested_deeper, mended, trace
 from agent_r1.agent.registry import Registry
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
@@ -51,6 +51,7 @@ FlowClass = TypeVar("FlowClass", bound="type[AgentFlowBase]")
 _FLOWS: Registry[type[AgentFlowBase]] = Registry("flow")
 CLOSE_SECONDS = 5.0  # an env that cannot close is abandoned, not waited for
 MAX_INFO_CHARS = 100_000
+MAX_INFO_NESTING = 80  # more than the arguments of a call may have
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
 MAX_CHARS_PER_TOKEN = 256
 
@@ -419,7 +420,7 @@ def _finite(reward: object, source: str) -> float:
 def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         text = json.dumps(info, ensure_ascii=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"what {source} returned cannot be kept with the trajectory: info and arguments must be JSON: {error}"
         ) from error
@@ -428,4 +429,6 @@ def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source} returned info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory"
         )
     plain: dict[str, Any] = json.loads(mended(text))
+    if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
+        raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
     return plain

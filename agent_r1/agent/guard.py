@@ -192,3 +192,17 @@ def is_library(file: str | Path) -> bool:
 def mended(text: str) -> str:
     """`text` without halves of surrogate pairs, which no UTF-8 file can hold and no tokenizer takes."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
+    """Whether lists and mappings lie in each other more than `levels` deep; `text` is the value as JSON. Python's own
+    functions fail at a few hundred levels, so what users and models write is refused before."""
+    if text.count("[") + text.count("{") <= levels:
+        return False
+    layer = [value]
+    for _ in range(levels + 1):
+        inside = [list(item.values()) if isinstance(item, dict) else item for item in layer]
+        layer = [item for items in inside if isinstance(items, list) for item in items]
+        if not layer:
+            return False
+    return True

@@ -92,7 +92,7 @@ def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
             with _open(path, "rt") as file:
                 for line in file:
                     number += 1
-                    yield trajectory_from_json(read_json(line))
+                    yield trajectory_from_json(read_json(line, max_nesting=None))
         except (ValueError, EOFError, OSError, zlib.error) as error:  # the last three: a damaged gzip file
             raise DataError(f"{path} line {number}: {error}") from error
 

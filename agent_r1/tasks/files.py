@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agent_r1.agent.guard import is_nested_deeper
 from agent_r1.errors import DataError
 
-MAX_NESTING = 100  # levels of lists and mappings; Python copies and prints a few hundred before it gives up
+MAX_NESTING = 100  # levels of lists and mappings in a file that users give
 MAX_REASON_CHARS = 300
-_TOO_DEEP = f"it is nested more than {MAX_NESTING} levels deep"
 
 
 def plain_or_gzipped(path: Path) -> Path | None:
@@ -23,18 +23,18 @@ def plain_or_gzipped(path: Path) -> Path | None:
     return next((found for found in (path, Path(f"{path}.gz")) if found.is_file()), None)
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
     """`json.loads`, but everything that cannot be read is a `ValueError`: also what would break code further on."""
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         if "integer string conversion" in str(error):  # which advises to change a setting of Python
             raise ValueError("a number in it has too many digits") from None
         raise
-    if text.count("[") + text.count("{") > MAX_NESTING and _is_deeper(value, MAX_NESTING):
-        raise ValueError(_TOO_DEEP)
+    if max_nesting is not None and is_nested_deeper(value, max_nesting, text=text):
+        raise ValueError(f"it is nested more than {max_nesting} levels deep")
     return value
 
 
@@ -81,13 +81,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_finite(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    layer = [value]
-    for _ in range(levels + 1):
-        inside = [list(item.values()) if isinstance(item, dict) else item for item in layer]
-        layer = [item for items in inside if isinstance(items, list) for item in items]
-        if not layer:
-            return False
-    return True

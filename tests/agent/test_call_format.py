@@ -173,6 +173,22 @@ def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments:
     assert call(name, text) == (tool, arguments, text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'),
+        ("pythonic", "[f(a={value})]"),
+    ],
+)
+def test_arguments_nested_too_deeply_to_be_kept_are_a_malformed_call(name: str, text: str) -> None:
+    called, arguments, _ = call(name, text.format(value="[" * 50 + "]" * 50))
+    assert (called, len(json.dumps(arguments["a"]))) == ("f", 100)
+    for levels in (70, 600):
+        (event,) = FORMATS[name].parse(text.format(value="[" * levels + "]" * levels))[1]
+        assert isinstance(event, ParseFailure)
+        assert levels == 600 or "nested more than 60 levels deep" in event.message
+
+
 def _schema_of(value: Any) -> dict[str, Any]:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     return {"type": kinds.get(type(value), "null")}

@@ -155,9 +155,25 @@ async def not_json(_: Action) -> Any:
     return Transition(terminated=True, info={"lock": threading.Lock()})
 
 
+async def deep(_: Action) -> Any:
+    info: dict[str, Any] = {}
+    for _level in range(600):
+        info = {"in": info}
+    return Transition(terminated=True, info=info)
+
+
+async def bottomless(_: Action) -> Any:
+    info: dict[str, Any] = {}
+    for _level in range(100_000):
+        info = {"in": info}
+    return Transition(terminated=True, info=info)
+
+
 @pytest.mark.parametrize(
     ("behave", "stop", "error"),
     [
+        (deep, StopReason.ERROR, "returned info that is nested more than 80 levels deep"),
+        (bottomless, StopReason.ERROR, "info and arguments must be JSON: maximum recursion depth"),
         (raises, StopReason.ERROR, "RuntimeError: env bug"),
         (hangs, StopReason.TIMEOUT, "not finished after 0.2 s"),
         (hangs_stubbornly, StopReason.TIMEOUT, "not finished after 0.2 s"),
