@@ -6,7 +6,6 @@ slow to import is imported by the command that needs it.
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -248,6 +247,7 @@ def chat_command(
     ask: Annotated[str | None, typer.Option(help="Ask one question and end; '' asks the row's own.")] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
+    from agent_r1.agent.guard import runner
     from agent_r1.run.chat import ask_once, chat_loop, open_chat
     from agent_r1.run.log import logging_to
     from agent_r1.run.run_dir import RunDir
@@ -263,7 +263,8 @@ def chat_command(
         chat = open_chat(config, str(run))
         chat.enter(row)
         if ask is not None:
-            asyncio.run(ask_once(chat, ask or chat.question, console))
+            with runner() as running:
+                running.run(ask_once(chat, ask or chat.question, console))
         else:
             chat_loop(chat, console)
 

@@ -59,6 +59,16 @@ def is_signal(error: BaseException) -> bool:
     return isinstance(error, Abort) or by_asyncio or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for no thread: a tool may hang in one. Closing the loop lets them go."""
+
+
+def runner() -> asyncio.Runner:
+    """One for user code: it ends although a call of `asyncio.to_thread` does not."""
+    return asyncio.Runner(loop_factory=_Loop)
+
+
 def run_through(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     """Run the loop until the task is done, also if user code stops the loop, or raises SystemExit in a task or callback
     that nobody guards."""

@@ -6,7 +6,6 @@ offered, any other can be typed. Every question gets that world anew; only what 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from copy import copy
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from agent_r1.agent.context import ContextPolicy
 from agent_r1.agent.flow import AgentFlowBase, Episode
+from agent_r1.agent.guard import runner
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.rollout.collect import Collector
@@ -146,17 +146,17 @@ def chat_loop(chat: Chat, console: Console) -> None:
     """
     console.print(HELP, style="dim", highlight=False)
     _introduce(chat, console)
-    with asyncio.Runner() as runner:
+    with runner() as running:
         try:
             while (text := _typed(console)) not in ("/quit", "/exit"):
                 if text.startswith("/"):
                     _command(chat, text, console)
                 else:
-                    runner.run(answer(chat, text or chat.question, console))
+                    running.run(answer(chat, text or chat.question, console))
         except (EOFError, KeyboardInterrupt):
             console.print()  # whatever comes next starts on a line of its own
         finally:
-            runner.run(chat.close())
+            running.run(chat.close())
 
 
 def _typed(console: Console) -> str:

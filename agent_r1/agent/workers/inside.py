@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any
 
 from agent_r1.agent.env import AgentEnv, ask
-from agent_r1.agent.guard import describe, run_through, trace
+from agent_r1.agent.guard import describe, run_through, runner, trace
 from agent_r1.agent.workers.values import brief, dump, dump_error
 from agent_r1.agent.workers.wire import (
     MAX_BYTES,
@@ -56,8 +56,8 @@ def main(channel: int, lifeline: int) -> None:
     _end_with(lifeline)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported by words
     faulthandler.enable()
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
+    with runner() as running:
+        loop = running.get_loop()
         run_through(loop, loop.create_task(_serve(socket.socket(fileno=channel))))
 
 

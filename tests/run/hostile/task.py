@@ -83,6 +83,10 @@ def _stay() -> None:
     threading.Thread(target=threading.Event().wait, name="a tool's").start()
 
 
+def _stay_in_the_pool() -> None:
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+
+
 def _hang_up() -> None:
     """Once there is something to save."""
     if os.path.isdir(os.path.join(os.environ["RUN"], "checkpoints", "step_000001")):
@@ -107,6 +111,7 @@ TRICKS: dict[str, Callable[[], None]] = {
     "leave later": _leave_later,
     "stop loop": _stop_loop,
     "stay": _stay,
+    "stay in the pool": _stay_in_the_pool,
     "hang up": _hang_up,
     "chat": _chat,
 }
