@@ -82,8 +82,7 @@ def _program(words: list[str], environment: Mapping[str, str], place: str, out: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(place)
-    if "NOHUP" in environment:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in environment else signal.SIG_DFL)
     output = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -1,12 +1,13 @@
-"""Ctrl-C and SIGTERM, also where user code blocks the event loop."""
+"""Ctrl-C, SIGTERM and SIGHUP, also where user code blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from agent_r1.config import load_config
+from agent_r1.errors import DiskError
 from agent_r1.run.interrupt import SAME_SECONDS, Interrupted, interruptible
 
 CONFIG = load_config(str(Path(__file__).parent / "mini"), [])
@@ -27,7 +29,15 @@ def signals(number: int, *after: float) -> None:
         Timer(seconds, os.kill, (os.getpid(), number)).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def hearing_sighup() -> Iterator[None]:
+    """Whoever runs these tests may not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_lets_the_work_end_by_itself(number: signal.Signals) -> None:
     saved = []
 
@@ -115,7 +125,7 @@ def test_where_it_is_held_up_a_third_one_ends_the_program(second: Callable[[], A
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_as_they_were_afterwards(number: signal.Signals | None) -> None:
     async def work() -> int:
         if number is not None:
@@ -127,3 +137,20 @@ def test_signals_are_as_they_were_afterwards(number: signal.Signals | None) -> N
         assert interruptible(work(), CONFIG, CONSOLE, lambda: "kept") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_an_error_of_the_disk_says_what_was_kept() -> None:
+    async def work() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    with pytest.raises(DiskError, match=r"No space left on device: 'metrics.jsonl'\nkept"):
+        interruptible(work(), CONFIG, CONSOLE, lambda: "kept")
+
+
+def test_an_error_that_is_not_of_the_disk_stays_as_it_is() -> None:
+    async def work() -> None:
+        raise OSError("owner/name is not a model of the hub")
+
+    with pytest.raises(OSError, match=r"^owner/name is not a model of the hub$"):
+        interruptible(work(), CONFIG, CONSOLE, lambda: "kept")
