@@ -215,7 +215,8 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
 # `horizon` is read by the aggregation "constant" alone: the tokens an episode may be expected to have.
 _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
-_STEP_CLIP = partial(step_clip, clip_low=3e-4, clip_high=4e-4, **{**_WEIGHTING, "aggregation": "step"})
+# A hundred times the paper's range, which was tuned for responses of thousands of tokens: see docs/algorithms/gspo.md.
+_STEP_CLIP = partial(step_clip, clip_low=0.03, clip_high=0.04, **{**_WEIGHTING, "aggregation": "step"})
 _GROUP = partial(credit.group_return, scale="group")
 # The budget of steps is part of the task: evaluation counts success within it, so an episode that runs out has earned
 # what it has earned. One discount for all rows, or comparing them would compare discounts.

@@ -73,7 +73,7 @@ def token_clip(
 
 
 def step_clip(
-    episodes: Episodes, *, low: float = 3e-4, high: float = 4e-4, aggregation: str = "step", horizon: int = 256
+    episodes: Episodes, *, low: float = 0.03, high: float = 0.04, aggregation: str = "step", horizon: int = 256
 ) -> tuple[float, Slopes]:
     """All tokens of a step have its ratio, exp(mean log-ratio). Each token carries the gradient of its own term
     (GSPO-token, arXiv:2507.18071, eq. 14), so d ratio / d logprob = ratio at that token and 0 at the others."""
