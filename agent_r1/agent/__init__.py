@@ -3,6 +3,7 @@
 from agent_r1.agent.check import check_env, check_tool
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Episode, EpisodeLimit, Limits, SingleStepFlow
+from agent_r1.agent.replay import replay
 from agent_r1.agent.text_env import Reply, TextEnv
 from agent_r1.agent.tool import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.agent.tool_env import ToolEnv
@@ -24,5 +25,6 @@ __all__ = [
     "ToolResult",
     "check_env",
     "check_tool",
+    "replay",
     "tool",
 ]

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
+from agent_r1.agent.attach import attach
 from agent_r1.agent.context import Author, ContextPolicy, Shown, spoken
 from agent_r1.agent.conversations import Conversations
-from agent_r1.agent.env import AgentEnv, ask, check_observation, check_transition
-from agent_r1.agent.guard import CANCEL_SECONDS, Signal, guarded, is_nested_deeper, mended, trace
+from agent_r1.agent.env import AgentEnv, ask, check_observation
+from agent_r1.agent.guard import CANCEL_SECONDS, Signal, guarded, mended, trace
 from agent_r1.agent.registry import Registry
 from agent_r1.agent.rendering import Renderer
 from agent_r1.agent.sampler import Completion, Sampler, Sampling
@@ -40,7 +38,6 @@ from agent_r1.types import (
     StopReason,
     SummaryQuality,
     TaskRow,
-    ToolCallRecord,
     Transition,
 )
 
@@ -50,8 +47,6 @@ FlowClass = TypeVar("FlowClass", bound="type[AgentFlowBase]")
 
 _FLOWS: Registry[type[AgentFlowBase]] = Registry("flow")
 CLOSE_SECONDS = 5.0  # an env that cannot close is abandoned, not waited for
-MAX_INFO_CHARS = 100_000
-MAX_INFO_NESTING = 80  # more than the arguments of a call may have
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
 MAX_CHARS_PER_TOKEN = 256
 
@@ -226,18 +221,15 @@ class Episode:
         More for the same step adds up: rewards and seconds are summed, calls and feedback follow the earlier ones, and
         of equal keys of `info` the later counts.
 
-        Everything is made plain here (floats, valid text, JSON), so that a strange value fails this episode and not the
-        file that all of them are written to.
+        Values that cannot be recorded raise here, so that they fail this episode and not the file of all of them.
         """
-        check_transition(transition, source)
         last = self.steps[-1]
-        self.steps[-1] = replace(
+        self.steps[-1] = attach(
             last,
-            reward=last.reward + _finite(transition.reward, source),
-            calls=last.calls + tuple(self._plain_call(call, last, source) for call in transition.calls),
-            feedback="\n".join(filter(None, (last.feedback, mended(transition.feedback)))),
-            env_seconds=last.env_seconds + seconds,
-            info={**last.info, **_plain(transition.info, source)},
+            transition,
+            seconds=seconds,
+            source=source,
+            token_span=lambda start, end: self.renderer.token_span(last.response_ids, start, end),
         )
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
@@ -253,16 +245,6 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever else runs beside it.
         seed = stable_seed(self._seed, len(self.steps))
         return replace(self._sampling, max_tokens=max_tokens, seed=seed)
-
-    def _plain_call(self, call: ToolCallRecord, step: Step, source: str) -> ToolCallRecord:
-        return replace(
-            call,
-            token_span=self.renderer.token_span(step.response_ids, *call.text_span),
-            reward=_finite(call.reward, source),
-            result=mended(call.result),
-            arguments=_plain(call.arguments, source),
-            info=_plain(call.info, f"tool {call.name!r}" if call.name else source),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,26 +391,3 @@ def _kept(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
     return [_kept(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)
-
-
-def _finite(reward: object, source: str) -> float:
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"{source} returned reward {reward!r:.80}; rewards must be finite numbers")
-    return float(reward)
-
-
-def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
-    try:
-        text = json.dumps(info, ensure_ascii=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"what {source} returned cannot be kept with the trajectory: info and arguments must be JSON: {error}"
-        ) from error
-    if len(text) > MAX_INFO_CHARS:
-        raise ValueError(
-            f"{source} returned info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory"
-        )
-    plain: dict[str, Any] = json.loads(mended(text))
-    if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
-        raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
-    return plain

@@ -59,17 +59,7 @@ class TextEnv(AgentEnv):
     async def step(self, action: Action) -> Transition:
         answered = self.reply(action.text)
         reply = await answered if inspect.isawaitable(answered) else answered
-        if not isinstance(reply, Reply):
-            raise TypeError(f"{type(self).__name__}.reply returned {type(reply).__name__} instead of a Reply")
-        # A world's author knows the fields of a Reply, not what becomes of them below.
-        for name, kind, expected in (
-            ("text", str, "a text"),
-            ("reward", Real, "a number"),
-            ("info", Mapping, "a dict"),
-        ):
-            if not isinstance(getattr(reply, name), kind):
-                raise wrong(f"{type(self).__name__}.reply", "a Reply", name, getattr(reply, name), expected)
-        check_truth(reply.done, f"{type(self).__name__}.reply", "a Reply", "done")
+        check_reply(reply, f"{type(self).__name__}.reply")
         said = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
         return Transition(
@@ -79,3 +69,17 @@ class TextEnv(AgentEnv):
             feedback=reply.text,
             info=reply.info,
         )
+
+
+def check_reply(value: object, source: str) -> None:
+    """TypeError that names the field of the `Reply`, which is what the author of an env knows."""
+    if not isinstance(value, Reply):
+        raise TypeError(f"{source} returned {type(value).__name__} instead of a Reply")
+    for name, kind, expected in (
+        ("text", str, "a text"),
+        ("reward", Real, "a number"),
+        ("info", Mapping, "a dict"),
+    ):
+        if not isinstance(getattr(value, name), kind):
+            raise wrong(source, "a Reply", name, getattr(value, name), expected)
+    check_truth(value.done, source, "a Reply", "done")

@@ -96,6 +96,9 @@ class BaseTool(ABC):
         running = (self.execute(call.args, **call.context) for call in calls)
         return await asyncio.gather(*running, return_exceptions=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
+        return self  # shared by all episodes, so the tools of a copied row are the row's own
+
     @property
     def schema(self) -> dict[str, Any]:
         """The OpenAI function schema, as chat templates take it."""

@@ -1,13 +1,14 @@
-"""`ToolEnv`: the model talks, calls tools, reads their results, and answers when it calls nothing.
+"""`ToolEnv`: the model calls tools, reads their results, and answers when it calls nothing.
 
-The conversation only grows: each step appends the response and the results of its calls. What is a call is said by
-`tool_calls.py`, how one is run by `tool_run.py`; here is only what an episode makes of it.
+The conversation only grows: each step appends the response and the results of its calls, or what `reply` says to text
+without a call. `tool_calls.py` reads calls and `tool_run.py` runs them; this module is about the episode.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from agent_r1.agent.call_format import MAX_CALLS
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.guard import RAISED_BY, mended, note
+from agent_r1.agent.text_env import Reply, check_reply
 from agent_r1.agent.tool import BaseTool, get_tool
 from agent_r1.agent.tool_calls import (
     AUTO,
@@ -92,6 +94,13 @@ class ToolEnv(AgentEnv):
     def tool_schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
+    def reply(self, said: str) -> Reply | Awaitable[Reply | None] | None:
+        """Answer text without a call, for example as a simulated user; sync or async.
+
+        `said` has no thinking in it. None, the default, makes it the final answer and ends the episode.
+        """
+        return None
+
     async def reset(self, row: TaskRow) -> Observation:
         self._messages = deepcopy(row.prompt)
         self._bad_calls = 0
@@ -106,8 +115,7 @@ class ToolEnv(AgentEnv):
         if not events and (found := detect_format(content, self._tools)) is not None:
             events = [self._foreign_call(found, action.text)]
         if not events:
-            self._messages = None
-            return Transition(terminated=True, stop=StopReason.ANSWERED, info={"answer": content})
+            return await self._reply_or_end(action, content)
 
         outcomes = await self._run(events)
         for outcome in outcomes:
@@ -121,11 +129,28 @@ class ToolEnv(AgentEnv):
             return Transition(
                 reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
             )
-        self._messages.append(self.tool_format.assistant_message(action.text))
-        self._messages.extend(self.tool_format.result_messages(results, events, self._tool_role))
-        # A copy of the list: observations handed out earlier must not grow. The messages themselves never change.
-        observation = Observation(messages=list(self._messages))
+        observation = self._after(action, self.tool_format.result_messages(results, events, self._tool_role))
         return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
+
+    async def _reply_or_end(self, action: Action, said: str) -> Transition:
+        answered = self.reply(said)
+        reply = await answered if inspect.isawaitable(answered) else answered
+        if reply is None:
+            self._messages = None
+            return Transition(terminated=True, info={"answer": said})
+        check_reply(reply, f"{type(self).__name__}.reply")
+        if reply.done:
+            self._messages = None
+            info = {"answer": said, **reply.info}
+            return Transition(reward=reply.reward, terminated=True, feedback=reply.text, info=info)
+        observation = self._after(action, [{"role": "user", "content": reply.text}])
+        return Transition(observation=observation, reward=reply.reward, feedback=reply.text, info=reply.info)
+
+    def _after(self, action: Action, answers: Sequence[Message]) -> Observation:
+        assert self._messages is not None  # `step` checks it
+        # A new list: observations handed out earlier must not grow. The messages themselves never change.
+        self._messages = [*self._messages, self.tool_format.assistant_message(action.text), *answers]
+        return Observation(messages=list(self._messages))
 
     def _foreign_call(self, found: str, text: str) -> ParseFailure:
         """A response that would end the episode as an answer, but was meant as a call."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
+from agent_r1.agent import Reply, check_env
 from agent_r1.agent.env import env_class, make_env
 from agent_r1.agent.tool import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.agent.tool_calls import FORMATS, RetoolFormat
@@ -372,3 +373,74 @@ def test_good_and_bad_steps_render_in_the_chat_template_of_the_format(name: str,
     )
     assert "oops" in text
     assert "Tools: add" in text
+
+
+class Talk(ToolEnv):
+    """A user who says their script, then hangs up."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.script, self.heard = ["Both.", "Thanks."], list[str]()
+        return await super().reset(row)
+
+    async def reply(self, said: str) -> Reply:
+        self.heard.append(said)
+        text = self.script.pop(0)
+        return Reply(text=text, done=not self.script, reward=0.5, info={"heard": len(self.heard)})
+
+
+def test_text_without_a_call_goes_to_reply_and_the_conversation_goes_on() -> None:
+    env = Talk(tools=[add])
+    call = say("add", a=1, b=2)
+    asked, added, ended = play(env, "<think>which?</think>Which one?", f"Wait. {call}", "It is 3.")
+    said = {"role": "assistant", "content": "<think>which?</think>Which one?"}
+    assert messages(asked) == [*ROW.prompt, said, {"role": "user", "content": "Both."}]
+    assert (asked.terminated, asked.reward, asked.feedback, asked.info) == (False, 0.5, "Both.", {"heard": 1})
+    assert len(messages(added)) == 5
+    assert messages(asked) == messages(added)[:3]
+    assert env.heard == ["Which one?", "It is 3."]  # neither thinking nor what accompanies a call
+    assert (ended.terminated, ended.stop, ended.reward, ended.feedback) == (True, StopReason.ANSWERED, 0.5, "Thanks.")
+    assert ended.info == {"answer": "It is 3.", "heard": 2}
+    with pytest.raises(RuntimeError, match="outside an episode"):
+        asyncio.run(env.step(Action(text="more", token_ids=[])))
+
+
+def test_reply_may_be_sync_and_none_ends_the_episode() -> None:
+    class Once(ToolEnv):
+        def reply(self, said: str) -> Reply | None:
+            return None if said == "bye" else Reply(text=said.upper())
+
+    first, last = play(Once(tools=[add]), "hello", "bye")
+    assert (first.feedback, last.terminated, last.info) == ("HELLO", True, {"answer": "bye"})
+
+
+def test_unreadable_calls_never_reach_reply_and_text_does_not_count_as_one() -> None:
+    env = Talk(tools=[add], max_bad_calls=2)
+    bad, text, worse = play(env, "<tool_call>{oops}</tool_call>", "Which one?", '{"name": "add", "parameters": {}}')
+    assert env.heard == ["Which one?"]
+    assert bad.calls[0].error is not None
+    assert not text.calls
+    assert (worse.terminated, worse.stop) == (True, StopReason.PARSE_LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("hello", "returned str instead of a Reply"),
+        (Reply(text="x", done="false"), "a Reply whose done is str 'false'"),
+    ],  # type: ignore[arg-type]
+)
+def test_something_else_than_a_reply_is_named(returned: Any, told: str) -> None:
+    class Wrong(ToolEnv):
+        def reply(self, said: str) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=rf"Wrong\.reply.*{told}"):
+        play(Wrong(tools=[add]), "hello")
+
+
+def test_an_env_with_a_user_keeps_the_rules() -> None:
+    class Fixed(Talk):
+        deterministic = True
+
+    row = TaskRow(prompt=ROW.prompt, row_id="talk", env_kwargs={"tools": [add]})
+    asyncio.run(check_env(Fixed, row, ["Which one?", say("add", a=1, b=2), "It is 3."]))
