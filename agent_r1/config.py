@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agent_r1.config_errors import explain
-from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides
+from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 from agent_r1.types import MAX_SUPPORT, Decay, KLEstimator, ProcessScaling
@@ -302,10 +302,10 @@ class RunConfig(Section):
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """`recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; overrides are
-    `section.key=value`."""
-    path = recipe_file(recipe)
-    layers = [*read_layers(path), read_overrides(overrides)]
+    """`recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`. `+PRESET` adds presets;
+    overrides are `section.key=value`."""
+    path, presets = recipe_file(recipe), split_presets(recipe)[1]
+    layers = [*read_layers(path, presets), read_overrides(overrides)]
     try:
         stages = merge_layers(layers)
         tree = plain(stages[-1], resolve=True)
@@ -313,7 +313,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot make settings of {path}: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is no setting: the recipe is what the settings are read from")
-    name = recipe if path.parent.parent == RECIPES else str(path.resolve())
+    name = recipe if path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
     config = parse_config(tree | {"recipe": name})
     check_idle(layers, stages)
     played = config.rollout.rows_per_step * config.rollout.group_size
@@ -336,6 +336,8 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
 
 
 def recipe_file(recipe: str) -> Path:
+    """The YAML file, of several presets the first."""
+    recipe, _ = split_presets(recipe)
     name, _, preset = recipe.partition("/")
     bundled = RECIPES / name / f"{preset or 'base'}.yaml"
     if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():

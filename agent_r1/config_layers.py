@@ -1,4 +1,4 @@
-"""What people wrote, in layers: a recipe's YAML, a preset on top of it, `key=value` overrides on top of that.
+"""What people wrote, in layers: a recipe's YAML, presets on top of it, `key=value` overrides on top of those.
 
 Knows how layers are read and merged, and which settings go together; what a setting may be is `config.py`'s business.
 """
@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.places import anchored
 
 MAX_NESTING = 30  # levels of a description; OmegaConf and pydantic fail at about a hundred, without saying where
 MAX_DIGITS = 309  # of a number: no float is longer
@@ -61,19 +62,46 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
         return OmegaConf.from_dotlist(list(overrides))
 
 
-def read_layers(path: Path) -> list[DictConfig]:
-    """What a file describes; a preset, which begins with `base: base.yaml`, is what it changes on top of its base."""
+def split_presets(recipe: str) -> tuple[str, list[str]]:
+    """`alfworld/hints+gigpo`: the first preset, and the names of those on top of it."""
+    folder, slash, name = recipe.rpartition("/")
+    first, *others = [name] if anchored(recipe).exists() else name.split("+")  # a file may be called a+b.yaml
+    return f"{folder}{slash}{first}", others
+
+
+def read_layers(path: Path, presets: Sequence[str] = ()) -> list[DictConfig]:
+    """The layers of a file: itself, or what it changes on top of its `base`. Then those of `presets` beside it."""
+    layers, base = _with_base(path)
+    for name in presets:
+        file = path.with_name(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        if not file.is_file():
+            known = [other.stem for other in path.parent.glob("*.yaml") if other not in (base, path)]
+            raise ConfigError(f"there is no preset {name!r} beside {path}.{did_you_mean(name, known)}")
+        added, other_base = _with_base(file)
+        if len(added) < 2 or other_base != base:
+            raise ConfigError(
+                f"{path.name} and {file.name} cannot be combined: {file.name} is not a preset of {base.name}"
+            )
+        layers.append(added[-1])
+    return layers
+
+
+def _with_base(path: Path) -> tuple[list[DictConfig], Path]:
+    """The layers of a file, and the whole description among them."""
     described = _read_yaml(path)
     if "base" not in described:
-        return [described]
+        return [described], path
     base = described.pop("base")
     beneath = path.parent / str(base)
     if beneath == path or not beneath.is_file():
         raise ConfigError(f"{path}: base={base!r} must name another YAML file in the same folder")
     basis = _read_yaml(beneath)
     if "base" in basis:
-        raise ConfigError(f"{path}: its base {base!r} has a base itself; a preset changes a whole description")
-    return [basis, described]
+        raise ConfigError(
+            f"{path}: its base {base!r} is a preset itself. Name that one's base, and combine the two when you run "
+            f"them: {Path(str(base)).stem}+{path.stem}"
+        )
+    return [basis, described], beneath
 
 
 @contextmanager

@@ -127,8 +127,17 @@ def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[A
         if get_origin(annotation) is Annotated and FROM_ROW in get_args(annotation)[1:]:
             hidden.append(parameter)
         else:
+            annotation = _with_description(annotation)
             fields[parameter.name] = (annotation, ... if parameter.default is parameter.empty else parameter.default)
     return arguments_from_model(tool, _make_model(tool, fields)), RowKeys.of(hidden)
+
+
+def _with_description(annotation: Any) -> Any:
+    """`Annotated[int, "how many"]` as `Annotated[int, Field(description="how many")]`; pydantic ignores a bare text."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    kind, *marks = get_args(annotation)
+    return Annotated[(kind, *(Field(description=mark) if isinstance(mark, str) else mark for mark in marks))]
 
 
 def arguments_from_model(tool: str, model: type[BaseModel]) -> Arguments:

@@ -50,8 +50,59 @@ def test_overrides_win_over_the_preset_and_the_preset_over_its_base(folder: Path
 
 def test_a_preset_is_of_a_whole_description_not_of_another_preset(folder: Path) -> None:
     preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
-    with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' has a base itself"):
+    with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' is a preset itself.*: mine\+smaller"):
         load_config(preset(folder, "base: mine.yaml\nseed: 7", "smaller.yaml"))
+
+
+def test_presets_are_combined_with_a_plus_and_the_later_one_wins(folder: Path) -> None:
+    preset(folder, "base: base.yaml\nseed: 7\ntrainer: {steps: 2}\ntask: {env_kwargs: {deep: {one: 5}}}", "short.yaml")
+    preset(
+        folder,
+        "base: base.yaml\ntrainer: {steps: 3, eval_every: 1}\ntask: {env_kwargs: {deep: {two: 6}}}",
+        "often.yaml",
+    )
+    both = load_config(f"{folder}/short.yaml+often")
+    assert (both.seed, both.trainer.steps, both.trainer.eval_every) == (7, 3, 1)
+    assert both.task.env_kwargs == {"deep": {"one": 5, "two": 6}}
+    assert load_config(f"{folder}/often.yaml+short.yaml").trainer.steps == 2
+    assert load_config(f"{folder}/short.yaml+often", ["trainer.steps=9"]).trainer.steps == 9
+    assert load_config(f"{folder}+short+often") == both.model_copy(update={"recipe": f"{folder}/base.yaml+short+often"})
+    assert both.recipe == f"{folder}/short.yaml+often"
+    assert recipe_folder(both.recipe) == folder.resolve()
+    assert RunDir.open(RunDir.create(folder / "run", both).path).config == both
+
+
+def test_bundled_presets_combine() -> None:
+    both = load_config("alfworld/hints+gigpo")
+    assert (both.task.env_kwargs["hints"], both.algorithm.name) == (True, "gigpo")
+    assert both.recipe == "alfworld/hints+gigpo"
+    assert recipe_name(both.recipe) == "alfworld"
+    assert recipe_folder(both.recipe) == (RECIPES / "alfworld").resolve()
+
+
+def test_only_presets_of_one_base_combine(folder: Path) -> None:
+    first = preset(folder, "base: base.yaml\nseed: 1")
+    (folder / "other.yaml").write_text(BASE, encoding="utf-8")
+    preset(folder, "base: other.yaml\nseed: 2", "foreign.yaml")
+    for name in ("other", "foreign", "base"):
+        with pytest.raises(ConfigError, match=rf"mine\.yaml and {name}\.yaml cannot be combined: .* of base\.yaml"):
+            load_config(f"{first}+{name}")
+    with pytest.raises(ConfigError, match=r"there is no preset 'foriegn' beside .*Did you mean 'foreign'\?"):
+        load_config(f"{first}+foriegn")
+    with pytest.raises(ConfigError, match="unknown recipe 'gsm8k_tool/tny'"):
+        load_config("gsm8k_tool/tny+oracle")
+
+
+def test_a_file_or_folder_may_have_a_plus_in_its_name(folder: Path) -> None:
+    assert load_config(preset(folder, "base: base.yaml\nseed: 3", "a+b.yaml")).seed == 3
+    inner = folder / "c++"
+    inner.mkdir()
+    (inner / "base.yaml").write_text(BASE, encoding="utf-8")
+    first = preset(inner, "base: base.yaml\nseed: 4", "a.yaml")
+    preset(inner, "base: base.yaml\ntrainer: {steps: 5}", "b.yaml")
+    both = load_config(f"{first}+b")
+    assert (both.seed, both.trainer.steps) == (4, 5)
+    assert recipe_folder(both.recipe) == inner.resolve()
 
 
 def test_a_preset_may_take_away_what_settings_of_its_base_belong_to(folder: Path) -> None:
