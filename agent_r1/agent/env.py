@@ -136,8 +136,16 @@ def _simple_settings(cls: type[AgentEnv]) -> dict[str, list[type]]:
 
 
 def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
-    """The recipe's settings with the row's on top; dictionaries merge key by key, so a row can add one tool setting."""
-    return _merged(recipe, dict(row.env_kwargs))
+    """The recipe's settings with the row's on top; dictionaries merge key by key, so a row can add one tool setting.
+
+    A row's `tools` may name tools of the recipe.
+    """
+    merged = _merged(recipe, dict(row.env_kwargs))
+    offered, chosen = recipe.get("tools"), row.env_kwargs.get("tools")
+    if isinstance(offered, list | tuple) and isinstance(chosen, list | tuple):
+        by_name = {getattr(tool, "name", None): tool for tool in offered}
+        merged["tools"] = [by_name.get(tool, tool) if isinstance(tool, str) else tool for tool in chosen]
+    return merged
 
 
 def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the first sample is drawn. Models themselves: `model.py`; the engine: `engine.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -370,12 +370,14 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def _check_players(task: Task, template: TemplateFormat | None, rows: Iterable[TaskRow]) -> None:
-    """Make, without playing it, one flow and env for each combination of names and settings that rows ask for."""
+    """Make, without playing it, one flow and env for each combination of names, settings and tools in the rows."""
     make_flow = task.make_flow if template is None else task.flows_for(template)
     seen = set()
     for row in rows:
         env_type = row.env_kwargs.get("env_type")
-        kind = (repr(row.agent_name), repr(env_type), *sorted(row.env_kwargs))
+        values = row.env_kwargs.get("tools_kwargs")
+        given = repr(list(values)) if isinstance(values, Mapping) else ""
+        kind = (repr(row.agent_name), repr(env_type), repr(row.env_kwargs.get("tools")), given, *sorted(row.env_kwargs))
         if kind in seen:
             continue
         seen.add(kind)

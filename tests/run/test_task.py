@@ -187,6 +187,33 @@ def test_without_tools_the_way_out_is_said_unless_a_row_brings_them(folder: Path
     assert list(tools(config(folder, "task.tools=[]", "task.rows=bringing.rows"))) == ["shout"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"tools": ["shout"]}, {"tools": ["shuot"]}, "row 'train-1' cannot be played: unknown tool 'shuot'"),
+        ({"tools_kwargs": {"shout": {}}}, {"tools_kwargs": {"shuot": {}}}, "row 'train-1' .* tools_kwargs has 'shuot'"),
+    ],
+)
+def test_tools_and_values_of_every_row_are_checked_before_the_run(
+    folder: Path, first: dict[str, Any], second: dict[str, Any], told: str
+) -> None:
+    listed = f"[{{'prompt': f'{{split}}{{i}}', 'env_kwargs': each}} for i, each in enumerate([{first}, {second}])]"
+    (folder / "several.py").write_text(f"def rows(split, count=2):\n    return {listed}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        build_plan(config(folder, "task.rows=several.rows"))
+
+
+def test_a_row_may_choose_some_of_the_tools_by_name(folder: Path) -> None:
+    rows = "def rows(split, count=1):\n    return [{'prompt': split, 'env_kwargs': {'tools': ['scale']}}]"
+    (folder / "choosing.py").write_text(rows, encoding="utf-8")
+    both = ["task.tools=[task.shout,task.Scale]", "task.tool_kwargs={scale: {factor: 3}}"]
+    chosen = tools(config(folder, *both, "task.rows=choosing.rows"))
+    assert {name: tool.factor for name, tool in chosen.items()} == {"scale": 3}  # made with the recipe's settings
+    assert list(tools(config(folder, *both))) == ["shout", "scale"]
+    with pytest.raises(ConfigError, match="unknown tool 'scale'"):
+        tools(config(folder, "task.rows=choosing.rows"))
+
+
 # Data
 
 
