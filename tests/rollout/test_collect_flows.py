@@ -163,16 +163,37 @@ def test_an_episode_knows_the_budget_that_ended_it_even_before_anything_was_samp
     assert engine.released == ["e"]
 
 
-@pytest.mark.parametrize(("page", "flow"), [("context.md", "two_moves"), ("write-a-flow.md", "second_try")])
-def test_the_flows_that_the_pages_show_keep_the_ground_truth_and_close_what_they_open(page: str, flow: str) -> None:
+def run_page(page: str) -> None:
     namespace: dict[str, Any] = {"__name__": f"page_{page.removesuffix('.md').replace('-', '_')}"}
     text = (DOCS / page).read_text(encoding="utf-8")
     for body in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         exec(compile(body, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    ("page", "flow"),
+    [("context.md", "two_moves"), ("write-a-flow.md", "second_try"), ("write-a-flow.md", "planner_and_worker")],
+)
+def test_the_flows_that_the_pages_show_keep_the_ground_truth_and_close_what_they_open(page: str, flow: str) -> None:
+    run_page(page)
     env = World()
     assert played(flow_class(flow), env).stop is StopReason.ANSWERED
     assert env.closed == len(env.shown) > 0
     assert set(env.shown) == {None}
+
+
+@pytest.mark.parametrize(("said", "rewards"), [("ok", [0.1, 0.0]), ("x" * 40, [0.0, 0.0, 0.0, 0.0, 0.0])])
+def test_the_page_about_flows_shows_how_to_stay_within_the_limits(said: str, rewards: list[float]) -> None:
+    run_page("write-a-flow.md")
+    trajectory = played(flow_class("short_drafts"), World(), said=said)
+    assert trajectory.stop is StopReason.ANSWERED
+    assert [step.reward for step in trajectory.steps] == rewards
+
+
+def test_the_page_about_flows_labels_the_steps_of_a_role() -> None:
+    run_page("write-a-flow.md")
+    trajectory = played(flow_class("planner_and_worker"), World())
+    assert [step.info.get("role") for step in trajectory.steps] == ["planner", None]
 
 
 class Careful(AgentFlowBase):
