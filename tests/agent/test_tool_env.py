@@ -426,8 +426,8 @@ def test_unreadable_calls_never_reach_reply_and_text_does_not_count_as_one() -> 
     ("returned", "told"),
     [
         ("hello", "returned str instead of a Reply"),
-        (Reply(text="x", done="false"), "a Reply whose done is str 'false'"),
-    ],  # type: ignore[arg-type]
+        (Reply(text="x", done="false"), "a Reply whose done is str 'false'"),  # type: ignore[arg-type]
+    ],
 )
 def test_something_else_than_a_reply_is_named(returned: Any, told: str) -> None:
     class Wrong(ToolEnv):
