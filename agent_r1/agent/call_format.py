@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from agent_r1.agent.guard import is_nested_deeper
 from agent_r1.types import Message
 
-MAX_CALLS = 32  # by default
+MAX_CALLS = 32  # default of `max_calls`
 
 Span = tuple[int, int]  # characters [start, end) of the text
 
@@ -48,11 +48,11 @@ class ToolCallFormat(ABC):
     form: ClassVar[str]  # how to write a call, as told to a model that did not
     roles: ClassVar[tuple[str, ...]] = ("tool", "user")  # that may carry results; the first is the format's own
     marked: ClassVar[bool] = True  # calls contain text that no answer contains, so even a broken one is recognised
-    # A response enters the conversation as `tool_calls`, because its control tokens could not stand in a content.
+    # Responses enter the conversation as `tool_calls`, because message content cannot contain control tokens.
     as_tool_calls: ClassVar[bool] = False
     fixed_tool: str | None = None  # the only tool this format can call
     prompt_thinks: bool | None = None  # whether prompts end with an open <think>; None: unknown
-    max_calls: int = MAX_CALLS  # of one response: one that repeats itself must not flood tools, context or the parser
+    max_calls: int = MAX_CALLS  # per response: a model that repeats itself must not flood tools, context or parser
 
     def parse(self, text: str) -> Parsed:
         """Read a response. Never raises; spans are ordered and do not overlap."""
@@ -80,11 +80,11 @@ class ToolCallFormat(ABC):
         return dict(arguments)
 
     def for_prompt(self, *, thinks: bool) -> Self:
-        """This format for prompts that end with an open `<think>`, or do not."""
+        """Return this format, set for prompts that do or do not end with an open `<think>`."""
         return self._changed("prompt_thinks", thinks)
 
     def with_max_calls(self, max_calls: int) -> Self:
-        """This format, reading at most so many calls of a response."""
+        """Return this format with a limit on the calls read per response."""
         return self._changed("max_calls", max_calls)
 
     def _changed(self, attribute: str, value: Any) -> Self:
@@ -123,7 +123,7 @@ class ToolCallFormat(ABC):
         return f"<tool_response>\n{result}\n</tool_response>"
 
     def check_written(self, written: str, name: str, arguments: Mapping[str, Any]) -> str:
-        """`written`, if it reads as this call and nothing else. For formats that cannot quote everything."""
+        """Return `written` if it parses as exactly this call, else raise. For formats that cannot quote everything."""
         events = self.parse(written)[1]
         read = [(event.name, event.arguments) if isinstance(event, ParsedCall) else None for event in events]
         if read != [(name, dict(arguments))]:
@@ -132,15 +132,15 @@ class ToolCallFormat(ABC):
 
 
 def _call_id(event: Event, index: int) -> str:
-    """As the model wrote it, else nine letters and digits, which Mistral's templates insist on."""
+    """The model's own id, else one of nine letters and digits, as Mistral's templates require."""
     return (event.call_id if isinstance(event, ParsedCall) else "") or f"call{index:05d}"
 
 
 class ScannedFormat(ToolCallFormat):
-    """Finds calls from left to right, and skips what the model thinks between `<think>` and `</think>`."""
+    """Finds calls from left to right and skips text between `<think>` and `</think>`."""
 
-    starts: ClassVar[str]  # a regular expression: where a call, or a stray piece of one, starts
-    opening: ClassVar[str] = r"(?!)"  # another: what is a call only where the visible text begins
+    starts: ClassVar[str]  # regular expression for the start of a call, or of a stray piece of one
+    opening: ClassVar[str] = r"(?!)"  # regular expression for calls that count only at the start of the visible text
     joiner: ClassVar[str] = ""  # between the pieces of text around calls
 
     _starts: ClassVar[re.Pattern[str]]
@@ -178,7 +178,7 @@ class ScannedFormat(ToolCallFormat):
                     events.append(ParseFailure(message=message, span=(call.start(), at)))
             elif tag[0] == "</think>":
                 at = tag.end()
-                if may_close:  # the prompt opened the thinking, or the tag is stray: known at the end
+                if may_close:  # either the prompt opened the thinking or the tag is stray; decided at the end
                     events, early, thoughts, may_close = [], events, [(0, at)], False
                 else:
                     thoughts.append(tag.span())
@@ -187,7 +187,7 @@ class ScannedFormat(ToolCallFormat):
                 at = events[-1].span[1]
         content = content_without(text, sorted([*thoughts, *(event.span for event in events)]), self.joiner)
         if not events and self.prompt_thinks is None:
-            # No sign that the prompt opened the thinking: a call before a stray tag must not vanish.
+            # Nothing shows that the prompt opened the thinking: keep calls before a stray tag.
             events = [event for event in early if isinstance(event, ParsedCall)]
         return content, events
 
@@ -202,8 +202,8 @@ def dump_json(value: Any) -> str:
 
 
 def check_json(value: Any) -> None:
-    """ValueError for what Python reads and JSON or UTF-8 cannot say (NaN, half a surrogate pair), and for a value that
-    is nested too deeply to be copied and kept."""
+    """Raise ValueError for values that JSON or UTF-8 cannot represent (NaN, half a surrogate pair), and for values
+    nested too deeply to be copied and stored."""
     text = dump_json(value)
     text.encode()
     if is_nested_deeper(value, MAX_NESTING, text=text):

@@ -34,19 +34,23 @@ class _Play:
     observations: list[Observation]
     rewards: list[float]
     ends: list[tuple[bool, str]]
-    # Not compared between plays in order: seconds differ, and so may objects of the row that are all alike.
+    # Not compared between sequential plays: seconds differ, and equal objects of the row may not compare equal.
     calls: list[tuple[ToolCallRecord, ...]] = field(compare=False)
     states: list[State] = field(compare=False)  # of tools: before the first step and after the last
 
 
 async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:
-    """Drive fresh envs through the same actions, until they run out or the env terminates. A class is made with the
-    `env_kwargs` of the row; what needs more is given as a function.
+    """Play the same actions in fresh envs, until the actions run out or the env terminates, and check the rules below.
 
-    The rules: observations and transitions are well formed; the row stays as it was; an observation once given does not
-    change; the same actions give the same play; the answer, here replaced by a canary, is never shown; calls of tools
-    that are `parallel` give the same overlapping as in order; `close` may come at any time and twice. A warning advises
-    `deterministic = True` where a class neither says that nor False.
+    A class is created with the row's `env_kwargs`; pass a function if it needs more than that.
+
+    - Observations and transitions are well formed, and an observation does not change after it was returned.
+    - The row is not changed, and the ground truth (here replaced by a canary) is never shown.
+    - The same actions give the same observations, rewards and end.
+    - Calls of `parallel` tools give the same results when they overlap as when they run in order.
+    - `close` may be called at any time, and twice.
+
+    Warns if the class does not set `deterministic`.
     """
     make = _maker(env, row) if isinstance(env, type) else env
     before = deepcopy(row)
@@ -93,20 +97,20 @@ async def _check_parallel(
 def _lost(tools: list[str], problem: str | None) -> str:
     which = f"tool {tools[0]!r} is" if len(tools) == 1 else f"tools {', '.join(map(repr, tools))} are"
     return (
-        f"{which} declared parallel, but calls that overlap do something else: {problem}. Leave parallel=True out, or "
+        f"{which} declared parallel, but overlapping calls behave differently: {problem}. Remove parallel=True, or "
         "protect what the calls change with a lock"
     )
 
 
 def _advise(cls: type[AgentEnv]) -> None:
-    """It played the same twice, here. Only who wrote it knows whether another process would make a difference."""
+    """Ask the author: two equal plays here do not prove that the env plays the same in another process."""
     is_said = any("deterministic" in vars(base) for base in cls.__mro__ if base is not AgentEnv)
     is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]  # ToolEnv cannot answer for its tools
     if not is_said and not is_ours:
         warnings.warn(
-            f"{cls.__name__} showed the same twice for the same actions. If it would in any process, say "
-            "`deterministic = True` in the class: then its episodes outlive a worker process (task.workers) that a "
-            "neighbour crashes or fills. If not, say False",
+            f"{cls.__name__} gave the same episode twice for the same actions. If it does so in any process, set "
+            "`deterministic = True` in the class: its episodes can then be replayed if another episode crashes or "
+            "fills their worker process (task.workers). If not, set it to False",
             stacklevel=3,
         )
 
@@ -157,7 +161,7 @@ async def _play(
     actions: Sequence[str],
     *,
     hide: bool = True,
-    parallel: bool = False,  # whether calls overlap that may
+    parallel: bool = False,  # True: let the calls of parallel tools overlap
 ) -> _Play:
     play = _Play(observations=[], rewards=[], ends=[], calls=[], states=[])
     given: list[Observation] = []
@@ -246,7 +250,7 @@ async def _close_twice(env: AgentEnv) -> None:
 
 
 def _difference(one: Observation, other: Observation) -> str:
-    """Where two observations first differ, and what stands there."""
+    """Describe where two observations first differ, with the text of both."""
     pairs = enumerate(zip_longest(_parts(one), _parts(other), fillvalue="(nothing)"))
     index, (first, second) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
     same = (a == b for a, b in zip(first, second, strict=False))

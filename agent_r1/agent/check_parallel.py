@@ -1,7 +1,7 @@
-"""Whether tools that are `parallel` may be: what `check_env` asks of them.
+"""Check that tools declared `parallel` are safe to overlap (part of `check_env`).
 
-The calls of an episode are played in order and overlapping; results, and what the row gave to the tools, must come out
-the same. Threads of sync tools take turns at every instruction, so that an update which could get lost does get lost.
+The calls of an episode are played in order and then overlapping; the results and the row's values must be the same.
+Threads of sync tools alternate after every instruction, so that an update that could be lost is lost.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from agent_r1.agent.guard import is_library
 from agent_r1.types import ToolCallRecord
 
-QUIET_SECONDS = 0.1  # after the last thread arrived, before the first goes on
-STALL_SECONDS = 0.05  # a thread that makes no step for so long waits for a lock, or is inside a library
-MAX_STEPS = 2000  # of one thread: a tool that computes at length must not run into its timeout
+QUIET_SECONDS = 0.1  # wait for further threads before the first one continues
+STALL_SECONDS = 0.05  # a thread without progress for this long waits for a lock or is inside a library
+MAX_STEPS = 2000  # per thread, so that a long computation does not hit the tool's timeout
 _OURS = Path(__file__).parent
 
 State = Mapping[str, Mapping[str, Any]]  # by tool, then by name of the row's value
 
 
 class _Turns:
-    """Threads in step: none executes its next instruction before the others have executed theirs."""
+    """Runs threads in lockstep: each executes one instruction, then waits for the others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._steps: dict[int, int] = {}  # by thread: instructions it has executed
-        self._stalled: set[int] = set()  # threads that nobody waits for until they go on
+        self._stalled: set[int] = set()  # the others do not wait for these until they make progress
         self._last_arrival = 0.0
 
     def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -79,7 +79,7 @@ class _Turns:
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Threads that start in here give way to each other after every instruction of the tools' own code."""
+    """Threads started in this context alternate after every instruction of the tools' own code."""
     before = threading.gettrace()
     threading.settrace(_Turns().trace)
     try:
@@ -89,7 +89,7 @@ def taking_turns() -> Iterator[None]:
 
 
 def overlapping(calls: Sequence[Sequence[ToolCallRecord]], parallel: frozenset[str]) -> list[str]:
-    """The parallel tools that were called more than once, or beside each other, in one step."""
+    """The parallel tools whose calls could overlap: two or more such calls in one step."""
     steps = [[call.name for call in step if call.name in parallel] for step in calls]
     return sorted({name for step in steps if len(step) > 1 for name in step})
 
@@ -101,21 +101,21 @@ def different_results(
         for place, (first, second) in enumerate(zip(one, other, strict=False)):
             if first.result != second.result:
                 return (
-                    f"call {place} of step {index} ({first.name}) answers {second.result[:100]!r} in parallel and "
+                    f"call {place} of step {index} ({first.name}) returns {second.result[:100]!r} in parallel and "
                     f"{first.result[:100]!r} in order"
                 )
     return None
 
 
 def different_states(before: tuple[State, State], after: tuple[State, State]) -> str | None:
-    """`before` and `after`: the plain states of the play in order, then of the one in parallel. Values that neither
-    play changed may differ: names of sessions, say."""
+    """Compare the tool states of the sequential play with those of the parallel one; `before` and `after` hold both.
+    Values that neither play changed may differ, such as session names."""
     for tool, values in after[0].items():
         for key, value in values.items():
             if all(old[tool][key] == new[tool][key] for old, new in zip(before, after, strict=True)):
                 continue
             if before[0][tool][key] != before[1][tool][key]:
-                return f"{key!r} of tool {tool!r} is shared by episodes: make a new one for each env"
+                return f"{key!r} of tool {tool!r} is shared by episodes: create a new one for each env"
             if value != after[1][tool][key]:
                 return (
                     f"{key!r} of the row ends as {str(after[1][tool][key])[:100]} in parallel and as "
@@ -125,7 +125,7 @@ def different_states(before: tuple[State, State], after: tuple[State, State]) ->
 
 
 def plain(value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """A copy of a state that can be compared: objects by their attributes, as far as they have any."""
+    """Copy a state into comparable values: objects become their attributes, if they have any."""
     if id(value) in inside:
         return "..."
     inside = (*inside, id(value))

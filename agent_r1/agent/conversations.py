@@ -1,4 +1,4 @@
-"""The conversations of one episode: which earlier exchange a prompt continues, so that sampled ids are kept as sampled.
+"""The conversations of one episode: find the exchange that a prompt continues and keep its sampled ids unchanged.
 
     prompt(observation) -> ids      sampled(ids, text)      prompt(observation') -> ids + sampled ids + new ids
 
@@ -58,7 +58,7 @@ class Conversations:
         return ids
 
     def sampled(self, response_ids: Sequence[int], text: str) -> None:
-        """What was sampled from the last prompt: its ids, stop token included, and the text the env gets."""
+        """Record the response to the last prompt: its ids with the stop token, and the text that the env gets."""
         if self._asked is None:
             raise ValueError("Conversations.sampled was called without a prompt; call prompt(observation) first.")
         observation, tools, prompt_ids, earlier = self._asked
@@ -79,7 +79,7 @@ class Conversations:
         self._asked = None
 
     def _continued(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
-        """The exchange that the observation continues, and the prompt that does so."""
+        """Find the exchange that the observation continues, and build the prompt that extends it."""
         latest_first = reversed(self._exchanges)
         for exchange in sorted(latest_first, key=lambda exchange: _length(exchange.observation), reverse=True):
             if exchange.is_continued and _adds_replies(exchange, observation):
@@ -90,7 +90,7 @@ class Conversations:
         return None, None
 
     def _shows_the_same(self, exchange: _Exchange, tools: ToolSchemas) -> bool:
-        """Whether these tools leave the prompt as it was: equal ones do, and so do any that the template ignores."""
+        """Whether these tools render the same prompt: they are equal, or the template ignores them."""
         if tools == exchange.tools:
             return True
         before, now = (self._renderer.render(exchange.observation, each) for each in (exchange.tools, tools))
@@ -102,17 +102,17 @@ def _length(observation: Observation) -> int:
 
 
 def _snapshot(observation: Observation, earlier: _Exchange | None) -> Observation:
-    """A copy, because an env may edit its messages in place, and that must show as a rewritten history."""
+    """Copy the messages: an env may edit them in place, and that must be detected as a rewritten history."""
     if observation.messages is None:
         return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
-    # What it extends is a copy already, and compared equal.
+    # The part that it extends is already a copy and compared equal.
     known = earlier.observation.messages if earlier is not None and earlier.observation.messages else []
     return Observation(messages=[*known, *deepcopy(observation.messages[len(known) :])])
 
 
 def _adds_replies(exchange: _Exchange, observation: Observation) -> bool:
-    """Whether replies follow the exchange's own. If it was continued, one of them was rewritten since, and a rewritten
-    history is rendered from scratch."""
+    """Whether more assistant messages follow the exchange's own. If the exchange was already continued, one of them was
+    rewritten since, and a rewritten history is rendered from scratch."""
     if observation.messages is None or exchange.observation.messages is None:
         return False
     added = observation.messages[len(exchange.observation.messages) + 1 :]

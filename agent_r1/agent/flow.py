@@ -84,7 +84,7 @@ class Episode:
         self.messages: list[Message] = []  # the conversation that was last responded to, all of it
         self.opening: list[Message] = []  # the first one
         self.limit: StopReason | None = None  # the budget that ended it, even before anything was sampled
-        self.limit_reason = ""  # which setting that was, and its value
+        self.limit_reason = ""  # which setting set the limit, and its value
         self.fault: str | None = None  # who ended it as failed, where nothing was raised
         self._sampler = sampler
         self._sampling = sampling
@@ -116,7 +116,7 @@ class Episode:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
         self._acting = asyncio.current_task()
-        self.limit, self.limit_reason = None, ""  # a flow may catch a limit and go on with a shorter conversation
+        self.limit, self.limit_reason = None, ""  # a flow may catch a limit and continue with a shorter conversation
         try:
             if self.num_actions >= self.limits.max_steps:
                 self.next_prompt_ids = await self._unanswered(observation, tools or [], context)
@@ -172,7 +172,7 @@ class Episode:
             prompt_ids = self._render(observation, tools)
         except _Unwritten as asked:
             prompt_ids = asked.prompt_ids
-        except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (it must not change why the episode ended)
+        except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (a failing close must not change why the episode ended)
             logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
             return []
         return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []

@@ -38,7 +38,7 @@ class TimedOut(Exception):
 
 
 class Signal(BaseException):
-    """Ends user code on purpose. Not an Exception, so its `except Exception` lets it pass, as does `guarded`."""
+    """Ends user code on purpose. Not an Exception, so that `except Exception` and `guarded` let it through."""
 
 
 class Escaped(Exception):
@@ -46,12 +46,12 @@ class Escaped(Exception):
 
 
 class Abort(KeyboardInterrupt):
-    """Raised by a signal handler of ours, and so never a failure of the code that it interrupts."""
+    """Raised by our signal handler; never counts as a failure of the code that it interrupts."""
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether Ctrl-C raised a KeyboardInterrupt, and not user code. Under Python's own handler nobody can tell, and it
-    counts as Ctrl-C."""
+    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two cannot be
+    told apart, and it counts as Ctrl-C."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -61,28 +61,27 @@ def is_signal(error: BaseException) -> bool:
 
 class _Loop(asyncio.SelectorEventLoop):
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Wait for no thread: a tool may hang in one. Closing the loop lets them go."""
+        """Do not wait for threads: a tool may hang in one. Closing the loop abandons them."""
 
 
 def runner() -> asyncio.Runner:
-    """One for user code: it ends although a call of `asyncio.to_thread` does not."""
+    """Return a runner for user code, which exits even if a call of `asyncio.to_thread` hangs."""
     return asyncio.Runner(loop_factory=_Loop)
 
 
 def run_through(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """Run the loop until the task is done, also if user code stops the loop, or raises SystemExit in a task or callback
-    that nobody guards."""
+    """Run the loop until the task is done, even if user code stops the loop or raises SystemExit unguarded."""
     while True:
         try:
             return loop.run_until_complete(task)
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
             if task.done() or loop.is_closed() or is_signal(error):
                 raise
-            logger.error("user code tried to end the event loop, which goes on\n%s", trace(error))
+            logger.error("user code tried to end the event loop; it continues\n%s", trace(error))
 
 
 async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
-    """The result of `work`; its exception, as an `Exception` or a `Signal`; or `TimedOut`."""
+    """Return the result of `work`, or raise its exception as an `Exception` or `Signal`, or `TimedOut`."""
     cancelled_by_us = False
 
     async def contained() -> tuple[T | None, Exception | Signal | None]:
@@ -135,7 +134,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     Thread(target=work, daemon=True).start()
     value, error = await done
     if error is not None:
-        # Signals never reach a thread, so a KeyboardInterrupt there is the function's own.
+        # Python delivers signals to the main thread, so the function itself raised this KeyboardInterrupt.
         raise error if isinstance(error, Exception | Signal) else Escaped(describe(error))
     return await value if inspect.isawaitable(value) else value
 
@@ -191,7 +190,7 @@ def place(error: BaseException) -> str:
 
 
 def is_library(file: str | Path) -> bool:
-    """Whether code stands in the standard library or another installed package; ours does not count as one."""
+    """Whether code is part of the standard library or of an installed package other than ours."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return False
@@ -205,8 +204,9 @@ def mended(text: str) -> str:
 
 
 def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
-    """Whether lists and mappings lie in each other more than `levels` deep; `text` is the value as JSON. Python's own
-    functions fail at a few hundred levels, so what users and models write is refused before."""
+    """Whether lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
+
+    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early."""
     if text.count("[") + text.count("{") <= levels:
         return False
     layer = [value]

@@ -1,6 +1,6 @@
-"""The tool-call format that a chat template writes, found by rendering a call and reading it back.
+"""Infer the tool-call format of a chat template by rendering a call and parsing it.
 
-Rendering beats looking at the template's source: it is right for any template, also for one with several branches.
+Rendering is more reliable than inspecting the template's source: it works for any template, also with several branches.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agent_r1.agent.tool_calls import AUTO, FALLBACK, FORMATS, ParsedCall, ToolC
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.types import Message, Observation
 
-Show = Callable[[list[Message], bool], str]  # what the template writes for messages, with the probe's tool or without
+Show = Callable[[list[Message], bool], str]  # renders messages, with or without the probe's tool
 
 NAME, ARGUMENTS = "probe_tool", {"text": "probe value"}
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 TOOL = {"type": "function", "function": {"name": NAME, "description": "Probe.", "parameters": PARAMETERS}}
-# Mistral's templates want nine letters and digits, Kimi's an id with the name in it.
+# Mistral's templates require nine letters and digits, Kimi's an id that contains the name.
 CALL_IDS = ("probecall", f"functions.{NAME}:0")
 
 _ASK = {"role": "user", "content": "Ping?"}
@@ -38,31 +38,31 @@ class TemplateFormat:
     thinks: bool  # prompts end with an open <think>
 
     def choose(self, asked: str | ToolCallFormat) -> ToolCallFormat:
-        """The format to read: the template's for `AUTO`, else the given one. ConfigError if that contradicts it."""
+        """Return the template's format for `AUTO`, else `asked`. ConfigError if `asked` contradicts the template."""
         if asked == AUTO and self.name is None and self.written:
             raise ConfigError(
-                f"no known tool-call format reads what the chat template writes: {self.written[:120]!r}. Register a "
+                f"no known tool-call format can read the chat template's calls: {self.written[:120]!r}. Register a "
                 "format for it with register_format, or set task.env_kwargs.tool_format"
             )
         chosen = FORMATS[self.name or FALLBACK] if asked == AUTO else named_format(asked)
         if self.name is not None and self.written and chosen.fixed_tool is None and not _reads(chosen, self.written):
             raise ConfigError(
                 f"tool_format={format_name(chosen)!r} contradicts the chat template, which writes calls as "
-                f"{self.name!r}: {self.written[:120]!r}. Leave tool_format out, or give a template that fits in "
+                f"{self.name!r}: {self.written[:120]!r}. Remove tool_format, or set a matching template in "
                 "model.chat_template"
             )
         return chosen.for_prompt(thinks=self.thinks)
 
     def __str__(self) -> str:
         if self.name is None and self.written:
-            return "unknown: no format reads what the chat template writes"
+            return "unknown: no format can read the calls of the chat template"
         if self.name is None:
-            return f"{FALLBACK}, because the chat template does not show any"
+            return f"{FALLBACK}, because the chat template does not write calls"
         return f"{self.name}, as in the chat template"
 
 
 def asked_format(env_kwargs: Mapping[str, Any]) -> str | ToolCallFormat:
-    """What the settings of an env say about the format."""
+    """The format that the settings of an env ask for."""
     asked: str | ToolCallFormat = env_kwargs.get("tool_format", AUTO)
     return asked
 
@@ -71,7 +71,7 @@ _KNOWN: WeakKeyDictionary[Renderer, TemplateFormat] = WeakKeyDictionary()
 
 
 def template_format(renderer: Renderer) -> TemplateFormat:
-    """How the template of `renderer` writes calls."""
+    """Infer how the template of `renderer` writes calls."""
 
     def show(messages: list[Message], with_tools: bool) -> str:
         return renderer.decode(renderer.render(Observation(messages=messages), [TOOL] if with_tools else ()))
@@ -82,7 +82,7 @@ def template_format(renderer: Renderer) -> TemplateFormat:
 
 
 def infer_format(show: Show) -> TemplateFormat:
-    """As `template_format`, for whatever renders messages; it raises DataError for those that it refuses."""
+    """Like `template_format`, for any function that renders messages and raises DataError for those it refuses."""
     asking = _attempt(show, [_ASK])
     thinks = asking.rstrip().endswith("<think>")
     written = ""
@@ -104,7 +104,7 @@ def _attempt(show: Show, messages: list[Message], *, with_tools: bool = True) ->
 
 
 def _replies(show: Show) -> Iterator[str]:
-    """What the template writes for a call and its result. Templates differ in which spelling of a call they take."""
+    """Render a call and its result. Templates differ in the structure of calls that they accept."""
     plain = _attempt(show, [_ASK, {"role": "assistant", "content": "%%"}, _ASK])
     before = plain.partition("%%")[0] if "%%" in plain else ""
     for call_id, arguments, content in product(CALL_IDS, (ARGUMENTS, json.dumps(ARGUMENTS)), ("", None)):
@@ -124,7 +124,7 @@ def _reads(each: ToolCallFormat, reply: str) -> bool:
 
 
 def _explained(prompt: str) -> str:
-    """The format whose marks are in a prompt: best one that has a whole call as an example there."""
+    """The format whose marks occur in a prompt, preferably one with a complete example call."""
     events = {name: each.parse(prompt)[1] for name, each in FORMATS.items() if each.marked}
     whole = (name for name, found in events.items() if any(isinstance(event, ParsedCall) for event in found))
     return next(whole, "") or next((name for name, found in events.items() if found), "")

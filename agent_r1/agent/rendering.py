@@ -2,7 +2,7 @@
 
 A first prompt is written by the model's own chat template. A later one that only adds messages to what the model has
 already seen and said is built by appending ids ("extended"); anything else, a rewritten history above all, is rendered
-afresh. Which prompt extends which exchange is decided in `conversations.py`. Text is for the env and for people.
+afresh. `conversations.py` decides which exchange a prompt extends. Text is for the env and for people.
 
 Contents cannot forge control tokens. Text from a message never becomes a special token, and text from a tool never
 becomes any added token (`</tool_response>`, `<think>`, ...). The template reads the contents with their look-alikes

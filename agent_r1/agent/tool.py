@@ -129,7 +129,7 @@ class BaseTool(ABC):
 class BatchTool(BaseTool):
     """A tool that runs calls together. Give it `batch_execute`; a call alone is a batch of one."""
 
-    parallel = True  # so the calls of one response come in one batch
+    parallel = True  # so that the calls of one response form one batch
 
     async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
         (result,) = await self.batch_execute([ToolCall(args=args, context=context)])
@@ -239,7 +239,7 @@ def tool(
     *,
     name: str | None = None,  # the function's
     timeout: float | None = None,  # BaseTool.timeout
-    parallel: bool | None = None,  # BaseTool.parallel, with batch=True that of BatchTool
+    parallel: bool | None = None,  # None: the default of BaseTool, or with batch=True of BatchTool
     batch: bool = False,
     max_batch: int | None = None,
     max_wait: float | None = None,  # BaseTool.max_wait
@@ -256,8 +256,8 @@ def tool(
             raise ConfigError(f"@tool takes a function, got {function!r:.80}. Wrap it in one, or write a BaseTool")
         if _is_method(function):
             raise ConfigError(
-                f"@tool takes a function, and {function.__qualname__} is a method. Write a function at module level "
-                "that takes what it needs as FromRow parameters, write the class as a BaseTool, or make the tool from "
+                f"@tool needs a function, but {function.__qualname__} is a method. Write a function at module level "
+                "with FromRow parameters, make the class a BaseTool, or create the tool from "
                 f"an object: tool(thing.{function.__name__})"
             )
         if not batch and (max_batch is not None or max_wait is not None):
@@ -273,7 +273,7 @@ def tool(
 
 
 def _is_method(function: Callable[..., Any]) -> bool:
-    """Whether it stands in a class and is not bound to an object."""
+    """Whether the function is defined in a class and not bound to an object."""
     owner = function.__qualname__.rpartition(".")[0]
     if not owner or owner.endswith("<locals>"):
         return False

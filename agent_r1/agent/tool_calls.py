@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 AUTO = "auto"  # the format that the chat template writes
-FALLBACK = "hermes"  # where nothing says which format a model writes
+FALLBACK = "hermes"  # if the template does not show a format
 
 FORMATS: dict[str, ToolCallFormat] = {
     "hermes": HermesFormat(),
@@ -59,9 +59,9 @@ FORMATS: dict[str, ToolCallFormat] = {
 
 
 def register_format(name: str, tool_format: ToolCallFormat) -> None:
-    """Add a format of your own: to be chosen by name, inferred from chat templates and told apart from the others."""
+    """Add your own format: it can be set by name, inferred from chat templates, and recognised in other runs."""
     if not isinstance(tool_format, ToolCallFormat):
-        raise ConfigError(f"register_format({name!r}, ...) needs an object of a ToolCallFormat, got {tool_format!r}")
+        raise ConfigError(f"register_format({name!r}, ...) needs a ToolCallFormat instance, got {tool_format!r}")
     known = FORMATS.setdefault(name, tool_format)
     if type(known).__qualname__ != type(tool_format).__qualname__:  # a module may be imported twice
         raise ConfigError(f"the tool-call format {name!r} is taken by {type(known).__qualname__}: choose another name")
@@ -69,7 +69,7 @@ def register_format(name: str, tool_format: ToolCallFormat) -> None:
 
 
 def named_format(name: str | ToolCallFormat) -> ToolCallFormat:
-    """The format of this name, or the given object; `auto` is for a chat template to say."""
+    """Return the format of this name, or the given object. A run resolves `auto` from its chat template."""
     if isinstance(name, ToolCallFormat):
         return name
     if not isinstance(name, str) or name not in {AUTO, *FORMATS}:

@@ -57,13 +57,13 @@ class ToolEnv(AgentEnv):
         self,
         *,
         tools: Sequence[str | BaseTool],
-        tool_format: str | ToolCallFormat = AUTO,  # a run takes that of its chat template; alone: hermes
+        tool_format: str | ToolCallFormat = AUTO,  # AUTO: in a run, the chat template's; otherwise hermes
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
-        max_calls: int = MAX_CALLS,  # of one response; the rest is refused
+        max_calls: int = MAX_CALLS,  # per response; further calls are refused
         max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
-        parallel: bool = True,  # False: calls never overlap, not even those of tools that are `parallel`
+        parallel: bool = True,  # False: calls never overlap, not even those of `parallel` tools
     ) -> None:
         if min(max_bad_calls, max_calls, max_result_chars) < 1:
             raise ConfigError(
@@ -87,7 +87,7 @@ class ToolEnv(AgentEnv):
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the row gave to each tool, with the changes that calls have made to it."""
+        """The row's values for each tool, including changes made by its calls."""
         return self._context
 
     @property
@@ -153,7 +153,7 @@ class ToolEnv(AgentEnv):
         return Observation(messages=list(self._messages))
 
     def _foreign_call(self, found: str, text: str) -> ParseFailure:
-        """A response that would end the episode as an answer, but was meant as a call."""
+        """The failure for a response that was meant as a call but would otherwise count as the answer."""
         own = found == format_name(self.tool_format)
         why = "this looks like a call" + ("" if own else f" in the format {found!r}") + ", and cannot be read as one"
         return ParseFailure(message=f"{why}. Write {self.tool_format.form}", span=(0, len(text)))
@@ -166,7 +166,7 @@ class ToolEnv(AgentEnv):
         return outcomes
 
     def _may_overlap(self, event: Event) -> bool:
-        tool = self._tools.get(event.name)  # None: a bad call, which runs nothing
+        tool = self._tools.get(event.name)  # None: a bad call, which does not run
         return self.parallel and (tool is None or tool.parallel)
 
     async def _run_together(self, events: Sequence[Event]) -> list[ToolOutcome]:

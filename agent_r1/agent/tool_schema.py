@@ -261,7 +261,7 @@ def _inlined(tool: str, node: Any, defs: Mapping[str, Any], inside: tuple[str, .
 
 
 def _number(value: Any, as_float: ValidatorFunctionWrapHandler) -> Any:
-    """JSON has one type for numbers: 250 stays whole, or a tool that writes it to a table writes 250.0."""
+    """Keep integers: JSON has one number type, and a tool that writes 250 to a table should not write 250.0."""
     return value if type(value) is int else as_float(value)
 
 

@@ -152,7 +152,7 @@ def test_who_passes_and_does_not_say_whether_it_is_deterministic_is_advised_to()
     class Denies(Growing):
         deterministic = False
 
-    with pytest.warns(UserWarning, match=r"Growing showed the same twice.*say `deterministic = True` in the class"):
+    with pytest.warns(UserWarning, match=r"Growing gave the same episode twice.*`deterministic = True`"):
         env_check(Growing)
 
     @tool
@@ -341,7 +341,7 @@ THREE = "".join(FORMATS["hermes"].write_call("deposit", {"amount": amount}) for 
         (deposit_in_lines, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
         (deposit_in_place, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
         (deposit_async, "'account' of the row ends as {'balance': 4} in parallel and as {'balance': 7} in order"),
-        (deposit_and_tell, r"call \d of step 0 \(deposit\) answers '\d' in parallel and '\d' in order"),
+        (deposit_and_tell, r"call \d of step 0 \(deposit\) returns '\d' in parallel and '\d' in order"),
     ],
 )
 def test_an_update_that_parallel_calls_lose_is_found_and_its_tool_named(
@@ -375,7 +375,7 @@ def test_a_parallel_tool_that_breaks_when_calls_overlap_is_named() -> None:
 def test_a_state_that_envs_share_is_told_from_a_lost_update() -> None:
     account = {"balance": 0}
     deposit = tool(name="deposit", parallel=True)(deposit_with_lock)
-    with pytest.raises(AssertionError, match="'account' of tool 'deposit' is shared by episodes: make a new one"):
+    with pytest.raises(AssertionError, match="'account' of tool 'deposit' is shared by episodes"):
         asyncio.run(check_env(lambda: ToolEnv(tools=[deposit], tools_kwargs={"account": account}), ROW, [THREE]))
 
 

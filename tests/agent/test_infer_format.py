@@ -48,7 +48,7 @@ def test_a_template_that_shows_no_calls_leaves_the_choice_open() -> None:
     for renderer in (chatml.renderer(), renderer_of("smollm2")):
         found = template_format(renderer)
         assert found.name is None
-        assert str(found) == "hermes, because the chat template does not show any"
+        assert str(found) == "hermes, because the chat template does not write calls"
         assert type(found.choose("auto")) is type(FORMATS["hermes"])
         assert type(found.choose("pythonic")) is type(FORMATS["pythonic"])
 
@@ -63,7 +63,7 @@ def test_a_template_that_only_explains_calls_tells_the_format_by_its_marks() -> 
 def test_calls_that_no_format_reads_are_an_error_unless_one_is_named() -> None:
     found = template_format(renderer_with(Family(call="CALL {{ c.function | tojson }} OVER").template))
     assert found.name is None
-    with pytest.raises(ConfigError, match=r"no known tool-call format reads what the chat template writes: 'CALL \{"):
+    with pytest.raises(ConfigError, match=r"no known tool-call format can read .*: 'CALL \{"):
         found.choose("auto")
     assert found.choose("hermes").prompt_thinks is False
 
@@ -73,7 +73,7 @@ def test_a_format_that_contradicts_the_template_is_an_error_with_both_names() ->
     with pytest.raises(
         ConfigError,
         match=r"tool_format='hermes' contradicts the chat template, which writes calls as 'llama3_json': '\{.*"
-        r"Leave tool_format out, or give a template that fits in model\.chat_template",
+        r"model\.chat_template",
     ):
         found.choose("hermes")
     for name in FAMILIES:

@@ -404,9 +404,7 @@ def test_a_number_of_a_hand_written_schema_stays_whole_where_it_was_sent_whole(s
 
 
 def test_tool_on_a_method_says_how_to_write_it_instead() -> None:
-    with pytest.raises(
-        ConfigError, match=r"@tool takes a function, and .*Bank.deposit is a method. .* tool\(thing.deposit\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Bank.deposit is a method.* tool\(thing.deposit\)"):
 
         class Bank:
             @tool

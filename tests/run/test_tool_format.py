@@ -122,7 +122,7 @@ def test_the_dry_run_says_which_format_and_why(cli: Cli, recipe: Path, folder: P
 
     assert plan() == "inferred from the chat template when the model is loaded"
     assert plan("model.make=null", f"model.path={folder}") == "llama3_json, as in the chat template"
-    assert plan("model.chat_template=plain.jinja") == "hermes, because the chat template does not show any"
+    assert plan("model.chat_template=plain.jinja") == "hermes, because the chat template does not write calls"
     assert plan("task.env_kwargs.tool_format=glm45") == "glm45, as set"
     assert "tool calls" not in cli("train", recipe, "--dry-run", "task.flow=single_step").out
 
@@ -155,7 +155,7 @@ def test_a_registered_format_is_inferred_too(recipe: Path) -> None:
             build_plan(config(recipe, "model.chat_template=mine.jinja", "task.env_kwargs.tool_format=hermes"))
         with pytest.raises(ConfigError, match="'mine' is taken by Mine: choose another name"):
             register_format("mine", FORMATS["hermes"])
-        with pytest.raises(ConfigError, match="needs an object of a ToolCallFormat, got <class"):
+        with pytest.raises(ConfigError, match="needs a ToolCallFormat instance, got <class"):
             register_format("other", type(FORMATS["hermes"]))  # type: ignore[arg-type]
     finally:
         del FORMATS["mine"]

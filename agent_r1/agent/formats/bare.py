@@ -1,4 +1,4 @@
-"""Calls without marks, told from an answer by their form alone: llama3_json and pythonic."""
+"""Calls without marks, which only their form distinguishes from an answer: llama3_json and pythonic."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from agent_r1.agent.call_format import (
 class Llama3JsonFormat(ScannedFormat):
     """Llama 3: bare JSON, with or without `<|python_tag|>`, several separated by semicolons.
 
-    Without the tag, these count as a call: an object with "name" and "parameters" first, anywhere, and at the start of
-    the response anything that begins like a call.
+    Without the tag, an object that starts with "name" and "parameters" is a call anywhere in the response, and at the
+    start of the response so is any text that begins like a call.
     """
 
     marked = False
@@ -59,7 +59,7 @@ class Llama3JsonFormat(ScannedFormat):
         return content.strip("; \n") if events else content, events
 
     def has_call(self, text: str, tools: Collection[str]) -> bool:
-        """Also an object that says "arguments": nothing but its keys tells it from this format."""
+        """Also accept an object with "arguments", which differs from this format only in that key."""
         return any(event.name in tools for event in self.parse(text)[1])
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ class Llama3JsonFormat(ScannedFormat):
 class PythonicFormat(ScannedFormat):
     """Llama 3.2 and 4: a Python list of calls with keyword arguments, `[f(a=1), g(b="x")]`. Only literals are read.
 
-    A call only where the response begins with it: elsewhere the same text may be code that an answer shows.
+    It is a call only at the start of the response: elsewhere, the same text may be code in an answer.
     """
 
     marked = False
@@ -101,7 +101,7 @@ class PythonicFormat(ScannedFormat):
         return events
 
     def _items(self, text: str, start: int) -> list[tuple[int, int]] | None:
-        """Where the items of the list lie whose bracket ends at `start`; None if it is not closed."""
+        """The spans of the items of the list whose bracket ends at `start`; None if it is not closed."""
         items: list[tuple[int, int]] = []
         depth, begin = 0, start
         for token in self._token.finditer(text, start):
@@ -160,7 +160,7 @@ def _read_item(source: str, span: tuple[int, int], form: str) -> Event:
 
 
 def _as_json(value: Any) -> Any:
-    """The value with nothing in it that JSON has not; a tuple becomes a list, other keys than text become text."""
+    """Convert a value to JSON types: tuples become lists, and keys become strings."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -23,8 +23,8 @@ from agent_r1.types import Message
 class HarmonyFormat(ToolCallFormat):
     """gpt-oss: messages with a channel and a recipient. Its stop token `<|call|>` may be missing from the text.
 
-    A message to a function is a call; on the channel `analysis` without recipient the model thinks; the rest is for the
-    user. The chat template keeps one call per message, and models stop at their first, so a second one is refused.
+    A message to a function is a call. A message on the channel `analysis` without a recipient is thinking. All others
+    are for the user. The chat template keeps one call per message and models stop after it, so a second is refused.
     """
 
     _end = re.compile(r"<\|(?:end|call|return|start|channel)\|>|\Z")
@@ -41,7 +41,7 @@ class HarmonyFormat(ToolCallFormat):
     def assistant_message(self, text: str) -> Message:
         thought, said, events = self._read(text)
         message: Message = {"role": "assistant", "content": said}
-        if events:  # the template takes thinking or content beside a call, not both
+        if events:  # next to a call, the template takes either thinking or content
             call, message["content"] = events[0], ""
             thought = "\n".join(filter(None, [thought, said]))
             arguments = call.arguments if isinstance(call, ParsedCall) else call.source
@@ -50,7 +50,7 @@ class HarmonyFormat(ToolCallFormat):
         return {**message, "thinking": thought} if thought else message
 
     def _read(self, text: str) -> tuple[str, str, list[Event]]:
-        """What was thought, what was said, and the calls."""
+        """Split a response into thinking, content and calls."""
         thoughts: list[str] = []
         said: list[str] = []
         events: list[Event] = []
@@ -72,7 +72,7 @@ class HarmonyFormat(ToolCallFormat):
         return self._joined(thoughts), self._joined(said), events
 
     def _read_loose(self, text: str, start: int, end: int, said: list[str], events: list[Event]) -> None:
-        """Text between messages: a call in it has no `<|message|>`."""
+        """Text between messages, where a call lacks its `<|message|>`."""
         header = self._header.search(text, start, end)
         said.append(text[start : header.start() if header else end])
         if header and (recipient := self._recipient.search(text, header.start(), end)):

@@ -26,7 +26,7 @@ from agent_r1.agent.call_format import (
 class HeadedFormat(ScannedFormat):
     """One call: `opens`, `head` with the groups `name` and perhaps `id`, a JSON object, `tail`.
 
-    `form` says so with NAME for the name and {...} for the arguments, and calls are written by it.
+    `form` is the template for writing calls, with NAME for the name and {...} for the arguments.
     """
 
     opens: ClassVar[re.Pattern[str]]
@@ -115,7 +115,7 @@ class MistralV11Format(HeadedFormat):
     """Mistral from tokenizer version 11 on: a mark per call."""
 
     form = "[TOOL_CALLS]NAME[ARGS]{...}"
-    starts = r"\[TOOL_CALLS\]|\[ARGS\](?=\s*\{)"  # command lines are described with [ARGS], too
+    starts = r"\[TOOL_CALLS\]|\[ARGS\](?=\s*\{)"  # help texts of command lines contain [ARGS], too
     opens = re.compile(r"\[TOOL_CALLS\]")
     head = re.compile(r"\s*(?P<name>[^\s\[\]{}\"]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]+)\s*)?(?:\[ARGS\])?")
     tail = re.compile("")

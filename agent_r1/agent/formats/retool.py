@@ -19,7 +19,7 @@ from agent_r1.agent.call_format import (
 
 @dataclass(frozen=True)
 class RetoolFormat(ToolCallFormat):
-    """ReTool: `<code>` runs in one tool, its output comes back as `<interpreter>`. Code may stand inside thinking."""
+    """ReTool: `<code>` runs in one tool, and its output comes back as `<interpreter>`. Code may be inside thinking."""
 
     fixed_tool: str = "python"
     argument: str = "code"
@@ -35,7 +35,7 @@ class RetoolFormat(ToolCallFormat):
         at = 0
         while len(events) <= self.max_calls and (start := text.find("<code>", at)) >= 0:
             found = self._fenced.match(text, start)
-            if found and "<code>" in found[1]:  # this fence is open, and another block closes its own
+            if found and "<code>" in found[1]:  # this block is not closed: the closing tag belongs to a later one
                 found = None
             code = found[1] if found else ""
             if not found and (found := self._plain.match(text, start)):

@@ -23,13 +23,13 @@ from agent_r1.agent.tool_schema import allows_text
 
 
 class TaggedFormat(ScannedFormat):
-    """What the three have in common."""
+    """Base class of the three formats."""
 
     starts = r"</?tool_call>"
 
     @abstractmethod
     def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
-        """The call whose `<tool_call>` ends at `start`, where its body ends, and what is wrong with it."""
+        """Read the call whose `<tool_call>` ends at `start`. Returns the call, the end of its body, and any problem."""
 
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
         if start[0] == "</tool_call>":
@@ -80,7 +80,7 @@ class TextValuesFormat(TaggedFormat):
         value, end, problem = read_json(text, 0)
         if not problem and not text[end:].strip():
             return value
-        # Python's spelling is common in these formats; anything else is left for the tool's check to refuse.
+        # Python's spelling is common in these formats; the tool's own check refuses anything else.
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ class Qwen3CoderFormat(TextValuesFormat):
     _parameter = re.compile(r"\s*<parameter=([^<>\s]+)>")
     _function_end = re.compile(r"\s*</function>")
     _loose_end = re.compile(r"</function>(?:\s*</tool_call>)?|(?=<tool_call>|<think>|</think>)|\Z")
-    _structure = re.compile(r"<parameter=|</parameter>|</function>|</?tool_call>")  # cannot stand in a value
+    _structure = re.compile(r"<parameter=|</parameter>|</function>|</?tool_call>")  # must not occur in a value
 
     def _read_call(self, text: str, start: re.Match[str]) -> Event:
         if start[0] != "<function=":
@@ -140,7 +140,7 @@ class Glm45Format(TextValuesFormat):
     starts = r"</?tool_call>|<arg_key>|<arg_value>"
     _name = re.compile(r"\s*([^\s<>{}\[\]\"']+)(?=\s*<)")
     _pair = re.compile(r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
-    _structure = re.compile(r"</?arg_key>|</?arg_value>|</?tool_call>")  # cannot stand in a value
+    _structure = re.compile(r"</?arg_key>|</?arg_value>|</?tool_call>")  # must not occur in a value
     _loose_end = re.compile(r"</tool_call>|(?=<tool_call>|<think>|</think>)|\Z")
 
     def _read_call(self, text: str, start: re.Match[str]) -> Event:
