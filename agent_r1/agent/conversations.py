@@ -8,12 +8,17 @@ prompt continues the exchange that is its longest exact prefix; without one it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from agent_r1.agent.messages import follows
 from agent_r1.agent.rendering import Renderer, ToolSchemas, Turn
 from agent_r1.types import Observation
+
+# Some templates never let a prompt be extended. Trying renders the conversation, so not every exchange is tried.
+MAX_TRIES = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class Conversations:
         self._renderer = renderer
         self._asked: tuple[Observation, ToolSchemas, list[int], _Exchange | None] | None = None
         self._exchanges: list[_Exchange] = []
+        self._tools_matter = False  # the template has shown two lists of tools differently
 
     def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
         """The exact ids to sample from next."""
@@ -80,21 +86,39 @@ class Conversations:
 
     def _continued(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
         """Find the exchange that the observation continues, and build the prompt that extends it."""
-        latest_first = reversed(self._exchanges)
-        for exchange in sorted(latest_first, key=lambda exchange: _length(exchange.observation), reverse=True):
-            if exchange.is_continued and _adds_replies(exchange, observation):
-                continue
+        for exchange in islice(self._candidates(observation, tools), MAX_TRIES):
             ids = self._renderer.extend(exchange.turn, observation, tools)
             if ids is not None and self._shows_the_same(exchange, tools):
                 return exchange, ids
         return None, None
+
+    def _candidates(self, observation: Observation, tools: ToolSchemas) -> Iterator[_Exchange]:
+        """Yield the exchanges that the observation may continue, judged without the template. The longest comes first;
+        among equally long ones, the latest."""
+        latest_first = reversed(self._exchanges)
+        for exchange in sorted(latest_first, key=lambda exchange: _length(exchange.observation), reverse=True):
+            if exchange.is_continued and _adds_replies(exchange, observation):
+                continue
+            if _may_follow(exchange, observation) and not (self._tools_matter and tools != exchange.tools):
+                yield exchange
 
     def _shows_the_same(self, exchange: _Exchange, tools: ToolSchemas) -> bool:
         """Whether these tools render the same prompt: they are equal, or the template ignores them."""
         if tools == exchange.tools:
             return True
         before, now = (self._renderer.render(exchange.observation, each) for each in (exchange.tools, tools))
+        self._tools_matter = before != now
         return before == now
+
+
+def _may_follow(exchange: _Exchange, observation: Observation) -> bool:
+    before = exchange.observation
+    if observation.token_ids is not None:
+        return observation.token_ids[: exchange.size] == exchange.ids[: exchange.size]
+    if observation.text is not None:
+        return before.text is not None and observation.text.startswith(before.text + exchange.text)
+    assert observation.messages is not None  # Observation holds exactly one of the three
+    return before.messages is not None and follows(observation.messages, before.messages, exchange.text)
 
 
 def _length(observation: Observation) -> int:

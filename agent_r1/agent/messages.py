@@ -70,6 +70,14 @@ def is_parsed_from(message: Message, text: str) -> bool:
     return all(piece in text for piece in (*names, *lines))
 
 
+def follows(messages: list[Message], before: list[Message], text: str) -> bool:
+    """Whether `messages` are those before, then a reply that can be the assistant's `text`, then anything."""
+    if len(messages) <= len(before) or messages[: len(before)] != before:
+        return False
+    reply = messages[len(before)]
+    return says(reply, text) or is_parsed_from(reply, text)
+
+
 def with_slot(safe: list[Message], index: int) -> list[Message]:
     """The messages with `SLOT` for the content of one of them, in the shape that content has."""
     shape = [{"type": "text", "text": SLOT}] if isinstance(safe[index].get("content"), list) else SLOT

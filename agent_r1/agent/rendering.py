@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 
 from agent_r1.agent.control_tokens import CUT, SLOT, ControlTokens, scrub
 from agent_r1.agent.guard import mended
-from agent_r1.agent.messages import is_from_tool, is_parsed_from, joined, says, schema_as_json, told_apart, with_slot
+from agent_r1.agent.messages import follows, is_from_tool, joined, says, schema_as_json, told_apart, with_slot
 from agent_r1.agent.remember import remembering
 from agent_r1.agent.tokenizing import decoder, encoder
 from agent_r1.errors import DataError
@@ -198,16 +198,12 @@ class Renderer:
 
     def _rest_of_messages(self, turn: Turn, messages: list[Message], tools: ToolSchemas) -> str | None:
         before = turn.observation.messages
-        if before is None or len(messages) <= len(before) or messages[: len(before)] != before:
+        if before is None or not follows(messages, before, turn.text):
             return None
         reply = len(before)
         try:
-            if says(messages[reply], turn.text):
-                rest = self._rest_after_content(messages, reply, tools)
-            elif is_parsed_from(messages[reply], turn.text):
-                rest = self._rest_after_turn_end(messages, reply, tools)
-            else:
-                return None
+            is_whole = says(messages[reply], turn.text)
+            rest = (self._rest_after_content if is_whole else self._rest_after_turn_end)(messages, reply, tools)
         except DataError:  # the template refuses our stand-in; whether it takes the real messages, `render` will see
             return None
         stop_id = self._stop_id(turn.response_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -153,3 +154,66 @@ def test_a_conversation_keeps_its_ids_once_however_long_it_grows() -> None:
         messages = [*messages, said("hello"), user("on")]
     kept = {id(exchange.ids): len(exchange.ids) for exchange in conversations._exchanges}
     assert list(kept.values()) == [len(ids) + len(in_letters("hello"))]
+
+
+def counting_tokenizer() -> tuple[Any, list[None]]:
+    """A tokenizer, and a list with one entry for each time that its template was asked."""
+    calls: list[None] = []
+    tokenizer = deepcopy(tokenizer_of("qwen2_5"))
+    render = tokenizer.apply_chat_template
+
+    def apply_chat_template(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return render(*args, **kwargs)
+
+    tokenizer.apply_chat_template = apply_chat_template
+    return tokenizer, calls
+
+
+TWICE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'assistant' %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "changing"), [(None, True), (TWICE, False)], ids=["tools change", "replies shown twice"]
+)
+def test_a_prompt_that_continues_nothing_costs_the_same_however_many_exchanges_there_were(
+    template: str | None, changing: bool
+) -> None:
+    tokenizer, calls = counting_tokenizer()
+    conversations = Conversations(Renderer(tokenizer, chat_template=template))
+    messages, asked = [user("?")], []
+    for number in range(30):
+        tools = [{"type": "function", "function": {**TOOL["function"], "name": f"tool{number}"}}] if changing else []
+        before = len(calls)
+        conversations.prompt(Observation(messages=messages), tools)
+        assert not conversations.extended
+        asked.append(len(calls) - before)
+        conversations.sampled(in_letters("hello world"), "hello world")
+        messages = [*messages, said("hello world"), user(f"answer {number}")]
+    assert max(asked[10:]) <= max(asked[:10])
+
+
+@pytest.mark.parametrize("form", ["messages", "text", "token_ids"])
+def test_any_of_many_branches_from_one_prompt_can_be_continued(form: str) -> None:
+    conversations = Conversations(renderer_of("qwen2_5"))
+    answers = [f"hello world {number}" for number in range(12)]
+    stop = "<|im_end|>"
+
+    def observation(*more: str) -> Observation:
+        if form == "messages":
+            return Observation(messages=[user("?"), *([said(more[0]), user("on")] if more else [])])
+        if form == "text":
+            return Observation(text="?" + (f"{more[0]}{stop}on" if more else ""))
+        return Observation(token_ids=[1, 2, 3, *([*in_letters(more[0]), 4] if more else [])])
+
+    prompts = {}
+    for answer in answers:
+        prompts[answer] = conversations.prompt(observation())
+        conversations.sampled(in_letters(answer), answer)
+    for answer in answers:
+        ids = conversations.prompt(observation(answer))
+        seen = prompts[answer] + in_letters(answer)
+        assert ids[: len(seen)] == seen
