@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent_r1.agent import check_env, tool
+from agent_r1.agent.attach import MAX_INFO_NESTING
+from agent_r1.agent.call_format import MAX_NESTING
 from agent_r1.agent.env import AgentEnv
 from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.agent.workers import EnvFault, EnvPool, WorkerEnv
+from agent_r1.agent.workers.values import dump, load
 from agent_r1.errors import ConfigError
 from agent_r1.types import Observation, StopReason, Transition
 from tests.agent.worker_pools import pool_of
@@ -350,3 +353,13 @@ def test_one_episode_at_a_time_needs_one_process() -> None:
     hosts = set().union(*(pids(asyncio.run(play(counting(own), ["1"]))) for _ in range(3)))
     own.close()
     assert len(hosts) == 1
+
+
+def test_a_worker_sends_what_is_nested_as_deeply_as_calls_and_info_may_be() -> None:
+    def nested(levels: int) -> dict[str, Any]:
+        return {"inner": nested(levels - 1)} if levels > 1 else {}
+
+    function = {"name": "f", "arguments": nested(MAX_NESTING)}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    answer = Transition(observation=Observation(messages=[said]), info=nested(MAX_INFO_NESTING))
+    assert load(dump(answer, None, "Env")) == [answer, None]

@@ -223,7 +223,7 @@ def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
             TypeError,
             r"Counting returned function <.*lambda.*> in info\['moves'\]\[0\]\['apply'\], which cannot",
         ),
-        ("deep", TypeError, r"in info\['inner'\].*cannot be sent from a worker process: it is nested more than 64"),
+        ("deep", TypeError, r"in info\['inner'\].*cannot be sent from a worker process: it is nested more than 96"),
         ("longer", TypeError, "Counting returned Longer .* which cannot be sent"),
         ("huge", ValueError, r"Counting returned \d+ bytes; \d+ at most"),
         ("raise", KeyError, "no such move"),

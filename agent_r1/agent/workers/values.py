@@ -19,7 +19,7 @@ from typing import Any
 from agent_r1.agent.guard import MAX_ERROR_CHARS, RAISED_AT, Escaped, describe, note, place
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
 
-MAX_DEPTH = 64  # of nested values: far below where the parser on the other side gives up
+MAX_DEPTH = 96  # of nested values: all that calls and `info` may have, far below where the parser gives up
 MAX_NOTES = 8
 TAG = "$"  # the key of a JSON object that stands for something else than a dict
 _PLAIN = frozenset({NoneType, bool, int, float, str})
