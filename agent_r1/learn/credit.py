@@ -22,6 +22,7 @@ from torch import Tensor
 
 from agent_r1.errors import DataError
 from agent_r1.learn.advantages import (
+    all_equal,
     discounted_return,
     gae,
     group_centered,
@@ -163,10 +164,13 @@ def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
     """ReMax: the return minus that of the greedy attempt. Without one (it failed) there is nothing to compare with."""
-    return [
-        [_constant(item, 0.0 if item.baseline is None else item.total - item.baseline) for item in group]
-        for group in groups
-    ]
+
+    def difference(item: Scored) -> float:
+        if item.baseline is None or all_equal(torch.tensor([item.total, item.baseline], dtype=torch.float64)):
+            return 0.0
+        return item.total - item.baseline
+
+    return [[_constant(item, difference(item)) for item in group] for group in groups]
 
 
 # Step level: one number for all tokens of a step.

@@ -112,6 +112,14 @@ def test_remax_subtracts_the_return_of_its_own_greedy_attempt() -> None:
     assert advantages(first, second, algorithm="remax") == [[[2.0], [2.0]], [[-1.0, -1.0]], [[-3.5]]]
 
 
+def test_remax_learns_nothing_from_returns_that_differ_by_rounding_alone() -> None:
+    same = replace(
+        group(episode([1, 1, 1], rewards=[0.1, 0.2, 0.3])), greedy=episode([1, 1, 1], rewards=[0.3, 0.2, 0.1])
+    )
+    assert same.trajectories[0].total_reward != same.greedy.total_reward  # type: ignore[union-attr]
+    assert advantages(same, algorithm="remax") == [[[0.0], [0.0], [0.0]]]
+
+
 def test_remax_learns_nothing_where_the_greedy_attempt_failed() -> None:
     failed = replace(group(episode([1], 5.0)), greedy=episode([1], 1.0, stop=StopReason.ERROR))
     sound = replace(group(episode([1], 5.0)), greedy=episode([1], 1.0))
