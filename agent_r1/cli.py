@@ -403,7 +403,7 @@ def command_line() -> None:
 def main() -> None:
     """The program `agent-r1`."""
     steady_streams()
-    code = 1  # of what leaves a traceback
+    code = 1  # exit code of an unexpected error
     try:
         command_line()
     except SystemExit as end:

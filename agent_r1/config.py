@@ -251,7 +251,7 @@ class LearnerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     num_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
-    target_kl: float | None = Field(default=None, gt=0)  # KL per token beyond which the rest of an update is dropped
+    target_kl: float | None = Field(default=None, gt=0)  # KL per token above which the rest of an update is dropped
     # tokens per forward pass; None: 8,192 on a CPU, on a GPU 131,072 or as many as fit
     max_tokens_per_pack: int | None = Field(default=None, ge=1)
     max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops
@@ -431,7 +431,7 @@ def _check_training(config: RunConfig) -> None:
     if (rollout.top_p < 1 or rollout.top_k > 0) and not 2 <= rollout.top_k <= MAX_SUPPORT:
         raise ConfigError(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: training needs a top_k of 2 to "
-            f"{MAX_SUPPORT}, because the ids that are kept are stored with every token, and one alone teaches nothing"
+            f"{MAX_SUPPORT}, because every kept id is stored, and with a single id there is nothing to learn"
         )
 
 

@@ -19,7 +19,7 @@ from yaml import YAMLError
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
-MAX_NESTING = 30  # levels of a description; OmegaConf and pydantic fail at about a hundred, without saying where
+MAX_NESTING = 30  # levels of a config; OmegaConf and pydantic fail at about a hundred without naming the place
 MAX_DIGITS = 309  # of a number: no float is longer
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 WARM_START = ("sft.demos", "sft.trajectories")
@@ -147,7 +147,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _check_size(text: str, place: str) -> None:
-    """Refuse what YAML allows and the libraries behind it end in a traceback for, with its line."""
+    """Refuse valid YAML that would crash OmegaConf or pydantic, and name the line."""
     depth = 0
     for event in yaml.parse(text):
         opens, closes = (yaml.CollectionStartEvent, yaml.CollectionEndEvent)
@@ -156,7 +156,7 @@ def _check_size(text: str, place: str) -> None:
         if depth > MAX_NESTING:
             raise ConfigError(f"{line}: lists and sections are nested more than {MAX_NESTING} levels deep")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and event.value.lstrip("+-").isdigit():
-            raise ConfigError(f"{line}: a number of {len(event.value):,} digits; at most {MAX_DIGITS} are taken")
+            raise ConfigError(f"{line}: a number of {len(event.value):,} digits; at most {MAX_DIGITS} are allowed")
 
 
 def plain(tree: Any, *, resolve: bool) -> Tree:

@@ -1,4 +1,4 @@
-"""Relative paths mean the directory the program was started in, wherever a tool moves the working directory later."""
+"""Resolve relative paths against the directory in which the program was started, even after a tool calls `os.chdir`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _start: Path | None = None
 
 @contextmanager
 def started_here() -> Iterator[None]:
-    """Anchor relative paths to the present working directory. Inside another one this changes nothing."""
+    """Resolve relative paths against the current working directory. Nested uses keep the outermost directory."""
     global _start
     before = _start
     _start = before or Path.cwd()
@@ -22,11 +22,11 @@ def started_here() -> Iterator[None]:
 
 
 def anchored(path: str | Path) -> Path:
-    """The absolute path, `~` expanded. Outside `started_here`, relative to the working directory."""
+    """Return the absolute path with `~` expanded. Outside `started_here`, the working directory is the base."""
     return (_start or Path.cwd()) / Path(path).expanduser()
 
 
 def shown(path: Path) -> str:
-    """As short as a user of the same shell can type it."""
+    """The shortest form of a path that a user can type in the same shell."""
     start = _start or Path.cwd()
     return str(path.relative_to(start)) if path.is_relative_to(start) else str(path)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-12  # what rewards of size 1 differ by when they were added up in another order is well below it
-# The smallest standard deviation that anything is divided by, in units of the reward (verl's whitening and TRL's group
-# scale have the same). Differences smaller than this keep their own small size instead of being blown up to 1.
+# Lower bound of every standard deviation used as a divisor, in units of the reward (as in verl's whitening and TRL's
+# group scale). Smaller differences stay small instead of being scaled up to 1.
 MIN_STD = 1e-4
 
 
@@ -28,11 +28,11 @@ def standardize(values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
 
 
 def per_std(advantages_G: Tensor, values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
-    """Advantages in units of max(std of the values, MIN_STD). Every division of credit by a deviation happens here.
+    """Divide advantages by max(std of the values, MIN_STD). All credit is divided by a standard deviation here.
 
     Without signal the result is exactly 0. `returns_N` are the returns before a critic's baseline and a KL penalty were
-    subtracted (default: the values themselves): if they are all equal, whatever tells the values apart is critic error
-    or KL, and dividing it by its own deviation would turn it into a full-size update.
+    subtracted (default: the values themselves). If they are all equal, the values differ only by critic error or KL,
+    and dividing that by its own standard deviation would turn it into a full-size update.
     """
     if all_equal(values_N) or (returns_N is not None and all_equal(returns_N)):
         return torch.zeros_like(advantages_G)

@@ -52,7 +52,7 @@ class Algorithm:
     overlong_penalty: NotNegative = 0.0  # what a response at its limit loses
 
     def __post_init__(self) -> None:
-        """A setting has one value, whichever function reads it."""
+        """Refuse different defaults for a setting that credit, loss and the row share."""
         parts = [(credit.function_name(each), _settings_of(each)) for each in (self.credit, self.loss)]
         parts.append(("Algorithm", {name: getattr(self, name) for name in _OWN_SETTINGS}))
         for (one, first), (other, second) in combinations(parts, 2):
@@ -93,7 +93,7 @@ class Algorithm:
             raise ConfigError("overlong_buffer does nothing without overlong_penalty; set that too")
 
     def require_updates(self, *, num_epochs: int, num_minibatches: int) -> None:
-        """Called with the configured numbers, before anything is sampled."""
+        """Check the numbers of updates per batch before anything is sampled."""
         if self.on_policy_only and num_epochs * num_minibatches > 1:
             given = {"num_epochs": num_epochs, "num_minibatches": num_minibatches}
             needed = " and ".join(f"learner.{name}=1" for name, value in given.items() if value > 1)
@@ -218,8 +218,8 @@ _CLIP = partial(token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIG
 # A hundred times the paper's range, which was tuned for responses of thousands of tokens: see docs/algorithms/gspo.md.
 _STEP_CLIP = partial(step_clip, clip_low=0.03, clip_high=0.04, **{**_WEIGHTING, "aggregation": "step"})
 _GROUP = partial(credit.group_return, scale="group")
-# The budget of steps is part of the task: evaluation counts success within it, so an episode that runs out has earned
-# what it has earned. One discount for all rows, or comparing them would compare discounts.
+# The step budget is part of the task: evaluation counts success within it, so an episode that runs out of steps keeps
+# what it earned. All algorithms share one discount, so that comparisons do not compare discounts.
 _GAMMA = 1.0
 _GAE: dict[str, Any] = {"gamma": _GAMMA, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": False}
 
@@ -402,7 +402,7 @@ def _greedy_attempts(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def as_demonstrations(trajectories: Iterable[Trajectory]) -> list[CreditedTrajectory]:
-    """Advantage 1 on every response token: trajectories to imitate.
+    """Credit for imitation: advantage 1 on every response token.
 
     How they were sampled (temperature, top-p, top-k) is dropped: imitation trains the plain distribution.
     """

@@ -34,7 +34,7 @@ from agent_r1.learn.advantages import (
 from agent_r1.learn.rewards import total
 from agent_r1.types import PerToken, Trajectory
 
-Scale = Literal["group", "batch", "none"]  # whose standard deviation differences are divided by
+Scale = Literal["group", "batch", "none"]  # the standard deviation that differences are divided by
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -53,7 +53,7 @@ class Scored:
 
     trajectory: Trajectory
     rewards: PerToken  # each on the token that earned it; their sum is the return
-    before_kl: PerToken | None = None  # the same without a KL penalty; None: there is no penalty in them
+    before_kl: PerToken | None = None  # the rewards without the KL penalty; None: there is no penalty
     values: Values | None = None  # of the critic
     baseline: float | None = None  # return of the greedy attempt at the same row
 
@@ -63,7 +63,7 @@ class Scored:
 
     @property
     def without_kl(self) -> Scored:
-        """This trajectory as if there were no KL penalty: decides whether a batch has any signal."""
+        """This trajectory without its KL penalty, to decide whether a batch has any signal."""
         return self if self.before_kl is None else replace(self, rewards=self.before_kl, before_kl=None)
 
     @property
@@ -97,7 +97,7 @@ Estimate = tuple[Tensor, Tensor]  # of one trajectory: an advantage per decision
 
 
 def credit_of(function: CreditFunction, groups: ScoredGroups) -> list[Credit]:
-    """What the function says of each trajectory, in order. A DataError names a function that miscounts."""
+    """Credit each trajectory, in order. Raises DataError if the function returns a wrong number of values."""
     try:
         made = function(groups)
         _expect("it returned", len(made), "groups", len(groups), "groups")
@@ -118,7 +118,7 @@ def function_name(function: Callable[..., object]) -> str:
 
 
 class _Miscounted(DataError):
-    """A credit function returned another number of values than there are to be credited."""
+    """A credit function returned the wrong number of values."""
 
 
 def _expect(who: str, got: int, what: str, wanted: int, of: str, item: Scored | None = None) -> None:
@@ -234,7 +234,7 @@ def anchored_return(
 def _anchored_steps(
     groups: ScoredGroups, gamma: float, scale: Scale, anchor: str, similarity: float | None
 ) -> list[list[float]]:
-    """[attempt][decision]: how the return from there compares with those from equal states of its group."""
+    """[attempt][decision]: the return from each decision, compared with returns from equal states in its group."""
 
     def returns(items: Sequence[Scored]) -> Tensor:
         return torch.cat([discounted_return(_step_rewards(i), gamma=_step_discounts(i, gamma)) for i in items])
@@ -253,11 +253,11 @@ def _anchored_steps(
 
 
 def _equal_states(groups: ScoredGroups, anchor: str, similarity: float | None) -> Iterator[list[int]]:
-    """Decisions of one group that were taken in equal states, by their number in the batch."""
+    """Yield the sets of decisions of one group that were taken in equal states, as indices into the batch."""
     start = 0
     for group in groups:
         decisions = [(item, k) for item in group for k in item.decisions]
-        for is_summary in (False, True):  # however similar what they were shown: what they decided is not
+        for is_summary in (False, True):  # summaries and actions are never compared, even in similar states
             ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
             numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
             for number in set(numbers):
@@ -315,8 +315,8 @@ def _group_advantages(groups: ScoredGroups, scale: Scale) -> list[Tensor]:
 
 
 def _compare(sets: Sequence[tuple[Tensor, Tensor]], scale: Scale) -> list[Tensor]:
-    """Center each set of returns, given with and without their KL penalty, and divide by the deviation that `scale`
-    names: that of the set, or that of all sets of the batch together."""
+    """Center each set of returns, given with and without their KL penalty, and divide by the standard deviation that
+    `scale` selects: of the set, or of all sets of the batch together."""
     if scale != "batch" or not sets:
         return [group_centered(own, divide_by_std=scale == "group", before_kl_G=pure) for own, pure in sets]
     returns_N, before_kl_N = (torch.cat(each) for each in zip(*sets, strict=True))
@@ -374,7 +374,7 @@ def _broadcast(group: Sequence[Scored], values_G: Tensor) -> list[Credit]:
 
 
 def _whitened(per_trajectory: Sequence[Tensor], returns: Sequence[Tensor]) -> Iterator[list[float]]:
-    """Every number of the batch standardized with all others; one list per trajectory. `returns` as there."""
+    """Standardize all numbers of the batch together; one list per trajectory. For `returns`, see `standardize`."""
     if not per_trajectory:
         return iter(())
     whole_N = standardize(torch.cat(list(per_trajectory)), torch.cat(list(returns)))
@@ -392,7 +392,7 @@ def _with_targets(
     spread: Callable[[Scored, Sequence[float]], PerToken],
     targets: Callable[[Scored, Tensor], list[list[float | None]]],
 ) -> list[list[Credit]]:
-    """Advantages may be whitened. What the critic is trained towards never is, because that would change its unit."""
+    """Whiten advantages if asked, but never the critic's targets, because that would change their unit."""
     items = list(chain.from_iterable(groups))
     estimates = [estimate(item) for item in items]
     found = [advantages_K for advantages_K, _ in estimates]
@@ -400,7 +400,7 @@ def _with_targets(
         known if item.before_kl is None else estimate(item.without_kl)
         for item, known in zip(items, estimates, strict=True)
     ]
-    # Advantage plus value is the return that GAE estimates; with lam below 1 the critic has a say in it.
+    # Advantage plus value is the return that GAE estimates; with lam below 1 it depends on the critic.
     returns = [advantages_K + values_K for advantages_K, values_K in before_kl]
     numbers = _whitened(found, returns) if whiten_batch else (each.tolist() for each in found)
     raw = iter(found)

@@ -45,7 +45,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 as long as all targets are equal: there is no unit to measure in."""
+        """Standard deviation of the targets; 1 while they are all equal."""
         std = (self.squares / self.count) ** 0.5 if self.count else 0.0
         return std if std > SMALLEST_STD else 1.0
 
@@ -77,13 +77,13 @@ class Critic:
 
     @property
     def unit(self) -> float:
-        """What 1 of the head's output is worth."""
+        """The size of one unit of the head's output, in returns."""
         return 1.0 if self.returns is None else self.returns.std
 
     @torch.no_grad()
     def note_targets(self, targets_N: Tensor) -> None:
-        """Take these into mean and std. The head is rescaled so that no value changes (PopArt, arXiv:1602.07714): a
-        value clip compares with values from before."""
+        """Update mean and std with these targets. The head is rescaled so that no value changes (PopArt,
+        arXiv:1602.07714), because a value clip compares with earlier values."""
         if self.returns is None:
             return
         mean, std = self.returns.mean, self.returns.std
@@ -98,9 +98,9 @@ class Critic:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.head.load_state_dict(state["head"])
-        saved = state.get("returns")  # states from before there were any have none
+        saved = state.get("returns")  # older checkpoints do not have it
         if (saved is None) != (self.returns is None):
-            raise ConfigError("the saved critic was trained with another normalize_returns: continue with that one")
+            raise ConfigError("critic.normalize_returns differs from the saved run: keep the saved value")
         self.returns = None if saved is None else RunningMoments(**saved)
         if self.shared:
             return
@@ -123,7 +123,7 @@ def with_last_state(trajectory: Trajectory) -> Trajectory:
 
 
 def value_report(credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
-    """How good the values were that this batch's advantages were computed with; nothing without a critic."""
+    """Metrics of the values that this batch's advantages were computed with; empty without a critic."""
     values_R = column([item.values or [] for item in credited])
     targets_R = column_with_gaps([item.value_targets or [] for item in credited])
     asked_R = ~targets_R.isnan()

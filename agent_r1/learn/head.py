@@ -11,7 +11,7 @@ With x = h W' + b, s = softcap * tanh(x / softcap) (or x), z = s / temperature a
     H = -p log p   d z_j = -p_j (log p_j + H)
     s              d x   = 1 - (s / softcap)^2
 
-Tokens that were sampled with top-k or top-p have a support: the softmax then runs over those ids alone, in place of V.
+Tokens that were sampled with top-k or top-p have a support: the softmax then runs over those K ids instead of V.
 
 Shape suffixes: T = tokens, C = tokens of a chunk, D = hidden size, V = vocabulary, K = ids of a support.
 """
@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 
 from agent_r1.learn.support import Supports
 
-OUTSIDE = -1e30  # a scaled logit whose probability is 0, and finite: 0 times infinity is no number
+OUTSIDE = -1e30  # a scaled logit with probability 0; finite, because 0 times infinity is NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

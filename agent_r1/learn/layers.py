@@ -15,7 +15,7 @@ from agent_r1.errors import ConfigError
 
 
 def decoder_layers(model: nn.Module, *, needed_by: str) -> list[Any]:
-    """`needed_by`: the setting that needs them."""
+    """Return the decoder layers. `needed_by` is the setting that needs them, for the error."""
     layers = repeated_layers(model)
     if not layers:
         raise ConfigError(

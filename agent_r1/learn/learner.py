@@ -76,7 +76,7 @@ class Learner:
     num_epochs: int = 1
     num_minibatches: int = 1
     seed: int = 0  # of the order of trajectories from the second epoch on
-    target_kl: float | None = None  # KL per token to the old log-probs at which the rest of an update is dropped
+    target_kl: float | None = None  # KL per token to the old log-probs above which the rest of an update is dropped
     kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
     kl_estimator: KLEstimator | None = None  # of that KL; None: there is none
     reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
@@ -120,7 +120,7 @@ class Learner:
                 raise ConfigError(f"Learner.{name} must be positive, got {getattr(self, name)}")
         if self.target_kl is not None and self.num_epochs * self.num_minibatches == 1:
             raise ConfigError(
-                f"target_kl={self.target_kl:g} stops the updates of a batch after the first, and there is only one: "
+                f"target_kl={self.target_kl:g} has no effect with one update per batch: "
                 "set num_epochs or num_minibatches above 1, or leave target_kl out"
             )
         for name in ("kl_coef", "entropy_coef"):
@@ -265,7 +265,7 @@ class Learner:
         return on_columns(packs, model, torch.empty(count, device=device))
 
     def _passes(self, credited: Sequence[CreditedTrajectory], batches: Sequence[MiniBatch]) -> Iterator[MiniBatch]:
-        """The mini-batches of all epochs: as given in the first, then reshuffled, with what was known before the first.
+        """Yield the mini-batches of all epochs: in the given order first, then reshuffled, with the same old log-probs.
 
         The order is a function of the seed, the update and the epoch, so that resuming repeats it.
         """
@@ -280,7 +280,7 @@ class Learner:
                 yield replace(self._prepare(credited, part), columns=columns_at(known, credited, part))
 
     def _prepare(self, credited: Sequence[CreditedTrajectory], positions: Sequence[int]) -> MiniBatch:
-        """Lay out the trajectories at these positions. Each has one rank in all epochs: that one knows its columns."""
+        """Pack the trajectories at these positions. A trajectory stays on one rank, which holds its columns."""
         everything = self.kl_coef > 0 or self.entropy_coef > 0
         chosen = [credited[position] for position in positions]
         return prepare(
@@ -295,7 +295,7 @@ class Learner:
 
     @torch.no_grad()
     def _with_old_logprobs(self, batch: MiniBatch) -> MiniBatch:
-        """Add what the policy, as it is now, and the reference say, where something asks for it."""
+        """Add the log-probs of the current policy and of the reference, if they are needed."""
         if self.correction is not None or self.own_old_logprobs:
             batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)
         if self.kl_coef > 0 and self.reference is not None:
@@ -307,7 +307,7 @@ class Learner:
         return lambda part: model.logprobs(part, temperature=self.temperature)[0]
 
     def _optimize(self, batch: MiniBatch, tally: Tally) -> Outcome:
-        """One optimizer step, unless it is not finite, or the policy has moved too far already."""
+        """Take one optimizer step, unless loss or gradient is not finite or the policy has already moved too far."""
         optimizers = self._stepping()
         self.zero_grad()
         outputs, logprobs = [], []
@@ -325,7 +325,7 @@ class Learner:
             self._skip(batch, logprobs, {"loss": step.loss, **step.norms})
             return "nonfinite"
         self._nonfinite_in_a_row = 0
-        if self._is_too_far(step) and tally.steps:  # before the first step it is what sampler and learner disagree by
+        if self._is_too_far(step) and tally.steps:  # before the first step, the KL is only sampler-learner mismatch
             self.zero_grad()
             return "too_far"
         for optimizer in optimizers.values():
@@ -334,11 +334,11 @@ class Learner:
         return "taken"
 
     def _is_too_far(self, step: Tally) -> bool:
-        """By the mini-batch about to be trained on, all ranks together."""
+        """Whether the KL of the next mini-batch, over all ranks, is above `target_kl`."""
         if self.target_kl is None or self.is_warming_up:
             return False
         if "approx_kl" not in step.sums:
-            raise ConfigError("target_kl needs a loss that reports approx_kl among its sums, as those with a ratio do")
+            raise ConfigError("target_kl needs a loss that reports approx_kl, such as one with a ratio")
         return step.sums["approx_kl"] > self.target_kl * step.tokens
 
     @property
@@ -420,7 +420,7 @@ class Learner:
         )
 
     def _note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
-        """Before they are trained on, so that the head has the same unit throughout the update."""
+        """Update the critic's statistics before training, so that the head keeps its unit during the update."""
         if self.critic is not None:
             targets_R = column_with_gaps([item.value_targets or [] for item in credited])
             self.critic.critic.note_targets(targets_R[targets_R.isfinite()])

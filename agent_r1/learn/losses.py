@@ -179,7 +179,7 @@ def kl_k2(log_ratio_T: Tensor) -> Tensor:
 def kl_k3(log_ratio_T: Tensor) -> Tensor:
     """Unbiased, low variance, never negative: e^d - 1 - d."""
     clamped_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # e^d - 1 would cancel for the small d of a sampler that almost agrees. What expm1 leaves may still round below 0.
+    # e^d - 1 loses precision for small d, so use expm1. Its result may still round below 0.
     return (clamped_T.expm1() - clamped_T).clamp(min=0)
 
 

@@ -61,7 +61,7 @@ class Measured:
     elsewhere: int  # what other processes have of the device, or other libraries in this one
     first_seconds: float  # of the first of two equal passes, in which layers are compiled
     second_seconds: float
-    savings: tuple[str, ...] = ()  # settings that take less memory and are not made yet
+    savings: tuple[str, ...] = ()  # memory-saving settings that are not in use yet
 
     @property
     def tokens_that_fit(self) -> int:
@@ -145,7 +145,7 @@ def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> Cre
 
 
 def savings(learner: Learner) -> tuple[str, ...]:
-    """The settings that would take less memory, without those that are made already."""
+    """Memory-saving settings that are not in use yet."""
     layers = learner.policy.model.modules()
     made = {
         "learner.activation_checkpointing=true": any(getattr(each, "gradient_checkpointing", False) for each in layers),

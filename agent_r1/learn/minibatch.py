@@ -126,7 +126,7 @@ def prepare(
 
 
 def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
-    """Positions in an order that depends on `key` alone: rows shuffled, and the attempts at each row.
+    """Shuffle the rows, and the attempts at each row, in an order that depends only on `key`; return positions.
 
     Attempts at a row stay together, so that they can still share what their prompts have in common.
     """
@@ -139,7 +139,7 @@ def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
 
 
 def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: Sequence[int]) -> Columns:
-    """Of the columns of all of `credited`, those of the trajectories at these positions."""
+    """Select the columns of the trajectories at these positions from those of all `credited`."""
     sizes = [item.trajectory.num_response_tokens for item in credited]
     ends = list(accumulate(sizes))
     index = [column for position in order for column in range(ends[position] - sizes[position], ends[position])]

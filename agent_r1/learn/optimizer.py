@@ -58,7 +58,7 @@ class Optimizer:
     ) -> None:
         self.parameters = list(parameters)
         self.steps = 0
-        self.planned = 0  # steps there would be if every one had been taken
+        self.planned = 0  # steps taken plus those that were skipped
         self.offload = offload
         self._base_lr, self._schedule, self._max_grad_norm = lr, schedule, max_grad_norm
         groups = [
@@ -69,7 +69,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Of the last step; 0 before the first."""
+        """Learning rate of the last step; 0 before the first."""
         return float(self._adam.param_groups[0]["lr"]) if self.steps else 0.0
 
     @property
@@ -114,7 +114,7 @@ class Optimizer:
         else:
             self._adam.load_state_dict(saved)
         self.steps = state["steps"]
-        self.planned = state.get("planned", self.steps)  # older states did not plan
+        self.planned = state.get("planned", self.steps)  # older checkpoints do not have it
 
     def _step_in_buckets(self) -> None:
         """The same step, for some parameters at a time. Copies run in the order of the device's other work."""

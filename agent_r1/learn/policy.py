@@ -34,13 +34,13 @@ CHECK_TOLERANCE = 1e-3
 class PolicyModel:
     """A causal LM, prepared for packed training."""
 
-    def __init__(  # noqa: PLR0913 (one place where the knobs of a model stand)
+    def __init__(  # noqa: PLR0913 (all settings of a model in one place)
         self,
         model: Any,  # a transformers ...ForCausalLM
         *,
         attention: str | None = None,  # a packed attention by name; None: the fastest
         autocast_dtype: torch.dtype | None = None,
-        fp32_head: bool = False,  # logits in float32 from the masters, whatever the body is computed in
+        fp32_head: bool = False,  # compute logits in float32 from the master weights, in any body dtype
         max_logits: int = MAX_LOGITS,
         lora: LoRA | None = None,  # train adapters instead of the weights
         compiled: bool = False,  # the layers, and on a GPU what is done to logits

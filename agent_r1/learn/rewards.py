@@ -52,10 +52,10 @@ def outcome_rewards(trajectory: Trajectory) -> PerToken:
 
 
 def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, penalty: float) -> PerToken:
-    """DAPO's soft punishment (arXiv:2503.14476, section 3.4): a response of up to `limit * (1 - buffer)` tokens costs
-    nothing, from there the cost grows linearly to `penalty` at the limit. A response that was cut off costs all of it,
-    even if the context cut it before the limit. The longest response of an episode pays, so that an episode of many
-    steps loses no more than one of a single step. Summaries have another limit and cost nothing."""
+    """DAPO's soft punishment (arXiv:2503.14476, section 3.4). A response of up to `limit * (1 - buffer)` tokens costs
+    nothing; above that, the cost grows linearly to `penalty` at the limit. A response that was cut off costs the full
+    penalty, even if the context cut it before the limit. Only the longest response of an episode pays, so that episodes
+    with many steps do not lose more. Summaries have their own limit and cost nothing."""
     placed = zeros(trajectory)
     allowed = limit * (1 - buffer)
 
@@ -146,7 +146,7 @@ class RewardShaper:
         (a greedy one), whose log-ratios would estimate nothing.
         """
         if (kl is None) != (self.kl is None):
-            raise ValueError("a KL in the reward needs the log-probs of the reference, and nothing else does")
+            raise ValueError("pass `kl` if and only if the KL is in the reward")
         if kl is None or self.kl is None:
             return rewards
         penalised = [

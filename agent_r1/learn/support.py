@@ -1,8 +1,8 @@
-"""Which token ids the sampler could choose from, for every trained token: the learner's log-probs are relative to them.
+"""The token ids that the sampler could choose from, for every trained token (its support).
 
-With top-k or top-p a token is drawn from a truncated and renormalised distribution. A ratio means something only if the
+With top-k or top-p a token is drawn from a truncated and renormalised distribution. The ratio is correct only if the
 learner renormalises over exactly the ids that the sampler kept (DeepSeek-V3.2, arXiv:2512.02556, "Keep Sampling Mask").
-The lists stay in host memory and go to the device chunk by chunk, so they take none of the memory that packs need.
+The lists stay in host memory and are copied to the device chunk by chunk, so they do not reduce the memory for packs.
 
 Shape suffixes: T = tokens, C = tokens of a chunk, K = most ids that a token of the chunk has.
 """
@@ -45,7 +45,7 @@ class Supports:
 
 
 def supports_of(trajectories: Sequence[Trajectory], *, temperature: float) -> Supports | None:
-    """The supports of all response tokens; None if they were sampled from the whole vocabulary.
+    """Return the supports of all response tokens; None if they were sampled from the whole vocabulary.
 
     Raises `DataError` for steps whose log-probs the learner cannot reproduce: another temperature, or a truncated
     distribution whose support is unknown.
@@ -59,7 +59,7 @@ def supports_of(trajectories: Sequence[Trajectory], *, temperature: float) -> Su
     if len(kept) < len(steps):
         place = next(place for place, step in steps if step.support is None)
         raise DataError(
-            f"{place} was sampled from the whole vocabulary and other steps of the batch with top_p or top_k: train on "
+            f"{place} was sampled from the whole vocabulary, but other steps of the batch were not: train on "
             "them in separate updates"
         )
     counts_T = np.concatenate([np.frombuffer(support.counts, dtype="<i4") for support in kept]).astype(np.int64)
@@ -94,7 +94,7 @@ def _check(step: Step, place: str, temperature: float) -> None:
 
 
 def _check_members(supports: Supports, steps: Sequence[tuple[str, Step]]) -> None:
-    """A sampled token outside its own support would have probability 0."""
+    """Refuse a sampled token outside its own support, because its probability would be 0."""
     sampled_T = np.concatenate([np.asarray(step.response_ids) for _, step in steps])
     owner = np.repeat(np.arange(len(sampled_T)), np.diff(supports.starts))
     found_T = np.bincount(owner[supports.ids == sampled_T[owner]], minlength=len(sampled_T))

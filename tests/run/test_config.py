@@ -61,10 +61,10 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("rollout.top_k=-1", r"rollout.top_k=-1: input should be greater than or equal to 0"),
         (
             "rollout.top_p=0.9",
-            r"rollout.top_p=0\.9, rollout.top_k=0: training needs a top_k of 2 to 1024, because the ids",
+            r"rollout.top_p=0\.9, rollout.top_k=0: training needs a top_k of 2 to 1024, because",
         ),
         ("rollout.top_k=1025", r"rollout.top_p=1, rollout.top_k=1025: training needs a top_k of 2 to 1024"),
-        ("rollout.top_k=1", r"rollout.top_k=1: training needs a top_k of 2 to 1024, .* one alone teaches nothing"),
+        ("rollout.top_k=1", r"rollout.top_k=1: training needs a top_k of 2 to 1024, because"),
         ("sft.count=3", r"sft\.count does nothing without sft\.demos; set that or leave sft\.count out"),
         ("sft.min_reward=0.5", r"sft\.min_reward does nothing without sft\.trajectories"),
         ("sft.lr=0.1", r"sft\.lr does nothing without sft\.demos or sft\.trajectories"),
@@ -251,7 +251,7 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
     [
         ("[" * 5000 + "]" * 5000, "nested more than 30 levels deep"),
         ("{a: " * 100 + "1" + "}" * 100, "nested more than 30 levels deep"),
-        ("9" * 5000, "a number of 5,000 digits; at most 309 are taken"),
+        ("9" * 5000, "a number of 5,000 digits; at most 309 are allowed"),
     ],
 )
 def test_settings_that_python_cannot_hold_are_refused_with_their_line(tmp_path: Path, value: str, message: str) -> None:

@@ -141,7 +141,7 @@ def test_a_run_goes_on_where_its_world_does_not(folder: Path, tmp_path: Path) ->
         "train-1": "EnvCrashed: the process of the env was ended by signal 9 (Killed) during step",
         "train-4": "EnvHung: step took longer than 2.5 s (task.workers.step_seconds), and its process was killed",
         "train-7": "KeyError: 'no such key' (env.py:10)",  # of the file above; the line came from the env's process
-        "train-9": "TypeError: Talk.step returned str 'not a transition' where Transition belongs",
+        "train-9": "TypeError: Talk.step returned str 'not a transition' instead of Transition",
     }
     for trajectory in played:
         assert trajectory.error == expected.get(trajectory.row_id)

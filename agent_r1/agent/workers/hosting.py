@@ -27,7 +27,7 @@ class Hosted:
     row_id: str = ""
     latest: Call | None = None
     has_past: bool = False  # a call of it was answered
-    history: list[tuple[Given, str]] = field(default_factory=list)  # such calls, where it can be played again
+    history: list[tuple[Given, str]] = field(default_factory=list)  # past calls, kept only if the env can be replayed
     has_failed: bool = False  # and is in a state that its history does not tell
     replays: int = 0  # because its process died of nobody, or was filled by it, as it seems
     grown_bytes: int = 0  # what its calls have taken of the memory of its process, and not given back
@@ -140,7 +140,7 @@ class Host:
 
 
 def read_reply(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
-    """Of an answer that is none of ours, an error: it fails the episode alone."""
+    """Decode an answer. One that cannot be decoded becomes an error, which fails only its own episode."""
     try:
         if answer.failed:
             return None, load_error(answer.body)
@@ -149,10 +149,10 @@ def read_reply(answer: Answer) -> tuple[EnvReply | None, Exception | None]:
             return None, None
         value, schemas = body
         if not isinstance(schemas, list | None):
-            raise ValueError(f"its tools are {type(schemas).__name__}")
+            raise ValueError(f"tool schemas must be a list, got {type(schemas).__name__}")
         return EnvReply(value=value, tool_schemas=schemas), None
     except (ValueError, TypeError) as error:
-        return None, TypeError(f"what the env {'raised' if answer.failed else 'returned'} cannot be read: {error}")
+        return None, TypeError(f"cannot decode what the env {'raised' if answer.failed else 'returned'}: {error}")
 
 
 def out_of_memory(host: Host, call: Call, error: Exception | None, *, limit: str, taken_mb: int) -> EnvOutOfMemory:

@@ -202,13 +202,13 @@ async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
     method, wanted = ("reset", Observation) if isinstance(given, TaskRow) else ("step", Transition)
     if isinstance(value, wanted):
         return value
-    raise TypeError(f"{type(env).__name__}.{method} returned {brief(value)} where {wanted.__name__} belongs")
+    raise TypeError(f"{type(env).__name__}.{method} returned {brief(value)} instead of {wanted.__name__}")
 
 
 def _dump(reply: EnvReply, source: str) -> bytes:
     body = dump(reply.value, reply.tool_schemas, source)
     if len(body) > MAX_BYTES // 2:
-        raise ValueError(f"{source} returned {len(body)} bytes; {MAX_BYTES // 2} at most can be sent back")
+        raise ValueError(f"{source} returned {len(body)} bytes; at most {MAX_BYTES // 2} can be sent back")
     return body
 
 

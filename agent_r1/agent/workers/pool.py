@@ -134,7 +134,7 @@ class EnvPool:
         self._ask(hosted, [call])
         hosted.latest = call
         value = await future
-        if not isinstance(value, kind):  # its process can send anything
+        if not isinstance(value, kind):  # user code runs in the process, so it can send anything
             raise TypeError(f"what {hosted} returned is {type(value).__name__} here, where {kind.__name__} belongs")
         return value
 

@@ -1,8 +1,8 @@
-"""What a worker process sends back, as JSON: the trainer parses it and never unpickles it, so it cannot run code there.
+"""Encode what a worker process sends back as JSON. The trainer never unpickles it, so it cannot run code there.
 
-Text, numbers, None, lists, tuples and dicts travel as they are; numpy's numbers become Python's. Of classes, those an
-env answers with. Anything else is refused in the worker, where the value can still be named. An exception travels as
-its type's name, its text and its notes.
+Text, numbers, None, lists, tuples and dicts are sent unchanged, numpy numbers become Python numbers, and the classes
+that an env returns are supported. Anything else is refused in the worker, where the error can still name the value. An
+exception is sent as the name of its type, its text and its notes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 from agent_r1.agent.guard import MAX_ERROR_CHARS, RAISED_AT, Escaped, describe, note, place
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
 
-MAX_DEPTH = 96  # of nested values: all that calls and `info` may have, far below where the parser gives up
+MAX_DEPTH = 96  # of nested values: enough for calls and `info`, far below the limit of the JSON parser
 MAX_NOTES = 8
-TAG = "$"  # the key of a JSON object that stands for something else than a dict
+TAG = "$"  # the key of a JSON object that represents something other than a dict
 _PLAIN = frozenset({NoneType, bool, int, float, str})
 _CLASSES = {cls.__name__: cls for cls in (Observation, Transition, ToolCallRecord)}
 _NO_FUTURE_TAKES = (StopIteration, StopAsyncIteration)
 
 
 class EnvFault(Exception):
-    """An episode failed because of the process that hosted its env, not because of what the env said."""
+    """An episode failed because of its worker process, not because of the env itself."""
 
 
 class EnvLost(EnvFault):
-    """Another episode took the process down, and this one could not be played again elsewhere."""
+    """Another episode crashed the process, and this one could not be replayed elsewhere."""
 
 
 class EnvRaised(Exception):
-    """What an env raised in its worker process. Each has the name of the exception there, and is also an instance of
-    that exception's nearest built-in class."""
+    """An exception that an env raised in its worker process. Its class has the original name and also derives from the
+    original's nearest built-in class."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -47,12 +47,12 @@ class EnvRaised(Exception):
 
 
 def dump(value: object, tool_schemas: list[dict[str, Any]] | None, source: str) -> bytes:
-    """TypeError names the part that is not data; `source` is who returned it."""
+    """Encode a value. Raises TypeError with the part that is not plain data; `source` names who returned it."""
     return _encode([_plain(value, source, "", 0), _plain(tool_schemas, source, ".tool_schemas", 0)])
 
 
 def load(data: bytes) -> Any:
-    """ValueError if `dump` cannot have written it."""
+    """Decode what `dump` wrote. Raises ValueError for anything else."""
     try:
         return json.loads(data.decode("utf-8", errors="surrogatepass"), object_hook=_read_object)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -60,7 +60,7 @@ def load(data: bytes) -> Any:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Whatever it is, and whatever it does when it is printed. Of its traceback, where it was raised."""
+    """Encode any exception, even one that fails when printed. Of its traceback, only the place of the raise is kept."""
     if where := place(error):
         note(error, f"{RAISED_AT}{where}")
     kind = type(error)
@@ -68,7 +68,7 @@ def dump_error(error: BaseException) -> bytes:
     base = next((each.__name__ for each in kind.__mro__ if each.__module__ == "builtins"), "Exception")
     if isinstance(error, EnvLost):
         base = EnvLost.__name__
-    elif not isinstance(error, Exception):  # it would have ended the program: `guard.py`
+    elif not isinstance(error, Exception):  # a BaseException that would have ended the program: see `guard.py`
         base = Escaped.__name__
     else:
         text = text[len(kind.__name__) + 2 :]
@@ -78,12 +78,12 @@ def dump_error(error: BaseException) -> bytes:
 def _notes(error: BaseException) -> list[str]:
     try:
         return [text[:MAX_ERROR_CHARS] for text in error.__notes__ if isinstance(text, str)][-MAX_NOTES:]
-    except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
+    except Exception:  # noqa: BLE001 (no notes, or a class that breaks them)
         return []
 
 
 def load_error(data: bytes) -> Exception:
-    """ValueError, raised, if `dump_error` cannot have written it."""
+    """Return the exception that `dump_error` wrote. Raises ValueError for anything else."""
     said = load(data)
     try:
         name, base, text, notes = (said[key] for key in ("type", "base", "text", "notes"))
@@ -103,7 +103,7 @@ def _error(name: str, base: str, text: str) -> Exception:
             return ours(text)
     try:
         return _class(name, base)(text)
-    except TypeError:  # a built-in class that is not made of a text
+    except TypeError:  # a built-in class that cannot be created from one string
         return _class(name, "Exception")(text)
 
 
@@ -117,19 +117,19 @@ def _class(name: str, base: str) -> type[EnvRaised]:
 
 
 def _encode(plain: Any) -> bytes:
-    # Lone surrogates are no UTF-8; they are an env's text all the same, and reach whoever makes them readable.
+    # An env's text may contain lone surrogates, which are not valid UTF-8. Keep them; `visible` escapes them later.
     return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", errors="surrogatepass")
 
 
 def _plain(value: Any, source: str, where: str, depth: int) -> Any:
-    """`value` in what JSON has. `where`: where in what was returned it is."""
+    """Convert `value` to JSON types. `where` is its path inside the returned value, for errors."""
     if type(value) in _PLAIN:
         return value
     if depth > MAX_DEPTH:
         raise _refused(value, source, f"{where[:40]}...", f"it is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, StopReason):
         return {TAG: "StopReason", "value": value.value}
-    if isinstance(value, bool | int | float | str):  # a subclass, as numpy's float64 and enums are
+    if isinstance(value, bool | int | float | str):  # a subclass, such as numpy's float64 or an enum
         return value
     if isinstance(value, list | tuple):
         items = list(value)
@@ -168,10 +168,10 @@ def _refused(value: object, source: str, where: str, why: str) -> TypeError:
 
 
 def brief(value: object) -> str:
-    """Its type and the beginning of what it is."""
+    """The type of a value and the beginning of its repr."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 (it is nested too deep, or whatever its class does)
+    except Exception:  # noqa: BLE001 (nested too deep, or a class whose repr raises)
         text = "(which cannot be printed)"
     return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"
 

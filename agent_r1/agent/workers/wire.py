@@ -1,11 +1,11 @@
-"""What goes between a pool and its processes, and the errors that come of it.
+"""Messages between a pool and its processes, and their errors.
 
 A frame is a length and its bytes. The process trusts its parent, so messages to it are pickled. The parent does not
-trust the process, in which other people's code runs, so answers are JSON: a line about the call, then what the env
-returned (`values.py`), apart, so that a value which cannot be read fails its episode and not the conversation.
+trust the process, which runs user code, so answers are JSON: a line about the call, then the env's return value
+(`values.py`). The two are separate, so that an unreadable value fails only its episode.
 
 Every message is answered once and in order: the oldest message without an answer is the one that is running. Answers
-are counted, because an env that writes where it should not, or a fork of it, could add one.
+are numbered, because an env or its fork could write to the pipe and forge one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Play:
     episode: int
     given: Given
     made: bytes = b""
-    expected: str = ""  # another process has played this already, and the digest of its answer was this
+    expected: str = ""  # digest of the answer that another process gave to the same call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Answer:
     body: bytes  # JSON: value and tool schemas after a Play, the exception of whatever failed, else null
     failed: bool = False
     traceback: str = ""  # of a failure, for the log
-    digest: str = ""  # of what was shown, where the env can be played again
+    digest: str = ""  # of the observation, if the env can be replayed
     out_of_memory: bool = False  # a failure because the system refused memory
     resident_bytes: int = 0  # memory of the process, now
     data_bytes: int = 0  # and as its limit counts it: all that it has asked for
@@ -113,14 +113,14 @@ def write_answer(answer: Answer) -> bytes:
 
 
 def read_answer(data: bytes) -> Answer:
-    """ValueError: it is no answer."""
+    """Decode an answer. Raises ValueError if it is not one."""
     header, _, body = data.partition(b"\n")
     try:
         found = json.loads(header)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _FIELDS:
-        raise ValueError(f"it begins with {header[:80]!r}")
+        raise ValueError(f"not an answer; it begins with {header[:80]!r}")
     return Answer(body=body, **found)
 
 
