@@ -172,7 +172,7 @@ class Episode:
             prompt_ids = self._render(observation, tools)
         except _Unwritten as asked:
             prompt_ids = asked.prompt_ids
-        except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (a failing close must not change why the episode ended)
+        except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (nobody answers this prompt: it must not change the stop reason)
             logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
             return []
         return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []

@@ -138,11 +138,11 @@ def test_leave_one_out_is_centering_times_n_over_n_minus_1(values: list[float]) 
 
 
 @given(rewards, st.sampled_from([2.0, 64.0, 1024.0]))
-def test_scaling_the_rewards_leaves_grpo_unchanged_up_to_eps(values: list[float], factor: float) -> None:
+def test_scaling_the_rewards_leaves_grpo_unchanged_above_the_floor(values: list[float], factor: float) -> None:
     exact = double(*(round(v * 64) / 64 for v in values))
     scaled = group_centered(exact * factor, divide_by_std=True)
-    # eps is 1e-6 and two multiples of 1/64 that differ have a std of at least 0.004: 3e-4 of the advantage
-    torch.testing.assert_close(scaled, group_centered(exact, divide_by_std=True), rtol=3e-4, atol=0)
+    # a group of multiples of 1/64 that differ has a std far above the floor of 1e-4
+    torch.testing.assert_close(scaled, group_centered(exact, divide_by_std=True), rtol=1e-9, atol=0)
 
 
 # Sequences.
