@@ -92,7 +92,7 @@ async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
         except BaseException as error:
             if cancelled_by_us or is_signal(error):
                 raise
-            return None, Escaped(describe(error))
+            return None, _sole_signal(error) or Escaped(describe(error))
 
     task = asyncio.create_task(contained())
     try:
@@ -109,6 +109,13 @@ async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # without an error there is a value
+
+
+def _sole_signal(error: BaseException) -> Signal | None:
+    """Return the signal that a TaskGroup has wrapped, if it is all that was raised."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, Signal) else None
 
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -215,7 +215,20 @@ class Determined(Careful):
     catches = BaseException
 
 
-@pytest.mark.parametrize("flow", [Careful, Determined])
+class Grouped(AgentFlowBase):
+    """Acts in a task of a TaskGroup, which wraps whatever its tasks raise."""
+
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        async def role() -> None:
+            while True:
+                await episode.act(Observation(messages=row.prompt))
+
+        async with asyncio.TaskGroup() as roles:
+            roles.create_task(role())
+        return StopReason.ANSWERED
+
+
+@pytest.mark.parametrize("flow", [Careful, Determined, Grouped])
 @pytest.mark.parametrize(
     ("limits", "stop"),
     [({"max_steps": 2}, StopReason.MAX_STEPS), ({"max_response_tokens": 1}, StopReason.MAX_TOKENS)],
