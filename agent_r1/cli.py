@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 from typer.core import TyperGroup
 
+from agent_r1 import __version__
 from agent_r1.cli_data import app as data
 from agent_r1.cli_search import app as search
 from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
@@ -76,6 +77,21 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the results; by defaul
 Only = Annotated[str | None, typer.Option(help="Measure this group of rows alone.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"agent-r1 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command("train")
 def train_command(
     recipe: Annotated[
@@ -104,11 +120,12 @@ def train_command(
             f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file or a folder with "
             "base.yaml in it"
         )
+    config = load_config(recipe, overrides or ())  # before torch is imported: a misspelt key is told at once
+
     from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_training
     from agent_r1.run.run_dir import RunDir, new_run_path
 
-    config = load_config(recipe, overrides or ())
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
         _print_plan(config, _training_plan(config, plan))
@@ -146,11 +163,12 @@ def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
 @app.command("sft")
 def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption = None, dry_run: DryRun = False) -> None:
     """Supervised warm start on the recipe's demonstrations or on a run's own trajectories."""
+    config = load_config(recipe, overrides or ())
+
     from agent_r1.run.build import build_plan
     from agent_r1.run.commands import run_sft
     from agent_r1.run.run_dir import RunDir, new_run_path
 
-    config = load_config(recipe, overrides or ())
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
@@ -178,11 +196,13 @@ def collect_command(
     run: RunOption = None,
 ) -> None:
     """Play training rows without training, and keep the episodes for sft.trajectories."""
+    given = load_config(recipe, overrides or ())
+
     from agent_r1.run.build import build_task, check_beginning
     from agent_r1.run.commands import collect_config, run_collect
     from agent_r1.run.run_dir import RunDir, new_run_path
 
-    config = collect_config(load_config(recipe, overrides or ()), model=model, rows=rows, samples=samples)
+    config = collect_config(given, model=model, rows=rows, samples=samples)
     task = build_task(config)  # as always: what is wrong is found before there is a run directory
     check_beginning(config)
     chosen = task.train_rows()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agent_r1.config_errors import explain
 from agent_r1.config_layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError, did_you_mean, nearest
 from agent_r1.places import anchored
 from agent_r1.types import MAX_SUPPORT, Decay, KLEstimator, ProcessScaling
 
@@ -350,9 +350,11 @@ def recipe_file(recipe: str) -> Path:
         return path
     ours = bundled_recipes()
     if is_folder or recipe.endswith((".yaml", ".yml")) or ("/" in recipe and name not in ours):
+        meant = None if is_folder else nearest(recipe, [preset for one in ours for preset in bundled_presets(one)])
+        hint = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigError(
-            f"there is no file {path if is_folder else recipe}. Give a YAML file, a folder with base.yaml in it, or "
-            f"one of our recipes: {', '.join(ours)}"
+            f"there is no file {path if is_folder else recipe}.{hint} Give a YAML file, a folder with base.yaml in it, "
+            f"or one of our recipes: {', '.join(ours)}"
         )
     known = [*ours, *bundled_presets(recipe)]
     raise ConfigError(

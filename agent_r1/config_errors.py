@@ -6,12 +6,11 @@ Knows how pydantic reports errors and how sections nest; what a setting may be i
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from agent_r1.errors import did_you_mean
+from agent_r1.errors import did_you_mean, nearest
 
 Section = type[BaseModel]
 
@@ -22,8 +21,8 @@ def explain(error: Any, root: Section) -> str:
     name, value = ".".join(path), error.get("input")
     if error["type"] == "extra_forbidden":
         fields = list(section.model_fields) if section is not None else []
-        near = get_close_matches(path[-1], fields, n=1) or _elsewhere(path[-1], root, besides=path[:-1])
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = _elsewhere(path[-1], root, besides=path[:-1]) or nearest(path[-1], fields)
+        hint = f" Did you mean {near!r}?" if near else ""
         where = ".".join(path[:-1]) or "the recipe"
         return f"{where}{kind} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
     if error["type"] == "missing":
@@ -38,6 +37,8 @@ def explain(error: Any, root: Section) -> str:
     message = error["msg"][0].lower() + error["msg"][1:]
     kinds = _tags(root.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in root.model_fields else []
     hint = f". Did you mean {name}.policy={value}?" if value in kinds else _same_value(error["type"], value)
+    if error["type"] == "model_type" and isinstance(value, str) and "name" in _names(section, path[-1]):
+        return f"{name}={_written(value)}: {name} is a section. Did you mean {name}.name={value}?"
     return f"{name}={_written(value)}: {message}{hint}"
 
 
@@ -103,9 +104,18 @@ def _tags(annotation: Any) -> list[str]:
     return [name for field in fields if field is not None for name in get_args(field.annotation)]
 
 
-def _elsewhere(key: str, root: Section, besides: list[str]) -> list[str]:
-    """A key written in the wrong section: where it lives."""
-    for name, field in root.model_fields.items():
-        if [name] != besides and any(key in section.model_fields for section in _sections(field.annotation)):
-            return [f"{name}.{key}"]
-    return []
+def _names(section: Section | None, key: str) -> set[str]:
+    """The fields of the section called `key` inside this one; empty if `key` is not a section."""
+    field = None if section is None else section.model_fields.get(key)
+    return {name for one in (_sections(field.annotation) if field is not None else []) for name in one.model_fields}
+
+
+def _elsewhere(key: str, root: Section, besides: list[str]) -> str | None:
+    """A key written in the wrong section: where it lives. Of several places, that of reinforcement learning."""
+    homes = [
+        name
+        for name, field in root.model_fields.items()
+        if [name] != besides and any(key in section.model_fields for section in _sections(field.annotation))
+    ]
+    homes.sort(key=lambda name: name not in ("learner", "rollout", "trainer"))
+    return f"{homes[0]}.{key}" if homes else None

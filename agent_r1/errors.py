@@ -33,6 +33,14 @@ class DiskError(AgentR1Error, OSError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an 'unknown name' message: the nearest known name, then all of them."""
     names = sorted(known)
-    near = get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return f"{hint} Choose one of: {', '.join(names) or '(none)'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant. Swapped letters come first: `gpro` is `grpo`, not `gspo`."""
+    names = list(known)
+    swapped = [one for one in names if sorted(one) == sorted(name)]
+    near = swapped or get_close_matches(name, names, n=1)
+    return near[0] if near else None
