@@ -308,7 +308,7 @@ class Learner:
 
     def _optimize(self, batch: MiniBatch, tally: Tally) -> Outcome:
         """Take one optimizer step, unless loss or gradient is not finite or the policy has already moved too far."""
-        optimizers = self._stepping()
+        optimizers = self._stepping(batch)
         self.zero_grad()
         outputs, logprobs = [], []
         for part in batch.packs:
@@ -345,11 +345,17 @@ class Learner:
     def optimizers(self) -> list[Optimizer]:
         return [self._optimizer, *([] if self._critic_optimizer is None else [self._critic_optimizer])]
 
-    def _stepping(self) -> dict[str, Optimizer]:
+    def _stepping(self, batch: MiniBatch) -> dict[str, Optimizer]:
         """Those that take a step now, by the name under which the norm of their gradient is reported."""
-        policy = {} if self.is_warming_up else {"grad_norm": self._optimizer}
+        policy = {"grad_norm": self._optimizer} if self._moves_policy(batch) else {}
         critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}
         return policy | critic
+
+    def _moves_policy(self, batch: MiniBatch) -> bool:
+        """Without anything to learn from it must not step: Adam would go on where earlier batches led."""
+        is_shared = self.critic is not None and self.critic.critic.shared
+        learns = batch.has_advantages or is_shared or self.kl_coef > 0 or self.entropy_coef > 0
+        return learns and not self.is_warming_up
 
     def _pack_loss(self, part: Pack, batch: MiniBatch, *, critic_alone: bool) -> tuple[LossOutput, Tensor]:
         """This pack's share of the loss of the optimizer step, and its log-probs for the post-mortem."""

@@ -84,6 +84,7 @@ class MiniBatch:
     counts: Counts  # of all ranks
     num_segments: int  # of all ranks
     num_targets: int  # tokens at which the critic is trained, of all ranks
+    has_advantages: bool  # some token of some rank has one
     trajectory_names: list[str]
 
     def with_columns(self, **columns: Any) -> MiniBatch:
@@ -121,6 +122,7 @@ def prepare(
         ),
         num_segments=len(segments),
         num_targets=0 if columns.targets_R is None else int((~columns.targets_R.isnan()).sum()),
+        has_advantages=any(advantages),
         trajectory_names=[trajectory.trajectory_id for trajectory in trajectories],
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from agent_r1.errors import ConfigError
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.critic import Critic, RunningMoments, explained_variance, with_last_state
+from agent_r1.learn.rewards import zeros
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
     credit_for,
@@ -217,6 +218,20 @@ def test_a_critic_learns_from_trajectories_that_teach_the_policy_nothing(shared:
     assert metrics["tokens_trained"] == 3
     assert metrics["value_loss"] == pytest.approx(0.5)
     assert learner.update(items[1:])["critic_grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", CRITIC_ROWS)
+def test_a_batch_without_signal_leaves_the_policy_alone_also_after_one_with_signal(name: str) -> None:
+    """Adam's momentum alone would move it by most of a step."""
+    learner = learner_for(name, lr=1e-2, num_minibatches=2)
+    credited = credit_for(name, random_groups(random.Random(1), rows=3), learner)
+    learner.update(credited)
+    before = {key: tensor.clone() for key, tensor in learner.weights().items()}
+    critic = critic_in(learner).head.weight.clone()
+    metrics = learner.update([replace(item, advantages=zeros(item.trajectory)) for item in credited])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in learner.weights().items())
+    assert not torch.equal(critic_in(learner).head.weight, critic)
+    assert (metrics["grad_norm"], metrics["optimizer_steps"]) == (0.0, 2.0)
 
 
 def test_a_new_critic_says_zero_everywhere() -> None:
