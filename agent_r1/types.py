@@ -142,8 +142,8 @@ class Support:
     def __post_init__(self) -> None:
         if len(self.counts) % 4 or 4 * sum(self._counts()) != len(self.ids):
             raise ValueError(
-                f"Support.counts ({len(self.counts)} bytes) and Support.ids ({len(self.ids)} bytes) do not belong "
-                "together: both hold 4-byte integers, and the counts add up to the number of ids"
+                f"Support.counts ({len(self.counts)} bytes) and Support.ids ({len(self.ids)} bytes) do not match: "
+                "both must hold 4-byte integers, and the counts must add up to the number of ids"
             )
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class Step:
         return self.temperature != 0 and (self.top_p < 1 or self.top_k > 0)
 
     def without_sampling(self) -> Step:
-        """The same tokens as a demonstration: nothing is known about how they were sampled."""
+        """Return the step as a demonstration, without the record of how it was sampled."""
         return replace(self, temperature=None, top_p=1.0, top_k=0, support=None)
 
     @property

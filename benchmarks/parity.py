@@ -42,7 +42,7 @@ PACK_TOKENS = 64  # several packs per case
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one side says about a case."""
+    """The results of one side for a case."""
 
     value: Tensor
     gradient_R: Tensor | None = None
@@ -121,7 +121,7 @@ def kl_in_reward(case: Case, name: str) -> Outcome:
 
 
 def kl_coefficients(case: Case) -> Outcome:
-    """How the coefficient of that penalty follows its target."""
+    """The adaptive coefficient of the KL penalty."""
     penalty, found = KLInReward(coef=KL_COEF, target=KL_TARGET, horizon=100), []
     for kl in observed_kls(case):
         penalty.adapt(kl, 16)
@@ -135,7 +135,7 @@ def observed_kls(case: Case) -> list[float]:
 
 
 def value_targets(case: Case, name: str) -> Tensor:
-    """What our critic is trained towards; NaN where it is not asked."""
+    """The targets of our critic; NaN at tokens without one."""
     credited = credit(case, get_algorithm(name, gamma=1.0))
     return column_with_gaps([item.value_targets or [] for item in credited]).to(case.values_R.dtype)
 
@@ -189,7 +189,7 @@ class Comparison:
             if not self.differs and not all(agrees):
                 problems.append(f"{name}: {max(gaps + slopes):.1e} is above {tolerance:.0e}")
             if not self.differs and not any(theirs.value.abs().max() > 0 for _, theirs in pairs):
-                problems.append(f"{name}: every number of the other side is 0, nothing is compared")
+                problems.append(f"{name}: all numbers of the other side are 0, so nothing is compared")
             if self.differs and dtype is torch.float32 and all(agrees):
                 problems.append("said to differ by design, but does not")
         return row | {"problems": problems}

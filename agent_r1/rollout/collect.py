@@ -132,16 +132,16 @@ class Collector:
             return StopReason.ERROR, cause(error)
         if not isinstance(stop, StopReason):  # flows are written by users
             return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
-        if stop.is_failure:  # as somebody has said, who raised nothing
+        if stop.is_failure:  # the flow or env reported a failure without raising
             return stop, episode.fault or f"{who}.run returned StopReason.{stop.name}"
-        if episode.limit is not None:  # the flow caught it, and sampled nothing more
+        if episode.limit is not None:  # the flow caught the limit and sampled nothing more
             return _limited(episode, episode.limit)
         if not episode.steps:
             return StopReason.ERROR, "the flow ended without a single model call"
         return stop, None
 
     async def _run(self, row: TaskRow, episode: Episode) -> tuple[str, StopReason]:
-        """The name of the row's flow, and why that stopped. Making a flow is user code like running it."""
+        """Create and run the row's flow, both user code; return its name and its stop reason."""
         flow = self.make_flow(row)
         return type(flow).__name__, await flow.run(row, episode)
 

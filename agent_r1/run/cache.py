@@ -25,7 +25,7 @@ def cache_root() -> Path:
 
 
 def put(folder: Path, write: Callable[[Path], object]) -> None:
-    """Fill `folder` completely or not at all. If two runs make the same thing, the first one's stays."""
+    """Fill `folder` completely or not at all. If two runs write the same folder, the first one is kept."""
     with _part_of(folder) as part:
         write(part)
         try:
@@ -36,16 +36,16 @@ def put(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Delete what killed processes left half-written. A folder that a live process writes is locked, and stays."""
+    """Delete folders that killed processes left half-written. Folders of live processes are locked and kept."""
     for part in parent.glob(".*.part"):
         if _PART.fullmatch(part.name) and part.is_dir():
-            with suppress(OSError), _locked(part):  # an error: locked, gone, or not ours
+            with suppress(OSError), _locked(part):  # an error means locked, gone, or not ours
                 shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
 def _part_of(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, locked while it is written, and deleted unless it was moved away."""
+    """Create a folder next to `folder`, lock it while it is written, and delete it unless it was moved away."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent)
     with ExitStack() as lock:
@@ -55,8 +55,8 @@ def _part_of(folder: Path) -> Iterator[Path]:
             try:
                 lock.enter_context(_locked(part))
             except (BlockingIOError, FileNotFoundError):
-                continue  # taken for a leftover before it was locked
-            except OSError:  # a file system without locks, on which leftovers are not deleted either
+                continue  # another process deleted it as a leftover before it was locked
+            except OSError:  # the file system has no locks, so leftovers are not deleted either
                 break
             if part.is_dir():
                 break
@@ -68,7 +68,7 @@ def _part_of(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """BlockingIOError if another process holds the lock. It ends with the process, however that ends."""
+    """Hold a lock, which any end of the process releases. Raises BlockingIOError if another process holds it."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -208,7 +208,11 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
 
     def kept() -> str:
         done = bool(list_checkpoints(run.checkpoints))
-        return f"the warm start is in {run}" if done else "a warm start is saved at its end: nothing was kept"
+        return (
+            f"the warm start is in {run}"
+            if done
+            else "nothing was kept: a warm start is saved only when it is complete"
+        )
 
     with run.locked(), logging_to(run.log_file), closing(task):
         return interruptible(_sft(config, task, run, console, given), config, console, kept)

@@ -107,7 +107,7 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
     evaluations = {record["step"]: record for record in run.read_metrics("eval")}
     if not evaluations:
         made = ", ".join(sorted(str(path) for path in run.evals.glob("*.json")))
-        hint = f"It has these, made by eval: {made}" if made else f"Make one: agent-r1 eval {run}"
+        hint = f"Results of agent-r1 eval: {made}" if made else f"Evaluate it: agent-r1 eval {run}"
         raise ConfigError(f"{run} was never evaluated while it trained. {hint}")
     places = {"first": min(evaluations), "last": max(evaluations)}
     step = places.get(which, int(which) if which.isdecimal() else None)
@@ -119,7 +119,7 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
     evaluated = evaluations[step]
     if "panel" not in evaluated:
         raise DataError(
-            f"{run} is of a version that did not say which rows it evaluated. Evaluate it again with "
+            f"{run} was written by an older version that did not record its evaluation rows. Evaluate it again with "
             f"agent-r1 eval {run}, and compare the file"
         )
     config = run.config

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a run saves and ends; a second signal ends it at once, a third in any case."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal saves and stops, a second stops at once, a third always works."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from agent_r1.run.watch import blocking_told
 
 T = TypeVar("T")
 
-SAME_SECONDS = 1.0  # what comes so soon after a signal is the same one: terminals and launchers both send it
+SAME_SECONDS = 1.0  # signals this close together count as one: terminals and launchers may both send it
 
 
 class Interrupted(Exception):
-    """A signal; `kept` says what was saved and how to go on."""
+    """A signal stopped the run; `kept` says what was saved and how to continue."""
 
     def __init__(self, number: int, kept: str) -> None:
         super().__init__(signal.Signals(number).name)
@@ -39,9 +39,9 @@ class Interrupted(Exception):
 
 
 def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Console, kept: Callable[[], str]) -> T:
-    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP lets it save and end, a second one ends it at once.
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP lets it save and stop; a second one stops it at once.
 
-    An error of the disk says what was kept, too."""
+    A disk error also reports what was saved."""
     received: list[int] = []
     second = _Second()
     if config.trainer.threads is not None:
@@ -53,7 +53,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         handler = signal.getsignal(number)  # `second`, or what it has put in its place
         loop.remove_signal_handler(number)
         signal.signal(number, handler)
-        if not received:  # to be cancelled once more would end what it does to save
+        if not received:  # a second cancel would interrupt saving
             task.cancel()
         received.append(number)
 
@@ -62,7 +62,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
             continue
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
             loop.add_signal_handler(number, stop, number)
-            signal.signal(number, second)  # the loop hears of it all the same, when it gets to it
+            signal.signal(number, second)  # the loop still gets the signal when it runs again
     try:
         with started_here(), deterministic(config.trainer.deterministic), blocking_told(loop, partial(_warn, console)):
             return run_through(loop, task)
@@ -72,7 +72,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         raise Interrupted(received[0], kept()) from None
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None and not isinstance(error, CheckpointError):
-            raise  # a library's, about something else
+            raise  # raised by a library for another reason
         raise DiskError(f"{error}\n{kept()}") from error
     finally:
         _close(loop)
@@ -80,9 +80,10 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
 
 
 class _Second:
-    """Handles signals where the event loop cannot, because an env or another function of the user's blocks it: the
-    first is left to the loop, and a later one ends the program. A KeyboardInterrupt may be held up even then: its flow
-    awaits the end of its env, and the next env blocks the loop. So after that the system ends the program."""
+    """Handles signals while user code blocks the event loop: the first is left to the loop, a later one exits.
+
+    Even a KeyboardInterrupt can be delayed, because its flow awaits the end of its env and the next env blocks the loop
+    again. So the signal after that has the system's default action."""
 
     def __init__(self) -> None:
         self._first: float | None = None  # when it came

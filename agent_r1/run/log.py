@@ -48,7 +48,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 class _Bounded(logging.Formatter):
-    """Cuts the middle out of long tracebacks and lines: a failure may repeat, and its message may be of any size."""
+    """Cuts the middle out of long tracebacks and lines: failures may repeat, and messages have no size limit."""
 
     def __init__(self, format: str) -> None:
         super().__init__(format)
@@ -60,7 +60,7 @@ class _Bounded(logging.Formatter):
             return text
         lines = text.split("\n")
         if self._left < 0:
-            return f"{_cut(lines[0])} ({len(lines) - 1} lines not kept: {FAILED_CHARS:,} characters were)"
+            return f"{_cut(lines[0])} ({len(lines) - 1} lines omitted: the log already has {FAILED_CHARS:,} characters)"
         if len(lines) > 2 * KEPT_LINES + 1:  # the first line says what failed
             cut = len(lines) - 2 * KEPT_LINES - 1
             lines[KEPT_LINES + 1 : -KEPT_LINES] = [f"... ({cut:,} lines cut)"]

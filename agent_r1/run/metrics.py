@@ -79,7 +79,7 @@ def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metri
 
 
 def nonfinite(credited: Iterable[CreditedTrajectory]) -> list[CreditedTrajectory]:
-    """Those with advantages that nothing can be learned from."""
+    """Trajectories whose advantages are not finite."""
     return [item for item in credited if not all(map(math.isfinite, chain.from_iterable(item.advantages)))]
 
 

@@ -63,7 +63,7 @@ def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
 
 
 def _refused_updates(trained: Sequence[Record]) -> list[str]:
-    """The line on optimizer steps that were not made, if there are any."""
+    """The line about refused optimizer steps, if there are any."""
     refused = [record for record in trained if record.get("skipped_updates")]
     if not refused:
         return []

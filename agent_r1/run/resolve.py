@@ -37,7 +37,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = PACKAGE / "templates"
 TOOLS = PACKAGE / "tools"
 
-_NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python that lies beside recipes but is not theirs
+_NO_PART = re.compile(r"test_|__|(conftest|setup)$")  # Python files in a recipe's folder that are not part of it
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _FOLDERS: dict[str, Path] = {}  # package of a recipe outside of agent_r1 -> its folder
 # What code reads. Not what people read, nor what a program left beside it (nohup.out, logs, pictures).
@@ -55,8 +55,8 @@ def resolve(name: str, *, recipe: str) -> Any:
 
 
 def import_recipe(recipe: str, names: Iterable[str]) -> None:
-    """Import the recipe's files that these names lead to, and those that register something, which settings and rows
-    may ask for by its plain name. No other file is run: users keep scripts beside their recipes."""
+    """Import the recipe's files that these names refer to, and those that register something by name. No other file is
+    run, because users keep scripts next to their recipes."""
     folder = recipe_folder(recipe)
     named = [name.rpartition(".")[0] for name in names]
     for module in dict.fromkeys([*named, *(path.stem for path in sorted(folder.glob("*.py")) if _registers(path))]):
@@ -64,7 +64,7 @@ def import_recipe(recipe: str, names: Iterable[str]) -> None:
 
 
 def make_importable(recipe: str) -> None:
-    """Let another process find the recipe's modules by the names that they have here. Imports none of them."""
+    """Let another process import the recipe's modules by the same names. Imports none of them itself."""
     _package(recipe_folder(recipe))
 
 
@@ -75,8 +75,8 @@ def recipe_path(name: str, *, recipe: str) -> Path:
     found = next((place for place in (beside, path, bundled.get(name)) if place is not None and place.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"there is no file {name!r}, neither in {beside.parent} nor at {path}, and no chat template of "
-            f"ours has that name ({', '.join(sorted(bundled))})"
+            f"file {name!r} not found in {beside.parent} or at {path}, and it is not a bundled chat template "
+            f"({', '.join(sorted(bundled))})"
         )
     return found
 
@@ -171,7 +171,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def _registers(path: Path) -> bool:
-    """Whether a file makes an env, flow, tool, algorithm or call format known by name. The file is read, not run."""
+    """Whether a file registers an env, flow, tool, algorithm or call format. The file is read, not run."""
     if not path.stem.isidentifier() or _NO_PART.match(path.stem):
         return False
     try:

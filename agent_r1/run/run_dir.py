@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RunDir:
-    """`str` of it is how people would type its path."""
+    """A run directory. `str(run)` is its path as a user would type it."""
 
     def __init__(self, path: Path) -> None:
         self.path = anchored(path)
@@ -45,14 +45,14 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """A start that failed before it had anything to show does not stand in the way of the next one.
+        """Create a run directory. One whose run produced nothing may be reused.
 
-        One that has only just begun does: the directory stays locked from here to the end of the first `locked`.
+        The directory stays locked from here to the end of the first `locked`, so a run that has just begun is safe.
         """
         run, path = cls(path), anchored(path)
         taken = ConfigError(
-            f"{run} already holds a run; choose another folder. What agent-r1 train began, agent-r1 train --resume "
-            f"{run} continues"
+            f"{run} already holds a run; choose another folder, or continue a training run with agent-r1 train "
+            f"--resume {run}"
         )
         if _is_described(path) and not is_run(path):  # a model: nothing of ours belongs there
             raise taken
@@ -149,8 +149,8 @@ class RunDir:
         return [record for record in records if kind in (None, record["kind"])]
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and trajectories of later steps, which a resumed run makes again; and an evaluation of this step
-        whose episodes are missing, so that it is made again too."""
+        """Drop metrics and trajectories of later steps, and an evaluation of this step whose episodes are missing. A
+        resumed run repeats them."""
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         if not self.trajectories_file("eval", step).exists():
             kept = [record for record in kept if (record["kind"], record["step"]) != ("eval", step)]
@@ -163,7 +163,7 @@ class RunDir:
                 path.unlink()
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Episodes first: an evaluation whose metrics are there is complete, and is not made again."""
+        """Write the episodes first: once the metrics exist, the evaluation is complete and is not repeated."""
         self.write_trajectories("eval", step, evaluation.groups)
         self.append_metrics("eval", step, evaluation.metrics, panel=evaluation.panel)
 

@@ -103,7 +103,7 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unfit:
-    """A demonstration that is longer than an episode may be."""
+    """A demonstration that exceeds a limit of an episode."""
 
     row_id: str
     limit: str  # `max_steps is 8`
@@ -162,7 +162,9 @@ def _foreign_format(trajectory: Trajectory) -> str | None:
     for step in trajectory.steps:
         for call in step.calls:
             told = call.error or ""
-            if call.name or "Write " not in told:  # unreadable calls have no name, and are told how to write one
+            if (
+                call.name or "Write " not in told
+            ):  # unreadable calls have no name, and their error says how to write one
                 continue
             text = step.action_text[slice(*call.text_span)]
             for name, each in FORMATS.items():
@@ -182,13 +184,13 @@ async def _play_demo(
     episode = collector.episode(Episode, f"{row.row_id}#demo{index}", index)
     async with gate:
         trajectory = await collector.play(row, episode)
-    for call in _failed_calls(trajectory):  # first: whatever else went wrong may have come of it
+    for call in _failed_calls(trajectory):  # checked first, because it may have caused other errors
         if (call.error or "").startswith(no_tool(call.name)):
             raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
     if (written := _foreign_format(trajectory)) is not None:
         raise DataError(
             f"demonstration {index} ({row.row_id}) writes its calls in the format {written!r}, which the env does not "
-            f"read: set task.env_kwargs.tool_format={written}, or write the calls as the env reads them"
+            f"read: set task.env_kwargs.tool_format={written}, or write the calls in the env's format"
         )
     stop = episode.limit or trajectory.stop  # a first prompt that is too long fails an episode, and is a limit here
     if stop.is_failure:

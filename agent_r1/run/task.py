@@ -66,7 +66,7 @@ def build_task(config: RunConfig) -> Task:
 
 
 def warm_start_code(config: RunConfig) -> list[str]:
-    """The code of a warm start that is named by module; other names are registered by the recipe's own files."""
+    """The module paths that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
     names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
     if isinstance(context, SummaryContext):
@@ -77,17 +77,17 @@ def warm_start_code(config: RunConfig) -> list[str]:
 
 
 def named_code(config: RunConfig) -> list[str]:
-    """All code of a run that is named by module."""
+    """All module paths that a run uses."""
     rows = [] if is_data_source(config.task.rows) else [config.task.rows]
     return [*warm_start_code(config), config.task.reward, *rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Players:
-    """Makes the flows and envs of rows."""
+    """Creates the flows and envs of rows."""
 
     config: RunConfig
-    env: type[AgentEnv]  # unless the row names another; so with the flow
+    env: type[AgentEnv]  # default env and flow; a row may name others
     flow: type[AgentFlowBase]
     tools: list[BaseTool]
     make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
@@ -116,10 +116,10 @@ class _Players:
         env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
         env, name = env_class(env_type) if env_type else self.env, env_type or task.env
         takes_tools = takes_setting(env, "tools")
-        if self.tools and not takes_tools and not env_type:  # an env that a row chose may do without
+        if self.tools and not takes_tools and not env_type:  # an env that a row chose need not take tools
             raise ConfigError(
-                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: leave "
-                "task.tools out, or add a parameter tools to the class"
+                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: remove "
+                "task.tools, or add a parameter `tools` to the class"
             )
         tools = {"tools": self.tools} if self.tools and takes_tools else {}
         kwargs = merge_env_kwargs({**task.env_kwargs, **tools}, row)
@@ -134,7 +134,7 @@ class _Players:
         return self.make_env(env, name, kwargs)
 
     def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
-        """ConfigError if the env's own contradicts the template."""
+        """Set the template's format. Raises ConfigError if the env has its own, contradicting format."""
         if takes_setting(env, "tool_format"):
             kwargs["tool_format"] = template.choose(asked_format(kwargs))
         elif (env, template) not in self.checked:
@@ -143,12 +143,12 @@ class _Players:
             try:
                 template.choose(made.tool_format)
             except ConfigError as error:
-                raise ConfigError(f"{env.__name__}: {error}, or have its __init__ pass tool_format on") from error
+                raise ConfigError(f"{env.__name__}: {error}, or pass tool_format through its __init__") from error
             self.checked.add((env, template))
 
 
 def _players(config: RunConfig) -> tuple[_Players, Callable[[], None]]:
-    """What makes the flows of rows, and what ends everything that their envs need."""
+    """Return the factory for flows and envs, and a function that stops everything that the envs need."""
     task, tools = config.task, _tools(config)
     default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
     default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)

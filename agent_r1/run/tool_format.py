@@ -18,7 +18,7 @@ from agent_r1.types import Message
 
 
 def known_template(config: RunConfig, directory: str | None) -> TemplateFormat | None:
-    """How the run's chat template writes calls, as far as it can be told without fetching or making a model."""
+    """How the run's chat template writes calls; None if that needs a model that is not here yet."""
     override = config.model.chat_template
     text = None if override is None else recipe_path(override, recipe=config.recipe).read_text("utf-8")
     if directory is not None and not is_source(directory) and Path(directory).is_dir():

@@ -88,7 +88,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays on screen above the live part."""
-        self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages are no markup
+        self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
 
     def seconds_left(self) -> float:
         steps = self._done - self._first
@@ -114,7 +114,7 @@ def step_summary(metrics: Metrics) -> str:
 
 
 def _refused(metrics: Metrics) -> str:
-    """`  updates refused 1`, or nothing when all were made."""
+    """`  updates refused 1`, or nothing if no update was refused."""
     refused = metrics.get("skipped_updates", 0.0)
     return f"  updates refused {refused:.0f}" if refused else ""
 

@@ -217,8 +217,8 @@ class Trainer:
             )
         if state.get("code", self.code) != self.code:
             self.display.note(
-                f"warning: the recipe's code, or ours, is not what it was when {self.run} was saved; it goes on "
-                "with what is there now, and not exactly as if it had never stopped"
+                f"warning: the code of the recipe or of agent-r1 has changed since {self.run} was saved; it continues "
+                "with the new code, so it will not match an uninterrupted run exactly"
             )
         self.learner.load_state_dict(state["learner"])
         self.shaper.load_state_dict(state["shaper"])

@@ -43,12 +43,12 @@ def data_folder(name: str, path: str | None) -> Path:
 def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
     """Download a file to `to`, unless it is there. Raise `DataError` if that fails or its hash is wrong.
 
-    Without a hash (None), the caller has to check what it reads.
+    Without a hash (None), the caller must check the content.
     """
     if to.exists():
         if sha256 is not None and (digest := _hash_of(to)) != sha256:
             raise DataError(
-                f"{to} has sha256 {digest}, and {sha256} was expected: it is damaged or another file. Delete it to "
+                f"{to} has sha256 {digest}, but {sha256} was expected: it is damaged or a different file. Delete it to "
                 f"fetch {url} again"
             )
         return to

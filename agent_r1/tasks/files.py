@@ -24,13 +24,13 @@ def plain_or_gzipped(path: Path) -> Path | None:
 
 
 def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
-    """`json.loads`, but everything that cannot be read is a `ValueError`: also what would break code further on."""
+    """`json.loads` that raises `ValueError` for everything unreadable, including values that would break later code."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        if "integer string conversion" in str(error):  # which advises to change a setting of Python
+        if "integer string conversion" in str(error):  # its text suggests changing a setting of Python
             raise ValueError("a number in it has too many digits") from None
         raise
     if max_nesting is not None and is_nested_deeper(value, max_nesting, text=text):
@@ -39,7 +39,7 @@ def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
 
 
 def dump_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """JSON that every reader takes. It has no NaN: numbers that are not finite become texts that `float` reads back."""
+    """Write strict JSON. Non-finite numbers become strings that `float` reads back."""
     dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, indent=indent, default=default)
     try:
         return dumps(value)
@@ -48,20 +48,22 @@ def dump_json(value: Any, *, indent: int | None = None, default: Callable[[Any],
 
 
 def json_lines(path: Path) -> Iterator[Any]:
-    """Every record of a file, without blank lines. A line that cannot be read is a `DataError` with its number."""
+    """Yield every record of a file, skipping blank lines. Raises `DataError` with the number of an unreadable line."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for line in lines:
                 number += 1
                 if line.strip():
-                    yield read_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # Windows marks the start
+                    yield read_json(
+                        line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    )  # Windows may add a byte-order mark
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} line {number} cannot be read: {error}") from error
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every row of a file. A damaged file is a `DataError` that says how far it could be read."""
+    """Yield every row of a file. Raises `DataError` for a damaged file, with the first unreadable row."""
     import pyarrow.parquet as pq
 
     number = 0

@@ -171,7 +171,9 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
         raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
     name, _, config = name.partition(":")
     if not name.strip():
-        raise ConfigError(f"hf:{name}{config and f':{config}'} names no dataset: write hf:NAME or hf:NAME:CONFIG")
+        raise ConfigError(
+            f"hf:{name}{config and f':{config}'} does not name a dataset: write hf:NAME or hf:NAME:CONFIG"
+        )
     try:
         loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError) as error:  # datasets raises many kinds, all of them one of these two

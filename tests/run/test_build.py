@@ -156,7 +156,7 @@ def test_registered_names_are_known_although_the_recipe_names_no_file(recipe: Re
         (["sft.demos=task.demoes"], "task has no 'demoes'. Did you mean 'demos'"),
         (["sft.trajectories=runs/none"], r"sft\.trajectories='runs/none': there is no such run, folder or file"),
         (["model.path=./none"], "there is no such directory, and it is not a hub id"),
-        (["model.chat_template=none.jinja"], r"there is no file 'none\.jinja', neither in .*recipe nor at"),
+        (["model.chat_template=none.jinja"], r"file 'none\.jinja' not found in .*recipe or at"),
         (["task.env_kwargs={hi: 3}"], r"row 'train-0' cannot be played: env 'env.Guess' does not accept .*'hi'"),
         (
             ["task.env_kwargs={high: 0}"],

@@ -225,13 +225,13 @@ def test_steps_and_measures_that_do_not_exist_are_refused(run: RunDir) -> None:
 
 def test_a_run_without_evaluations_says_where_they_come_from(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", CONFIG)
-    with pytest.raises(ConfigError, match=r"was never evaluated while it trained. Make one: agent-r1 eval"):
+    with pytest.raises(ConfigError, match=r"was never evaluated while it trained. Evaluate it: agent-r1 eval"):
         shown([run.path, run.path])
     stored(run.evals / "later.json", {"a": 1.0})
-    with pytest.raises(ConfigError, match=r"It has these, made by eval: .*later\.json"):
+    with pytest.raises(ConfigError, match=r"Results of agent-r1 eval: .*later\.json"):
         shown([run.path, run.path])
     run.append_metrics("eval", 0, {"success": 0.5})  # as versions without panels did
-    with pytest.raises(DataError, match="did not say which rows it evaluated"):
+    with pytest.raises(DataError, match="did not record its evaluation rows"):
         shown([run.path, run.path])
 
 

@@ -242,7 +242,7 @@ def test_failures_that_never_end_do_not_fill_the_disk(tmp_path: Path, monkeypatc
     lines = text.splitlines()
     assert sum(" failed" in line for line in lines) == 100  # every one is mentioned
     assert 0 < text.count("line\n") * len("line\n") <= 10_000  # all of them would be 25,000
-    assert lines[-1].endswith("episode 99 failed (51 lines not kept: 10,000 characters were)")
+    assert lines[-1].endswith("episode 99 failed (51 lines omitted: the log already has 10,000 characters)")
 
 
 def test_text_that_is_no_unicode_reaches_the_log(tmp_path: Path) -> None:

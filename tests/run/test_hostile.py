@@ -201,11 +201,11 @@ def test_a_tool_that_stops_the_event_loop_stops_nothing(shell: Shell) -> None:
 def test_threads_of_tools_do_not_keep_the_program_alive(shell: Shell) -> None:
     ended = shell.train(trick="stay")
     assert ended.code == 0, ended.said
-    assert "exiting although threads of tools still run: a tool's" in ended.said
+    assert "exiting while threads of tools are still running: a tool's" in ended.said
     shell.assert_complete()
     asked = shell("chat", "run", "--ask", "hello", trick="stay in the pool")
     assert asked.code == 0, asked.said
-    assert "exiting although threads of tools still run: asyncio_0" in asked.said
+    assert "exiting while threads of tools are still running: asyncio_0" in asked.said
 
 
 def test_a_terminal_that_hangs_up_lets_the_run_save(shell: Shell) -> None:

@@ -250,7 +250,7 @@ def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch
     assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "from here"
     (tmp_path / "mine" / "a.jinja").write_text("beside", encoding="utf-8")
     assert recipe_path("a.jinja", recipe=name).read_text(encoding="utf-8") == "beside"
-    with pytest.raises(ConfigError, match=r"there is no file 'b\.jinja', neither in .*mine nor at .*b\.jinja"):
+    with pytest.raises(ConfigError, match=r"file 'b\.jinja' not found in .*mine or at .*b\.jinja"):
         recipe_path("b.jinja", recipe=name)
 
 
@@ -260,7 +260,7 @@ def test_a_bare_name_is_a_chat_template_of_ours_unless_a_file_has_it(tmp_path: P
     (tmp_path / "mine" / "chatml_tools").write_text("mine", encoding="utf-8")
     assert recipe_path("chatml_tools", recipe=name).read_text(encoding="utf-8") == "mine"
     for wrong in ("chatml_tool", "chatml_tools.jinja", "templates/chatml_tools"):
-        with pytest.raises(ConfigError, match=r"no chat template of ours has that name \(chatml_tools\)"):
+        with pytest.raises(ConfigError, match=r"not a bundled chat template \(chatml_tools\)"):
             recipe_path(wrong, recipe=name)
 
 

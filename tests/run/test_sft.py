@@ -70,7 +70,7 @@ def test_a_demonstration_whose_calls_the_env_does_not_read_is_an_error_that_name
         said_about(recipe, [GOOD], [foreign], "rollout.max_response_tokens=200")
     assert str(raised.value) == (
         f"demonstration 1 (train-1) writes its calls in the format {name!r}, which the env does not read: set "
-        f"task.env_kwargs.tool_format={name}, or write the calls as the env reads them"
+        f"task.env_kwargs.tool_format={name}, or write the calls in the env's format"
     )
 
 

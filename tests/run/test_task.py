@@ -164,7 +164,7 @@ def rows(split, count=None):
 
 def test_tools_for_an_env_that_takes_none_are_refused_with_both_settings_named(folder: Path) -> None:
     (folder / "world.py").write_text(WORLD.format(unique=folder.parent.name), encoding="utf-8")
-    message = r"task\.tools is \['task\.shout'\], but the env 'world\.World' \(World\) takes no tools: leave"
+    message = r"task\.tools is \['task\.shout'\], but the env 'world\.World' \(World\) takes no tools"
     with pytest.raises(ConfigError, match=message):
         build_plan(config(folder, "task.env=world.World"))
     build_plan(config(folder, "task.env=world.World", "task.tools=[]"))

@@ -90,7 +90,7 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
 def test_a_file_that_is_there_must_have_the_hash_too(server: Server, tmp_path: Path) -> None:
     to = tmp_path / "file.txt"
     to.write_bytes(CONTENT[:-1])
-    with pytest.raises(DataError, match=f"{to} has sha256 .*, and {RIGHT} was expected.* Delete it to fetch http"):
+    with pytest.raises(DataError, match=f"{to} has sha256 .*, but {RIGHT} was expected.* Delete it to fetch http"):
         fetch(url(server, "/good"), to, sha256=RIGHT, report=silent)
     assert (server.asked, to.read_bytes()) == ([], CONTENT[:-1])  # a user's file is neither used nor overwritten
 

@@ -222,7 +222,7 @@ def test_damaged_pages_of_a_parquet_file_are_an_error_with_file_and_row(tmp_path
 
 @pytest.mark.parametrize("source", ["hf:", "hf: ", "hf::main"])
 def test_a_dataset_without_a_name_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{source} names no dataset: write hf:NAME or hf:NAME:CONFIG$"):
+    with pytest.raises(ConfigError, match=f"^{source} does not name a dataset: write hf:NAME or hf:NAME:CONFIG$"):
         load_rows(source, split="train")
 
 

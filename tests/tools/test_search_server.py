@@ -71,14 +71,14 @@ def test_a_server_finds_what_its_index_finds(index: Index) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "problem"),
     [
-        (b"{", 400, "the body is not JSON that can be read: Expecting"),
-        (b'{"queries": ["a"], "top_k": ' + b"9" * 5000 + b"}", 400, "the body is not JSON that can be read: Exceeds"),
+        (b"{", 400, "the body is not readable JSON: Expecting"),
+        (b'{"queries": ["a"], "top_k": ' + b"9" * 5000 + b"}", 400, "the body is not readable JSON: Exceeds"),
         (b'{"queries": ["a"], "top_k": ' + b"9" * 4000 + b"}", 400, "9... (4,000 characters) is more than 8"),
         (b'{"queries": ["a"], "top_k": -3}', 400, "at least 1, got -3"),
         (b'{"queries": ["a"], "top_k": 1e400}', 400, "at least 1, got inf"),
         (b'{"queries": ["a"], "top_k": NaN}', 400, "at least 1, got nan"),
         (b'{"queries": ["a"], "top_k": [3]}', 400, "at least 1, got [3]"),
-        (b'{"queries": ' + b"[" * 5000, 400, "the body is not JSON that can be read"),
+        (b'{"queries": ' + b"[" * 5000, 400, "the body is not readable JSON"),
         (b'{"queries": ["a"], "kind": "' + b"k" * 900 + b'"}', 400, "kkk... (902 characters)"),
         (b'{"queries": ["a"], "' + b"f" * 900 + b'": 1}', 400, "fff... (902 characters)"),
         (b"[]", 400, "must be a JSON object, got list"),

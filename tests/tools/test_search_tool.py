@@ -166,7 +166,7 @@ def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_
 
 
 def test_retry_seconds_that_have_no_effect_or_no_sense_are_refused(index: Index) -> None:
-    with pytest.raises(ConfigError, match="retry_seconds is for a server"):
+    with pytest.raises(ConfigError, match="retry_seconds needs a server"):
         SearchTool(index=index.directory, retry_seconds=5)
     for retry_seconds in (-1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"at least 0 and finite, got {retry_seconds}"):

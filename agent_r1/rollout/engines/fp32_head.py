@@ -1,7 +1,7 @@
 """An output head in float32 on a model in half precision.
 
-In bfloat16 a logit of 20 is rounded to a multiple of 0.125, which is most of what a sampler and a learner disagree by.
-The head gets weights of its own, also where the model ties them to its embeddings, which stay in half precision.
+In bfloat16 a logit of 20 is rounded to a multiple of 0.125, which causes most of the sampler-learner mismatch.
+The head gets its own weights even if the model ties them to its embeddings, which stay in half precision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fp32Head(nn.Module):
 
 
 def use_fp32_head(model: Any, masters: Any) -> None:
-    """Replace the model's head by one with these weights, which are those of a float32 copy of the model."""
+    """Replace the model's head by one with these float32 weights, taken from a float32 copy of the model."""
     if type(masters) is not nn.Linear:
         raise ConfigError(
             f"model.fp32_head needs an output head that is a linear layer; {type(model).__name__} has "
@@ -37,7 +37,7 @@ def use_fp32_head(model: Any, masters: Any) -> None:
 
 
 def with_head_weights(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A learner hands over tied weights once; a float32 head needs them under its own name too."""
+    """Add the head's weights under its own name: a learner passes tied weights only once."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, Fp32Head):
         return weights
@@ -45,4 +45,6 @@ def with_head_weights(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str,
     own, tied = names[id(head.weight)], names[id(embedding.weight)]
     if own in weights or tied not in weights:
         return weights
-    return ChainMap({own: weights[tied]}, cast("dict[str, Tensor]", weights))  # no copy: they may be made one by one
+    return ChainMap(
+        {own: weights[tied]}, cast("dict[str, Tensor]", weights)
+    )  # no copy: the mapping may compute weights on demand

@@ -118,13 +118,13 @@ class State:
         self.stop_RE[:rows] = moved(stops, device)
 
     def make_supports(self, width: int) -> None:
-        """Room for supports of at most so many ids. Not while a graph is captured."""
+        """Allocate buffers for supports of up to this many ids. Must not run while a graph is captured."""
         if width not in self.supports:
             ids_CR = self.drawn_CR
             self.supports[width] = torch.zeros(*ids_CR.shape, width, dtype=torch.int32, device=ids_CR.device)
 
     def keep(self, ids_RK: Tensor) -> None:
-        """Book what a pass samples from, before `draw`."""
+        """Record the supports of a pass, before `draw`."""
         rows, width = ids_RK.shape
         self.supports[width][:, :rows].index_copy_(0, self.passes, ids_RK[None])
 

@@ -158,7 +158,7 @@ class ModelRunner(ABC):
         with noting(windows):
             got = self.logits_of([first, second, third])
         self._check_layers(windows)
-        body = self.model.get_input_embeddings().weight.dtype  # the head may be finer
+        body = self.model.get_input_embeddings().weight.dtype  # the head may have a higher precision
         tolerance = max(1e-4, 8 * torch.finfo(body).eps)
         error, scale = (got - expected).abs().max().item(), expected.abs().max().item()
         same = error <= tolerance * scale  # nan is not

@@ -22,7 +22,7 @@ class Request:
     uniforms: NDArray[np.float64]  # one per token that may be sampled
     prompt_length: int = field(init=False)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)  # with `Sampling.keep_support`: what has been sampled from
+    kept: list[Kept] = field(default_factory=list)  # with `Sampling.keep_support`: the supports so far
     blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
     cached: int = 0  # leading tokens whose keys and values are in `blocks` once all that is planned has run
     ahead: int = 0  # tokens that are being sampled and not yet in `tokens`

@@ -192,7 +192,7 @@ class Scheduler:
         logprobs: Sequence[Sequence[float]],
         kept: Sequence[Kept | None] | None = None,
     ) -> list[Request]:
-        """Book a finished step; the other arguments are those of all `draws`. Returns what is complete."""
+        """Record a finished step; the other arguments belong to `draws`. Returns the completed requests."""
         finished: list[Request] = []
         self.stats.steps += 1
         drawn = iter(zip(tokens, logprobs, [None] * len(tokens) if kept is None else kept, strict=True))

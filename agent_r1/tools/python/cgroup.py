@@ -1,7 +1,7 @@
-"""A control group for each run, where the system lets us make one: a bound on its memory that includes the kernel's.
+"""A control group for each run, if the system allows it: limits the run's memory including kernel memory.
 
-Needs cgroup v2 with a memory controller and write access to the group above our own, as in a service of a systemd user
-session. Elsewhere runs have the limits of their processes only. Everything happens on the host's side.
+Needs cgroup v2 with a memory controller and write access to the parent of our own group, as in a service of a systemd
+user session. Elsewhere, runs have only the limits of their processes. All of this runs on the host, not in the sandbox.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NUMBERS = itertools.count()
 
 
 def find_parent(membership: str, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """The group in which we may make others, given the text of /proc/self/cgroup; None if there is none.
+    """Find the group in which we may create others, from the text of /proc/self/cgroup; None if there is none.
 
-    A group with processes in it, such as our own, cannot limit groups below it, so it is the one above.
+    A group that contains processes, such as our own, cannot limit groups below it, so this is its parent.
     """
     found = re.search(r"^0::(/.+)$", membership, re.M)
     if found is None or not (root / "cgroup.controllers").exists():
@@ -38,7 +38,7 @@ def find_parent(membership: str, root: Path = Path("/sys/fs/cgroup")) -> Path | 
 
 
 class Group:
-    """A group for one run. OSError if it cannot be made."""
+    """A group for one run. Raises OSError if it cannot be created."""
 
     def __init__(self, parent: Path, limits: Limits) -> None:
         self._folder = parent / f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
@@ -46,8 +46,8 @@ class Group:
         try:
             most = (limits.processes * limits.memory_mb + limits.scratch_mb) * MIB
             self._write("memory.max", str(most))
-            self._write("memory.oom.group", "1")  # a run ends as a whole
-            if (self._folder / "memory.swap.max").exists():  # not where the kernel does not account swap
+            self._write("memory.oom.group", "1")  # kill the whole run
+            if (self._folder / "memory.swap.max").exists():  # missing if the kernel does not account swap
                 self._write("memory.swap.max", "0")
         except OSError:
             self.remove()
@@ -57,7 +57,7 @@ class Group:
         self._write("cgroup.procs", str(pid))
 
     def remove(self) -> None:
-        """Once its processes have ended."""
+        """Remove the group after its processes have ended."""
         with suppress(OSError):
             self._folder.rmdir()
 
@@ -71,7 +71,7 @@ class Group:
 
 @cache
 def parent_for_runs() -> Path | None:
-    """Where groups of runs go. Tried out with a process that waits, as permissions do not tell everything."""
+    """The parent of the groups of runs. Tested with an idle process, because permissions alone are not enough."""
     try:
         parent = find_parent(Path("/proc/self/cgroup").read_text(encoding="utf-8"))
         if parent is None:
@@ -91,7 +91,7 @@ def parent_for_runs() -> Path | None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Empty groups of programs that were killed."""
+    """Remove the empty groups of killed programs."""
     for folder in parent.glob(f"{_PREFIX}*"):
         if not Path(f"/proc/{folder.name.removeprefix(_PREFIX).split('-')[0]}").exists():
             with suppress(OSError):  # not empty: not ours after all
@@ -99,7 +99,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def pid_of(handle: int) -> int:
-    """The process behind a pidfd, as this process numbers it."""
+    """The pid behind a pidfd, in the namespace of this process."""
     found = re.search(r"^Pid:\s+(\d+)$", Path(f"/proc/self/fdinfo/{handle}").read_text(encoding="utf-8"), re.M)
     if found is None:
         raise ProcessLookupError("the process has ended")

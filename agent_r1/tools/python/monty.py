@@ -1,7 +1,7 @@
-"""Workers of `pydantic-monty`: each a process that interprets a part of Python and has no system calls to offer.
+"""Workers of `pydantic-monty`: each is a process that interprets a subset of Python without system calls.
 
-Values never leave the worker, only text does: a list of lists of lists that takes a kilobyte there would be written out
-in full here, where no limit holds. So a last line that is an expression is rewritten to print its value.
+Only text leaves the worker, never values: a nested list that takes a kilobyte there could expand to any size here,
+where no limit applies. So if the last line is an expression, it is rewritten to print its value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE = "<python>"
 LAST = "__last__"
 KEEP = f"{LAST} = ("
 SHOW = f"if {LAST} is not None: print(repr({LAST}))"
-NO_VALUE = "\n\nNone"  # the feed's own value, which would be sent here; two lines, as the code may end in a backslash
+NO_VALUE = "\n\nNone"  # replaces the value that would be sent here; two newlines, as the code may end in a backslash
 
 
 class MontyBackend:
@@ -31,7 +31,7 @@ class MontyBackend:
             import pydantic_monty
         except ImportError:
             raise ConfigError("the package pydantic-monty is not installed") from None
-        # The parser's remarks about the code are the model's business, not the terminal's.
+        # Warnings about the model's code do not belong on the terminal.
         warnings.filterwarnings("ignore", module=FILE)
         self._limits = limits
         self._stack = ExitStack()
@@ -46,11 +46,11 @@ class MontyBackend:
 
 
 class _TooLong(Exception):
-    """More was printed than may be."""
+    """The code printed more than the limit."""
 
 
 class _Printed:
-    """Takes what is printed, up to a limit."""
+    """Collects printed text up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -66,7 +66,7 @@ class _Printed:
 
 
 class MontyRun:
-    """A worker. It cannot be killed from here, but never runs on for longer than the time limit."""
+    """A worker. It cannot be killed from here, but never runs longer than the time limit."""
 
     def __init__(self, pool: Any, limits: Limits) -> None:
         self._limits = limits
@@ -96,7 +96,7 @@ class MontyRun:
             self._session.feed_run(show_last(code), print_callback=printed)
         except _TooLong:
             pass
-        except (RecursionError, MemoryError):  # of `show_last`: what the worker raises comes as an error of monty
+        except (RecursionError, MemoryError):  # from `show_last`; errors in the worker arrive as monty errors
             error = "SyntaxError: the code is nested too deeply"
         except pydantic_monty.MontyCrashedError as failure:
             killed_by, error = KilledBy.TIME if failure.timed_out else KilledBy.SIGNAL, str(failure)
@@ -104,7 +104,7 @@ class MontyRun:
             error = failure.display()[-MAX_ERROR_CHARS:]
         except pydantic_monty.MontyRuntimeError as failure:
             error = explain(failure)
-            if "\nTimeoutError" in f"\n{error}":  # its own, or raised by the code: both are the end of it
+            if "\nTimeoutError" in f"\n{error}":  # from the time limit or raised by the code: both end the run
                 killed_by, error = KilledBy.TIME, f"stopped: it ran for more than {self._limits.seconds:g} s"
         if printed.too_long:
             killed_by, error = KilledBy.OUTPUT, f"stopped: it printed more than {self._limits.output_chars} characters"
@@ -120,12 +120,12 @@ class MontyRun:
 
 
 def show_last(code: str) -> str:
-    """The same program, with the same line numbers, that prints the value of a last line that is an expression."""
+    """Rewrite the program to print the value of a last line that is an expression. Line numbers stay the same."""
     source = code.encode("utf-8", errors="replace").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     text = source.decode()
     try:
         body = ast.parse(text, FILE).body
-    except (SyntaxError, ValueError):  # monty says what is wrong, or knows a newer syntax than this Python
+    except (SyntaxError, ValueError):  # monty reports the error, or supports newer syntax than this Python
         return text + NO_VALUE
     if not body or not isinstance(body[-1], ast.Expr):
         return text + NO_VALUE
@@ -140,7 +140,7 @@ def show_last(code: str) -> str:
 
 
 def explain(failure: Any) -> str:
-    """The last frames of the code itself, and the error, as the other levels tell them."""
+    """The last frames of the code and the error, in the format of the other levels."""
     frames = []
     for frame in failure.traceback()[-MAX_FRAMES:]:
         line = (frame.source_line or "").strip()

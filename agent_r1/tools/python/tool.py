@@ -22,7 +22,7 @@ class PythonTool(BaseTool):
     """Runs the code it is sent in a sandbox. `execute` takes `session` from its env, never from the model."""
 
     name = "python"
-    parallel = True  # each call is a program of its own; `PythonEnv`, where they share variables, runs them in order
+    parallel = True  # each call is a separate program; `PythonEnv` shares variables, so it runs calls in order
     parameters: dict[str, Any] = {  # noqa: RUF012 (as BaseTool has it)
         "type": "object",
         "properties": {"code": {"type": "string", "description": "The program. What it prints is the answer."}},

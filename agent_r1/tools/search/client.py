@@ -1,11 +1,11 @@
-"""Asking a search server: one request per batch, repeated while the server is busy or restarting.
+"""Client of a search server: one request per batch, retried while the server is busy or restarting.
 
     async with SearchClient("http://localhost:8100") as client:
         results = await client.search(["Who founded the band?"], top_k=5)
 
-Failures that may pass (no connection, no answer in time, the codes in `BUSY`) are tried again after growing waits, at
-least as long as the server asks for, until `retry_seconds` are over. Any other refusal is raised at once.
-`check_server` asks one short question before anything depends on the server.
+Temporary failures (no connection, no answer in time, the codes in `BUSY`) are retried with growing pauses, at least as
+long as the server asks for, until `retry_seconds` have passed. Any other refusal is raised at once. `check_server`
+sends one short query before anything depends on the server.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class SearchClient:
         url: str,
         *,
         seconds_per_attempt: float = SECONDS_PER_ATTEMPT,
-        retry_seconds: float = RETRY_SECONDS,  # no attempt starts later than that after the first; 0: one attempt
+        retry_seconds: float = RETRY_SECONDS,  # no attempt starts later than this after the first; 0: one attempt
         backoff_seconds: float = 0.2,
-        max_wait: float = 10.0,  # longest pause between attempts; a server that asks for more is taken to mean no
+        max_wait: float = 10.0,  # longest pause between attempts; if the server asks for more, give up
         max_connections: int = 100,
     ) -> None:
         self.url = check_url(url)
@@ -112,7 +112,7 @@ class SearchClient:
                 return await self._attempt(body)
             except _Failed as failure:
                 attempts += 1
-                # Jitter: clients that failed together would only fail together again.
+                # Jitter, so that clients that failed together do not retry together.
                 backoff = min(self._backoff * 2 ** min(attempts - 1, 60), self._max_wait)
                 pause = max(failure.wait, backoff) * _JITTER.uniform(1.0, 1.5)
                 took = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""HTTP connections that cannot be held open: every one has a deadline, and there is a bound on how many are open.
+"""HTTP connections with a deadline each and a limit on how many are open, so that clients cannot hold them open.
 
 uvicorn limits neither how long a client may take to send a request's headers nor how long it may take to read an
 answer, and its `limit_concurrency` turns every new client away once enough connections are open, even idle ones. Here
@@ -17,7 +17,7 @@ BUSY_PERIODS = 3  # the application gives a request `seconds` to send its body a
 
 
 def bounded_protocol(*, seconds: float, max_connections: int) -> Callable[..., asyncio.Protocol]:
-    """A factory for `uvicorn.Config(http=...)`; the connections that it makes share the bound."""
+    """Return a factory for `uvicorn.Config(http=...)`; its connections share one limit."""
     idle: dict[_Connection, None] = {}  # those that wait for their client, longest first
 
     def make(*args: Any, **kwargs: Any) -> asyncio.Protocol:
@@ -64,7 +64,7 @@ class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not read uvic
         self._close_in(self._seconds)
 
     def _close_in(self, seconds: float) -> None:
-        """Replaces the deadline. Only a new state moves it: bytes that trickle in do not."""
+        """Replace the deadline. Only a new state does this; single bytes that trickle in do not."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(seconds, self.transport.abort)

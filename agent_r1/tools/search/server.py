@@ -3,8 +3,8 @@
 All waiting queries are ranked together in a separate thread, while the event loop goes on reading requests. Everything
 is bounded: the size of a body, queries per request, queries that wait (503 with Retry-After above that), the time to
 receive a body (408) and to find its answer (504), open connections and how long each may stay idle (`connections.py`).
-Asked to stop, the server takes no new connections and answers what it has. Encryption and access control are not
-covered; they belong to a proxy in front.
+When stopped, the server accepts no new connections and answers the requests it has. For encryption and access control,
+put a proxy in front.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = "1"  # seconds a client that was sent away should wait
-CLOSE = {"Connection": "close"}  # the rest of a body that was not read must not be taken for a request
+CLOSE = {"Connection": "close"}  # an unread rest of a body must not be parsed as a request
 FILES_RESERVED = 64  # file descriptors kept for the index, the log and the server itself
 
 
@@ -203,7 +203,7 @@ class _App:
         except BadRequest:
             raise
         except (ValueError, RecursionError) as error:  # json limits neither depth nor digits; Python does
-            raise BadRequest(f"the body is not JSON that can be read: {error}") from None
+            raise BadRequest(f"the body is not readable JSON: {error}") from None
 
     async def _body(self, request: Request) -> bytes:
         largest, body = self._limits.max_body_bytes, b""
@@ -235,7 +235,7 @@ class _TooSlow(Exception):
 
 
 def make_app(index: Index, limits: ServerLimits) -> Starlette:
-    """The ASGI application, to be run by any server. Slow headers and idle connections are that server's concern."""
+    """The ASGI application, for any server. That server must handle slow headers and idle connections."""
     _require_server()
     from starlette.applications import Starlette
     from starlette.routing import Route
@@ -249,13 +249,13 @@ def make_app(index: Index, limits: ServerLimits) -> Starlette:
 
 
 def make_config(index: Index, limits: ServerLimits) -> uvicorn.Config:
-    """The application in a server that bounds its connections."""
+    """The application in a server with limited connections."""
     app = make_app(index, limits)
     import uvicorn
 
     from agent_r1.tools.search.connections import bounded_protocol
 
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # accepting more would fail, for everybody
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # accepting more would fail for all clients
     protocol = bounded_protocol(
         seconds=limits.seconds, max_connections=max(1, min(limits.max_connections, open_files - FILES_RESERVED))
     )
@@ -263,7 +263,7 @@ def make_config(index: Index, limits: ServerLimits) -> uvicorn.Config:
         app,
         http=protocol,
         ws="none",
-        log_level="error",  # not a line per connection that sends nonsense
+        log_level="error",  # no log line for every invalid request
         access_log=False,
         timeout_graceful_shutdown=math.ceil(limits.seconds),
     )

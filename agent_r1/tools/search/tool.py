@@ -62,7 +62,7 @@ class SearchTool(BatchTool):
             raise ConfigError(f"the search tool needs top_k and max_chars of at least 1, got {top_k} and {max_chars}")
         self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
         if url is None and retry_seconds is not None:
-            raise ConfigError("the search tool's retry_seconds is for a server; leave it out, or set url")
+            raise ConfigError("the search tool's retry_seconds needs a server: set url, or remove retry_seconds")
         self._url = None if url is None else check_url(url)
         self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
         if not 0 <= self._retry_seconds < math.inf:

@@ -88,7 +88,7 @@ def no_new_privileges() -> None:
 
 
 def forbid_huge_pages() -> None:
-    """Also for its children. A huge page stays whole, and uncounted, while a single page of it is mapped."""
+    """Disable huge pages, also for children. A huge page stays allocated, uncounted, while any part of it is mapped."""
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
@@ -99,7 +99,7 @@ def compiled_filter() -> bytes:
 
 
 def filter_system_calls() -> None:
-    """Refuse, for good, all calls that `calls.py` does not allow; needs `no_new_privileges`."""
+    """Permanently refuse all calls that `calls.py` does not allow; needs `no_new_privileges`."""
     instructions = compiled_filter()
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
 
@@ -113,7 +113,7 @@ def filter_system_calls() -> None:
 def _column() -> int:
     if MACHINE not in calls.MACHINES:
         known = " and ".join(calls.MACHINES)
-        raise OSError(calls.ENOSYS, f"the sandbox knows the system calls of {known}, and this machine is {MACHINE!r}")
+        raise OSError(calls.ENOSYS, f"the sandbox supports {known}, but this machine is {MACHINE!r}")
     return list(calls.MACHINES).index(MACHINE)
 
 
