@@ -247,7 +247,7 @@ class EnvPool:
 
     def _answered(self, host: Host, answer: Answer) -> None:
         call, taken_before = host.calls.popleft(), host.data_bytes
-        # Who finds half of the memory free and still gets too little has itself to blame.
+        # If half of the memory was free, the failing call itself asked for too much.
         was_full = host.is_half_full(self._start.max_bytes) and not host.is_apart
         host.count(call, answer)
         hosted = call.hosted
