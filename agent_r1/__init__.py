@@ -1,3 +1,71 @@
-"""agent-r1: train language-model agents end to end with reinforcement learning."""
+"""agent-r1: train language-model agents end to end with reinforcement learning.
+
+The names below are what recipes and scripts are written with. They are imported on first use, so that importing the
+package loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent_r1.envs.base import AgentEnv
+    from agent_r1.envs.check import check_env, check_tool
+    from agent_r1.envs.text_env import Reply, TextEnv
+    from agent_r1.envs.tool_env import ToolEnv
+    from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode, EpisodeLimit, Limits, SingleStepFlow
+    from agent_r1.flows.replay import replay
+    from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
+    from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "envs.base": ["AgentEnv"],
+    "envs.check": ["check_env", "check_tool"],
+    "envs.text_env": ["Reply", "TextEnv"],
+    "envs.tool_env": ["ToolEnv"],
+    "flows.flow": ["AgentEnvLoop", "AgentFlowBase", "Episode", "EpisodeLimit", "Limits", "SingleStepFlow"],
+    "flows.replay": ["replay"],
+    "tools.base": ["BaseTool", "FromRow", "ToolError", "ToolResult", "tool"],
+    "types": ["Action", "Observation", "StopReason", "TaskRow", "Trajectory", "Transition"],
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "Action",
+    "AgentEnv",
+    "AgentEnvLoop",
+    "AgentFlowBase",
+    "BaseTool",
+    "Episode",
+    "EpisodeLimit",
+    "FromRow",
+    "Limits",
+    "Observation",
+    "Reply",
+    "SingleStepFlow",
+    "StopReason",
+    "TaskRow",
+    "TextEnv",
+    "ToolEnv",
+    "ToolError",
+    "ToolResult",
+    "Trajectory",
+    "Transition",
+    "check_env",
+    "check_tool",
+    "replay",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'agent_r1' has no attribute {name!r}")
+    return getattr(import_module(f"agent_r1.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -16,13 +16,13 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 
-from agent_r1.agent.rendering import Renderer
+from agent_r1.build.model import find_model
+from agent_r1.build.model_source import as_directory
+from agent_r1.build.resolve import recipe_path
 from agent_r1.recipes.alfworld import data, task
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.env import shortened
-from agent_r1.run.model import find_model
-from agent_r1.run.model_source import as_directory
-from agent_r1.run.resolve import recipe_path
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
 
 SPLITS = ("train", "valid_seen", "valid_unseen")

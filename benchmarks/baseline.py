@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from agent_r1.agent.conversations import Conversations
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import Limits
-from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.sampler import Sampling
+from agent_r1.engines.base import Sampling
+from agent_r1.envs.base import AgentEnv
+from agent_r1.flows.flow import Limits
+from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Observation, StopReason, TaskRow
 
 
@@ -130,7 +130,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoop:
-    """Plays rows in lock step. Its limits mean what they mean to `agent_r1.agent.flow.Episode`."""
+    """Plays rows in lock step. Its limits mean what they mean to `agent_r1.flows.flow.Episode`."""
 
     make_responder: Callable[[], Responder]
     make_env: Callable[[TaskRow], AgentEnv]

@@ -46,17 +46,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from agent_r1.agent.env import AgentEnv, merge_env_kwargs
-from agent_r1.agent.flow import AgentEnvLoop
-from agent_r1.agent.sampler import Sampling
-from agent_r1.agent.tool import FunctionTool, tool
-from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.build.plan import Model, build_engine, build_task, load_model, train_collector
 from agent_r1.config import RunConfig, load_config
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.envs.base import AgentEnv, merge_env_kwargs
+from agent_r1.envs.tool_env import ToolEnv
+from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.quickstart.task import calculate, lookup
 from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.engines.local import LocalEngine
-from agent_r1.run.build import Model, build_engine, build_task, load_model, train_collector
-from agent_r1.run.start import starting_model
+from agent_r1.tools.base import FunctionTool, tool
+from agent_r1.train.start import starting_model
 from agent_r1.types import TaskRow, Trajectory
 from benchmarks.baseline import CarriedCache, FreshPrefill, Played, Responder, TurnLoop
 from benchmarks.machine import RESULTS, machine

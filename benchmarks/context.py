@@ -22,7 +22,7 @@ from typing import Any
 
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import (
     ROOT,

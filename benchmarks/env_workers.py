@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.workers import EnvPool
+from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.processes import EnvPool
 from agent_r1.types import Action, TaskRow
 from benchmarks.machine import RESULTS, machine
 from benchmarks.slow_worlds import Blocking, Computing, InThread, Trivial

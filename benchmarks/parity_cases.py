@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_r1.learn.batch import nested
+from agent_r1.learn.batch.packs import nested
 from agent_r1.learn.credit import Values
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 

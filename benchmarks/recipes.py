@@ -27,10 +27,10 @@ from typing import Any
 
 from agent_r1.bench.machine import accelerator, pick_device
 from agent_r1.config import RECIPES
-from agent_r1.run.compare import compare, find_sides
-from agent_r1.run.outcomes import EvalRecord
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.statistics import PairedDifference
+from agent_r1.runs.compare import compare, find_sides
+from agent_r1.runs.outcomes import EvalRecord
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.statistics import PairedDifference
 from benchmarks.machine import RESULTS, machine
 
 ROOT = Path(__file__).parents[1]

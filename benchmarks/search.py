@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from agent_r1.data.downloads import data_dir
 from agent_r1.recipes.hotpotqa.data import FOLDER, INDEX, SPLITS, Question, questions
-from agent_r1.tasks.download import data_dir
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.dense import ENCODERS, DenseSettings
 from agent_r1.tools.search.index import Index, Kind

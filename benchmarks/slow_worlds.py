@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.envs.base import AgentEnv
 from agent_r1.types import Action, Observation, TaskRow, Transition
 
 CPU_SECONDS = 0.002

@@ -12,12 +12,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Limits
-from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.sampler import Sampler, Sampling
+from agent_r1.engines.base import Sampler, Sampling
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import AgentEnv
+from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Limits
 from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import TaskRow
 
 TEMPLATE = (

@@ -14,11 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from agent_r1.cli import main
+from agent_r1.cli.app import main
 
 _FORKS = multiprocessing.get_context("forkserver")
 # What commands import on their way, and nothing that starts threads or looks for a GPU.
-_FORKS.set_forkserver_preload(["agent_r1.run.commands", "agent_r1.recipes.quickstart.tiny", "matplotlib.pyplot"])
+_FORKS.set_forkserver_preload(["agent_r1.cli.commands", "agent_r1.recipes.quickstart.tiny", "matplotlib.pyplot"])
 
 
 def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:

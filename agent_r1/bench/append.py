@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agent_r1.agent.sampler import Sampling
 from agent_r1.bench.results import Figures
-from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

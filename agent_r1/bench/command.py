@@ -18,8 +18,8 @@ from rich.text import Text
 from agent_r1.bench import engine, learner, step
 from agent_r1.bench.machine import accelerator, checkout, commit, machine, pick_device, slug
 from agent_r1.bench.results import Results, Row, as_markdown, as_tables, comparison, fill_in
+from agent_r1.build.cache import cache_root
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.run.cache import cache_root
 
 
 class Bench(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from agent_r1.agent.sampler import Sampling
 from agent_r1.bench.measure import spend
-from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ from agent_r1.bench.measure import alternate, copy_bytes_per_second, free_memory
 from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.soak import Soak
-from agent_r1.rollout.engines.local import LocalEngine
-from agent_r1.run.engine import GPU_BURST
-from agent_r1.run.garbage import set_parts_aside
+from agent_r1.build.engine import GPU_BURST
+from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.train.garbage import set_parts_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

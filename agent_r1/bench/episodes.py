@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from typing import Any
 
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentEnvLoop, Limits, stable_seed
-from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.sampler import Completion, Sampler, Sampling
 from agent_r1.bench.models import TURN_END, TURN_START, make_tokenizer
+from agent_r1.engines.base import Completion, Sampler, Sampling
+from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
+from agent_r1.flows.flow import AgentEnvLoop, Limits, stable_seed
 from agent_r1.rollout.collect import Collector
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Group, Observation, TaskRow, Transition
 
 # What the template writes around an answer: the end of the response before it, and the head of the next one.

@@ -24,9 +24,9 @@ from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.training import BETAS, LR, MAX_GRAD_NORM, Maker, PaddedTrainer, one_row_per_step
 from agent_r1.learn.algorithms import get_algorithm
+from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.learner import Learner
-from agent_r1.learn.policy import PolicyModel
-from agent_r1.learn.tree import PrefixSharing
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory
 
 STATE_BYTES = 12  # per parameter: the fp32 weight and AdamW's two moments

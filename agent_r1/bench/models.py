@@ -20,8 +20,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agent_r1.agent.rendering import FORGETFUL
-from agent_r1.rollout.engines.model_runner import cast_weights
+from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.tokens.rendering import FORGETFUL
 
 PAD, TURN_START, TURN_END, NEVER = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|never|>"
 TEMPLATE = (

@@ -17,8 +17,8 @@ from typing import Any
 from rich.table import Table
 
 from agent_r1.bench.arithmetic import medians
+from agent_r1.data.files import read_json
 from agent_r1.errors import DataError
-from agent_r1.tasks.files import read_json
 
 Figures = dict[str, float]
 

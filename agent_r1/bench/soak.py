@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from agent_r1.agent.sampler import Sampling
 from agent_r1.bench.episodes import AnsweringEnv, Workload, episode_seed, make_collector
 from agent_r1.bench.measure import allocated_bytes, resident_bytes
 from agent_r1.bench.results import Figures
-from agent_r1.rollout.engines.local import LocalEngine
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.types import Action, StopReason, Transition
 
 MIB = 2**20

@@ -17,19 +17,19 @@ from typing import Any, Protocol
 
 import torch
 
-from agent_r1.agent.flow import stable_seed
 from agent_r1.bench.episodes import Workload, check_lengths, episode_seed, make_collector
 from agent_r1.bench.measure import free_memory, synchronize
 from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
+from agent_r1.build.engine import GPU_BURST
+from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.flows.flow import stable_seed
 from agent_r1.learn.algorithms import assign_credit, get_algorithm
 from agent_r1.learn.learner import Learner
-from agent_r1.learn.policy import PolicyModel
-from agent_r1.rollout.engines.local import LocalEngine
-from agent_r1.rollout.engines.model_runner import cast_weights
-from agent_r1.rollout.reward import Scorer
-from agent_r1.run.engine import GPU_BURST
-from agent_r1.run.garbage import set_parts_aside
+from agent_r1.learn.model.policy import PolicyModel
+from agent_r1.rollout.scoring import Scorer
+from agent_r1.train.garbage import set_parts_aside
 from agent_r1.types import TaskRow, Trajectory
 
 LR = 1e-6

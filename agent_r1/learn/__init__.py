@@ -9,7 +9,7 @@ from agent_r1.learn.algorithms import (
     supervised_loss,
 )
 from agent_r1.learn.learner import Learner
-from agent_r1.learn.policy import PolicyModel
+from agent_r1.learn.model.policy import PolicyModel
 
 __all__ = [
     "ALGORITHMS",

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn.batch import Pack, column, column_with_gaps
-from agent_r1.learn.policy import PolicyModel
+from agent_r1.learn.batch.packs import Pack, column, column_with_gaps
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
 
 SMALLEST_STD = 1e-6  # of value targets that differ by more than rounding

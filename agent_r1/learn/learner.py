@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError, TrainingError, did_you_mean
-from agent_r1.learn.batch import Pack, column_with_gaps, merge_steps, nested, pack, split_evenly
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.credit import Values
-from agent_r1.learn.critic import Critic, value_report, with_last_state
-from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_loss
-from agent_r1.learn.minibatch import (
+from agent_r1.learn.batch.minibatch import (
     Columns,
     MiniBatch,
     columns_at,
@@ -34,12 +29,17 @@ from agent_r1.learn.minibatch import (
     reshuffle,
     with_own_logprobs,
 )
+from agent_r1.learn.batch.packs import Pack, column_with_gaps, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch.support import Supports, supports_of
+from agent_r1.learn.batch.tree import PrefixSharing
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.credit import Values
+from agent_r1.learn.critic import Critic, value_report, with_last_state
+from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_loss
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess
-from agent_r1.learn.policy import PolicyModel
-from agent_r1.learn.support import Supports, supports_of
 from agent_r1.learn.tally import Tally
-from agent_r1.learn.tree import PrefixSharing
 from agent_r1.types import CreditedTrajectory, KLEstimator, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists

@@ -3,8 +3,8 @@
 Every episode is its own task and advances as soon as its own tool returns. A failed episode is data: its error is kept
 on the trajectory, it is never trained on, and only when too many of a batch fail does the run stop.
 
-Not covered: code that blocks the event loop itself. Blocking tools run in threads (`agent/guard.py`); an env that
-blocks belongs in worker processes (`agent/workers`).
+Not covered: code that blocks the event loop itself. Blocking tools run in threads (`guard.py`); an env that
+blocks belongs in worker processes (`envs/processes`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agent_r1.agent.env import own_row
-from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
-from agent_r1.agent.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
-from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.sampler import Sampler, Sampling
+from agent_r1.engines.base import Sampler, Sampling
+from agent_r1.envs.base import own_row
 from agent_r1.errors import RolloutError
+from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
+from agent_r1.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)

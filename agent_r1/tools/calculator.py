@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from agent_r1.agent.tool import ToolError, tool
+from agent_r1.tools.base import ToolError, tool
 
 MAX_CHARS = 200
 MAX_BITS = 256  # of numerator and denominator, after every operation

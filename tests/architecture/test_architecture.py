@@ -22,7 +22,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-@pytest.mark.parametrize("module", ["agent_r1.agent.flow", "agent_r1.agent", "agent_r1.tasks.rows"])
+@pytest.mark.parametrize("module", ["agent_r1.flows.flow", "agent_r1", "agent_r1.data.rows"])
 def test_what_acts_imports_without_torch(module: str) -> None:
     code = f"import sys, {module}; heavy = {{'torch', 'transformers'}} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

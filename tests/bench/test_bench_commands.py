@@ -20,7 +20,7 @@ from agent_r1.bench.episodes import Workload
 from agent_r1.bench.models import Shape, make_network
 from agent_r1.bench.step import QUICK, StepBench
 from agent_r1.bench.training import Maker, PaddedTrainer, one_row_per_step
-from agent_r1.cli import app
+from agent_r1.cli.app import app
 from agent_r1.errors import ConfigError
 
 CPU = torch.device("cpu")

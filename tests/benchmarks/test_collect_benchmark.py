@@ -12,11 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent.env import AgentEnv
+from agent_r1.build.plan import build_task, load_model
 from agent_r1.config import load_config
+from agent_r1.envs.base import AgentEnv
 from agent_r1.recipes.quickstart.task import lookup
-from agent_r1.run.build import build_task, load_model
-from agent_r1.run.start import starting_model
+from agent_r1.train.start import starting_model
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 from benchmarks.baseline import Played, cut_at_stop, left_padded
 from benchmarks.collect import (

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.main import get_command
 
-from agent_r1.cli import app
+from agent_r1.cli.app import app
 from agent_r1.config import load_config, parse_config
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
 from agent_r1.learn.rewards import KLInReward, RewardShaper
-from agent_r1.run.metrics import rollout_metrics
+from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.types import Trajectory
 from tests.learn.builders import correction, group, new_critic, step, tiny_model, trajectory
 

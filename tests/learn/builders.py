@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
-from agent_r1.learn.batch import merge_steps, pack, step_sizes
+from agent_r1.learn.batch.minibatch import on_columns
+from agent_r1.learn.batch.packs import merge_steps, pack, step_sizes
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.critic import Critic
 from agent_r1.learn.learner import CriticTraining
-from agent_r1.learn.minibatch import on_columns
 from agent_r1.learn.rewards import KLInReward
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 

@@ -9,11 +9,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import attention
-from agent_r1.learn.attention import PACKED_ATTENTIONS, packed_attention_for, segments, use_packed_attention, varlen
-from agent_r1.learn.batch import Pack, merge_steps, pack
-from agent_r1.learn.policy import PolicyModel
-from agent_r1.learn.tree import PackLayout, PrefixSharing
+from agent_r1.learn.batch.packs import Pack, merge_steps, pack
+from agent_r1.learn.batch.tree import PackLayout, PrefixSharing
+from agent_r1.learn.model import attention
+from agent_r1.learn.model.attention import (
+    PACKED_ATTENTIONS,
+    packed_attention_for,
+    segments,
+    use_packed_attention,
+    varlen,
+)
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.errors import DataError
-from agent_r1.learn.batch import (
+from agent_r1.learn.batch.packs import (
     Pack,
     column,
     column_with_gaps,

@@ -20,12 +20,12 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.compiling import repeated_layers
-from agent_r1.learn import attention, flash
-from agent_r1.learn.attention import packed_attention_for, segments, varlen
-from agent_r1.learn.batch import Pack, merge_steps, pack
-from agent_r1.learn.flash import flash_runs, flash_runs_backward
-from agent_r1.learn.policy import PolicyModel
-from agent_r1.learn.tree import PackLayout, PrefixSharing, lay_out
+from agent_r1.learn.batch.packs import Pack, merge_steps, pack
+from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
+from agent_r1.learn.model import attention, flash
+from agent_r1.learn.model.attention import packed_attention_for, segments, varlen
+from agent_r1.learn.model.flash import flash_runs, flash_runs_backward
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
 from tests.learn.plain_kernels import PlainKernels
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agent_r1.learn.head import HeadSettings, token_logprobs
+from agent_r1.learn.model.head import HeadSettings, token_logprobs
 
 T, D, V = 11, 6, 17
 

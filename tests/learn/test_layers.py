@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn import PolicyModel
-from agent_r1.learn.layers import checkpoint_layers, compile_layers, require_compiler
+from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler
 from tests.learn.builders import credit_for, gradients_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 

@@ -19,8 +19,8 @@ from agent_r1.learn import (
     get_algorithm,
     supervised_loss,
 )
-from agent_r1.learn.batch import Pack, merge_steps, pack, split_evenly
-from agent_r1.learn.minibatch import reshuffle
+from agent_r1.learn.batch.minibatch import reshuffle
+from agent_r1.learn.batch.packs import Pack, merge_steps, pack, split_evenly
 from agent_r1.learn.optimizer import warmup
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import (

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import Learner, PolicyModel
-from agent_r1.learn.lora import LoRA
+from agent_r1.learn.model.lora import LoRA
 from tests.learn.builders import credit_for, critic_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 

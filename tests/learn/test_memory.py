@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import PolicyModel
-from agent_r1.learn.batch import merge_steps, pack
-from agent_r1.learn.lora import LoRA
-from agent_r1.learn.memory import (
+from agent_r1.learn.batch.packs import merge_steps, pack
+from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.memory import (
     Fixed,
     Measured,
     check_fits,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from agent_r1.errors import DataError
-from agent_r1.learn.batch import Pack
-from agent_r1.learn.minibatch import MiniBatch, culprits, layout, on_columns, prepare, with_own_logprobs
+from agent_r1.learn.batch.minibatch import MiniBatch, culprits, layout, on_columns, prepare, with_own_logprobs
+from agent_r1.learn.batch.packs import Pack
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import correction, random_credited, step, trajectory
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn.batch import Pack, merge_steps, pack
-from agent_r1.learn.policy import PolicyModel
+from agent_r1.learn.batch.packs import Pack, merge_steps, pack
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, random_trajectory, step, tiny_model, trajectory
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen2-sliding", "qwen3", "gemma3"]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from agent_r1.errors import DataError
 from agent_r1.learn import PolicyModel, as_demonstrations, supervised_loss
-from agent_r1.learn.batch import merge_steps, pack
-from agent_r1.learn.head import token_logprobs
+from agent_r1.learn.batch.packs import merge_steps, pack
+from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.losses import KL_PENALTIES
-from agent_r1.learn.support import Supports, supports_of
+from agent_r1.learn.model.head import token_logprobs
 from agent_r1.types import CreditedTrajectory, Group, Step, Support, Trajectory
 from tests.learn.builders import (
     VOCABULARY,

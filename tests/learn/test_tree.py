@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.learn import PolicyModel
-from agent_r1.learn.batch import Pack, Segment, merge_steps, pack
-from agent_r1.learn.minibatch import layout
-from agent_r1.learn.tree import (
+from agent_r1.learn.batch.minibatch import layout
+from agent_r1.learn.batch.packs import Pack, Segment, merge_steps, pack
+from agent_r1.learn.batch.tree import (
     BREAK_EVEN,
     IntArray,
     PackLayout,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from agent_r1.build.plan import build_plan
+from agent_r1.cli.commands import run_training
 from agent_r1.config import load_config
 from agent_r1.learn import ALGORITHMS
-from agent_r1.run.build import build_plan
-from agent_r1.run.commands import run_training
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
 
 MINI = str(Path(__file__).parents[1] / "run" / "mini")
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
-from agent_r1.learn.batch import Pack
+from agent_r1.learn.batch.minibatch import prepare
+from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.losses import value_loss
-from agent_r1.learn.minibatch import prepare
 from agent_r1.types import CreditedTrajectory, Group
 from tests.learn.builders import credit_for, critic_of, gradients_of, learner_for, on_policy, random_groups, tiny_model
 from tests.numerics import loss_reference

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1.agent.context import ContextPolicy, Notes, Window
-from agent_r1.agent.text_env import Reply, TextEnv
+from agent_r1.envs.text_env import Reply, TextEnv
+from agent_r1.flows.context import ContextPolicy, Notes, Window
 from agent_r1.learn import PolicyModel
 from agent_r1.types import Group, TaskRow, Trajectory
-from tests.agent.test_context_episode import POLICIES, play, segments, summary
 from tests.chatml import row
+from tests.flows.test_context_episode import POLICIES, play, segments, summary
 from tests.learn.builders import VOCABULARY, on_policy
 from tests.numerics.test_batch_equivalence import (
     DEFINITION_BOUNDS,

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_env
-from agent_r1.agent.env import make_env
 from agent_r1.config import load_config
+from agent_r1.envs.base import make_env
+from agent_r1.envs.check import check_env
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.alfworld import data, made, task
 from agent_r1.recipes.alfworld.engine import NOTHING_HAPPENS, World

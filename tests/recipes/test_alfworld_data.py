@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.alfworld import data, task
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.game import TASK_TYPES
-from agent_r1.tasks.panel import panel_hash
 from tests.recipes.alfworld_release import Files, made_release, write_archive, write_tree
 
 

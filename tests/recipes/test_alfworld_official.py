@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from agent_r1.data.panels import panel_hash
 from agent_r1.recipes.alfworld import data, task
-from agent_r1.tasks.panel import panel_hash
 from benchmarks.alfworld import Official, Releases, compared
 
 GOLDEN = json.loads(Path(__file__).with_name("alfworld_golden.json").read_text(encoding="utf-8"))

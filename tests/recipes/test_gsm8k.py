@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_env, check_tool
-from agent_r1.agent.env import merge_env_kwargs
-from agent_r1.agent.tool import BaseTool
-from agent_r1.agent.tool_calls import FORMATS
-from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.build.plan import build_plan
+from agent_r1.build.task import build_task
 from agent_r1.config import load_config
+from agent_r1.envs.base import merge_env_kwargs
+from agent_r1.envs.check import check_env, check_tool
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.gsm8k import data, made
 from agent_r1.recipes.gsm8k import task as plain
 from agent_r1.recipes.gsm8k_tool import made as made_tool
 from agent_r1.recipes.gsm8k_tool import task
-from agent_r1.run.build import build_plan
-from agent_r1.run.task import build_task
+from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tools.base import BaseTool
 from agent_r1.tools.calculator import evaluate
 from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 

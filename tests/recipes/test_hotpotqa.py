@@ -21,16 +21,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_env
-from agent_r1.agent.tool_calls import FORMATS
-from agent_r1.agent.tool_env import ToolEnv
 from agent_r1.config import load_config
+from agent_r1.data.downloads import data_dir
+from agent_r1.envs.check import check_env
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.hotpotqa import data, made, task
 from agent_r1.recipes.hotpotqa.data import Question
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import contains, exact_match, f1, normalized, substring_match
-from agent_r1.tasks.download import data_dir
+from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent import check_env
+from agent_r1 import check_env
+from agent_r1.build.plan import build_plan
+from agent_r1.cli.commands import run_training
 from agent_r1.config import load_config
-from agent_r1.run.build import build_plan
-from agent_r1.run.commands import run_training
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
 from tests.recipes.vending.task import Machine, rows
 
 WORLD = Path(__file__).with_name("vending")

@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_r1.agent.check import check_env, check_tool
-from agent_r1.agent.env import merge_env_kwargs
-from agent_r1.agent.flow import AgentEnvLoop, Limits
-from agent_r1.agent.rendering import Renderer, verify_template
-from agent_r1.agent.sampler import Sampling
-from agent_r1.agent.tool import ToolError
-from agent_r1.agent.tool_calls import FORMATS
-from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import merge_env_kwargs
+from agent_r1.envs.check import check_env, check_tool
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
+from agent_r1.flows.flow import AgentEnvLoop, Limits
 from agent_r1.recipes.quickstart import task, tiny
 from agent_r1.recipes.quickstart.task import Kind, Puzzle, Shortcut
 from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tools.base import ToolError
 from agent_r1.types import StopReason, TaskRow, Trajectory
 
 TOOLS = [task.lookup, task.calculate]

@@ -18,18 +18,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent.guard import call
+from agent_r1.build.model import load_model
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.build.task import recipe_function
+from agent_r1.cli.commands import run_training
 from agent_r1.config import RunConfig, bundled_presets, bundled_recipes, load_config
-from agent_r1.rollout.reward import RewardFunction, named_components
-from agent_r1.run.build import build_plan, build_task
-from agent_r1.run.checkpoint import latest_checkpoint
-from agent_r1.run.commands import run_training
-from agent_r1.run.model import load_model
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.sft import sft_trajectories
-from agent_r1.run.task import recipe_function
+from agent_r1.guard import call
+from agent_r1.rollout.scoring import RewardFunction, named_components
+from agent_r1.runs.checkpoint import latest_checkpoint
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.tools.python.levels import LEVELS, what_is_missing
+from agent_r1.train.sft import sft_trajectories
 from agent_r1.types import Group, TaskRow, Trajectory
 
 SMALL_QUICKSTART = [

@@ -15,8 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_env, check_tool
+from agent_r1.build.plan import build_plan
+from agent_r1.build.recipe_data import prepare_data
 from agent_r1.config import load_config
+from agent_r1.envs.check import check_env, check_tool
+from agent_r1.envs.python_env import PythonEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.retool import answers, data, gsm8k, made
 from agent_r1.recipes.retool.answers import same_answer
@@ -34,10 +37,8 @@ from agent_r1.recipes.retool.data import (
     split_problems,
 )
 from agent_r1.recipes.retool.task import reward, rows
-from agent_r1.run.build import build_plan
-from agent_r1.run.data import prepare_data
 from agent_r1.tools.python.levels import LEVELS, Guarantee, what_is_missing
-from agent_r1.tools.python.tool import PythonEnv, PythonTool
+from agent_r1.tools.python.tool import PythonTool
 from agent_r1.types import Step, StopReason, TaskRow, Trajectory
 
 SHARED = os.environ.get("AGENT_R1_SHARED_DATA")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop import made, task
 from agent_r1.recipes.webshop.data import PACKAGES, Catalogue
@@ -17,7 +18,6 @@ from agent_r1.recipes.webshop.goals import NO_BOUND, Goal, draw_prices, human_go
 from agent_r1.recipes.webshop.products import HumanInstruction, Product, read_products
 from agent_r1.recipes.webshop.score import alike, has_attribute, judge, plain_color, shared_nouns, type_factor
 from agent_r1.recipes.webshop.search import ProductSearch, split_words
-from agent_r1.tasks.panel import panel_hash
 
 SCARF = Product(
     asin="B000000001",

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.build.plan import build_plan
 from agent_r1.config import load_config
+from agent_r1.data.files import json_lines
+from agent_r1.data.panels import panel_hash
 from agent_r1.recipes.webshop import data, task
 from agent_r1.recipes.webshop.buyers import knowing_buyer, reading_buyer
 from agent_r1.recipes.webshop.data import open_catalogue
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.shop import Place, Shop, open_shop
-from agent_r1.run.build import build_plan
-from agent_r1.tasks.files import json_lines
-from agent_r1.tasks.panel import panel_hash
 
 REAL = os.environ.get("AGENT_R1_WEBSHOP")
 real = pytest.mark.skipif(REAL is None, reason="AGENT_R1_WEBSHOP does not name a folder with the data")

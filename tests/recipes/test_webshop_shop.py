@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_env
+from agent_r1.envs.check import check_env
 from agent_r1.errors import ConfigError
 from agent_r1.recipes.webshop import made
 from agent_r1.recipes.webshop.data import Catalogue

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.build.plan import build_plan
+from agent_r1.build.task import build_task
 from agent_r1.config import load_config
+from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop import data, made, task
 from agent_r1.recipes.webshop.buyers import knowing_buyer, query_of, reading_buyer
@@ -19,9 +22,6 @@ from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.shop import BUY, Shop
-from agent_r1.run.build import build_plan
-from agent_r1.run.task import build_task
-from agent_r1.tasks.panel import panel_hash
 from agent_r1.types import Step, StopReason, TaskRow, Trajectory
 from benchmarks import webshop as benchmark
 from tests.recipes.test_webshop import GOAL, SCARF, scraped

@@ -11,7 +11,7 @@ import torch
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import ALGORITHMS, Algorithm, PolicyModel, assign_credit, get_algorithm
-from agent_r1.learn.batch import merge_steps, split_evenly
+from agent_r1.learn.batch.packs import merge_steps, split_evenly
 from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory

@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from agent_r1.agent import guard
+from agent_r1 import guard
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.attempts import ScoringError
-from agent_r1.rollout.classifier_reward import ClassifierReward, final_exchange
-from agent_r1.rollout.reward import Scorer
-from agent_r1.rollout.reward_model import BatchedReward
+from agent_r1.rollout.rewards.attempts import ScoringError
+from agent_r1.rollout.rewards.classifier import ClassifierReward, final_exchange
+from agent_r1.rollout.rewards.reward_model import BatchedReward
+from agent_r1.rollout.scoring import Scorer
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from tests.chatml import row, tokenizer
-from tests.rollout.tiny_models import GPT2, SHAPE
+from tests.engines.tiny_models import GPT2, SHAPE
 
 torch.set_num_threads(1)
 

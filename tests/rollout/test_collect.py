@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_r1.agent import guard
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentFlowBase, Episode, SingleStepFlow
-from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1 import guard
+from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.flows.flow import AgentFlowBase, Episode, SingleStepFlow
 from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.engines.scripted import ScriptedEngine
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentFlowBase, Episode, EpisodeLimit, flow_class
-from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import AgentEnv
+from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, flow_class
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 

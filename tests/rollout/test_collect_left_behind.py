@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent import flow as flow_module
-from agent_r1.agent.env import AgentEnv
-from agent_r1.agent.flow import AgentFlowBase, Episode
-from agent_r1.agent.sampler import Completion, Sampling
-from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import AgentEnv
+from agent_r1.flows import flow as flow_module
+from agent_r1.flows.flow import AgentFlowBase, Episode
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
 from tests.chatml import collector, row, tokenizer
-from tests.rollout.engine_sides import both, make_engine
-from tests.rollout.tiny_models import tiny
+from tests.engines.engine_sides import both, make_engine
+from tests.engines.tiny_models import tiny
 
 ASKED = Observation(text="x")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_r1.rollout.engines.scripted import ScriptedEngine
+from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.types import Action, Observation, StopReason, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.rollout.test_collect import Echo, echo, play

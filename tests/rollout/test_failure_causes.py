@@ -7,9 +7,9 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from agent_r1.agent.tool import FunctionTool, ToolError, tool
-from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.rollout.collect import commonest_failures
+from agent_r1.tools.base import FunctionTool, ToolError, tool
 from agent_r1.types import StopReason, Trajectory
 from tests.chatml import collector
 from tests.rollout.test_collect import play

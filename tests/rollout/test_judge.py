@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import ConfigError
-from agent_r1.rollout import attempts
-from agent_r1.rollout.judge import LLMJudge
-from agent_r1.rollout.reward import Scorer
-from agent_r1.rollout.shaping import weighted
+from agent_r1.rollout.rewards import attempts
+from agent_r1.rollout.rewards.judge import LLMJudge
+from agent_r1.rollout.rewards.shaping import weighted
+from agent_r1.rollout.scoring import Scorer
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from tests.chatml import row
 from tests.rollout.judge_server import GOOD, Reply, Server, says

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.rollout.judge import _cut_longest, judge_prompt, read_score
+from agent_r1.rollout.rewards.judge import _cut_longest, judge_prompt, read_score
 from agent_r1.types import Step, StopReason, Trajectory
 from tests.chatml import row
 

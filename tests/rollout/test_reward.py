@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from agent_r1.errors import ConfigError, RolloutError
-from agent_r1.rollout.reward import Scorer, check_reward_signature
+from agent_r1.rollout.scoring import Scorer, check_reward_signature
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from tests.chatml import row
 

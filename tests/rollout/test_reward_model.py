@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.agent import guard
+from agent_r1 import guard
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.attempts import Attempts, ScoringError, TransientError
-from agent_r1.rollout.reward import Scorer
-from agent_r1.rollout.reward_model import BatchedReward, BatchScorer, Item
+from agent_r1.rollout.rewards.attempts import Attempts, ScoringError, TransientError
+from agent_r1.rollout.rewards.reward_model import BatchedReward, BatchScorer, Item
+from agent_r1.rollout.scoring import Scorer
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.agent.guard import is_async
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.reward import SYNC_THREADS, Scorer
-from agent_r1.rollout.shaping import clean_calls, gated, matches, weighted
+from agent_r1.guard import is_async
+from agent_r1.rollout.rewards.shaping import clean_calls, gated, matches, weighted
+from agent_r1.rollout.scoring import SYNC_THREADS, Scorer
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 from tests.chatml import row
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1.cli import command_line
+from agent_r1.cli.app import command_line
 
 
 @dataclass(frozen=True)

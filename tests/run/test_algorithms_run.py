@@ -13,17 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent.flow import AgentFlowBase
+from agent_r1.build.plan import build_algorithm, build_plan, greedy_collector
+from agent_r1.build.resolve import resolve
+from agent_r1.cli.commands import run_training
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.learn import ALGORITHMS
 from agent_r1.rollout.collect import Collector
-from agent_r1.run.build import build_algorithm, build_plan, greedy_collector
-from agent_r1.run.checkpoint import list_checkpoints
-from agent_r1.run.commands import run_training
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.resolve import resolve
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.checkpoint import list_checkpoints
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import StopReason, TaskRow
 
 MINI = str(Path(__file__).parent / "mini")
@@ -190,7 +190,7 @@ def test_a_failed_greedy_attempt_costs_its_row_and_not_the_run(tmp_path: Path, m
     def failing(*parts: Any) -> Collector:
         return replace(greedy_collector(*parts), make_flow=refusing)
 
-    monkeypatch.setattr("agent_r1.run.trainer.greedy_collector", failing)
+    monkeypatch.setattr("agent_r1.train.trainer.greedy_collector", failing)
     run = trained(tmp_path / "run", "algorithm.name=remax", "rollout.group_size=3", "trainer.steps=1")
     (step,) = run.read_metrics("train")
     assert step["group/no_baseline"] == step["group/count"] == 3
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path: Path) -> N
 COUNTED = """
 import asyncio
 
-from agent_r1.agent import AgentEnv
+from agent_r1 import AgentEnv
 from agent_r1.types import Observation, Transition
 
 

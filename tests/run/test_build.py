@@ -14,11 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from agent_r1.agent.sampler import Sampling
-from agent_r1.config import RunConfig, load_config
-from agent_r1.errors import AgentR1Error, ConfigError, DataError
-from agent_r1.rollout.engines.scripted import ScriptedEngine
-from agent_r1.run.build import (
+from agent_r1.build.engine import build_engine, episodes_at_once, most_cached
+from agent_r1.build.model import find_model, load_model, save_model
+from agent_r1.build.plan import (
     build_plan,
     build_task,
     eval_collector,
@@ -26,16 +24,18 @@ from agent_r1.run.build import (
     greedy_collector,
     train_collector,
 )
-from agent_r1.run.engine import build_engine, episodes_at_once, most_cached
-from agent_r1.run.model import find_model, load_model, save_model
-from agent_r1.run.resolve import resolve
-from agent_r1.run.run_dir import RunDir
+from agent_r1.build.resolve import resolve
+from agent_r1.config import RunConfig, load_config
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.errors import AgentR1Error, ConfigError, DataError
+from agent_r1.runs.run_dir import RunDir
 from tests.chatml import TEMPLATE, renderer, tokenizer
 
 MINI = str(Path(__file__).with_name("mini"))
 
 TASK = """
-from agent_r1.agent import AgentEnv
+from agent_r1 import AgentEnv
 
 def rows(split, count=20):
     return [{"prompt": f"{split} {i}"} for i in range(count)]
@@ -59,7 +59,7 @@ class Torn(AgentEnv):
 three = 3
 """
 ENV = """
-from agent_r1.agent import AgentEnv, AgentEnvLoop, AgentFlowBase
+from agent_r1 import AgentEnv, AgentEnvLoop, AgentFlowBase
 from agent_r1.types import Observation, StopReason
 
 @AgentEnv.register("guess-{unique}")
@@ -79,7 +79,7 @@ class Alone(AgentFlowBase):
     async def run(self, row, episode): return StopReason.ANSWERED
 """
 TOOL = '''
-from agent_r1.agent import BaseTool, tool
+from agent_r1 import BaseTool, tool
 
 @BaseTool.register
 @tool(name="echo-{unique}")

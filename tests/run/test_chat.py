@@ -17,13 +17,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent import Reply, TextEnv, ToolEnv, tool
-from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase, Episode
+from agent_r1 import Reply, TextEnv, ToolEnv, tool
+from agent_r1.build.resolve import resolve
+from agent_r1.cli.chat import Chat, answer, chat_loop, open_chat
 from agent_r1.config import load_config
-from agent_r1.rollout.engines.scripted import ScriptedCall, ScriptedEngine
-from agent_r1.run.chat import Chat, answer, chat_loop, open_chat
-from agent_r1.run.resolve import resolve
-from agent_r1.run.run_dir import RunDir
+from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
+from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import Message, Observation, StopReason, TaskRow
 from tests.chatml import _no_env, collector, renderer, row, tokenizer
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.run.outcomes import EvalRecord
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.sft import select
+from agent_r1.runs.outcomes import EvalRecord
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.sft import select
 from agent_r1.types import Step, StopReason, Trajectory
 from tests.run.conftest import Cli
 
@@ -181,7 +181,7 @@ def test_an_interrupted_collection_keeps_whole_files(cli: Cli, tmp_path: Path, m
             "\nimport os\n\ndef stop(row, trajectory):\n"
             "    if row.row_id == 'train-3':\n        os.kill(os.getpid(), 15)\n    return 0.0\n"
         )
-    monkeypatch.setattr("agent_r1.run.commands.EPISODES_PER_FILE", 4)  # two rows of two episodes
+    monkeypatch.setattr("agent_r1.cli.commands.EPISODES_PER_FILE", 4)  # two rows of two episodes
     ended = cli("collect", folder, *SHORT, "task.reward=task.stop", "--rows", 6, "--samples", 2, "--run", own)
     assert ended.code == 128 + 15
     assert ended.err == f"stopped by SIGTERM; 4 episodes are in {own}\n"

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from agent_r1.config import parse_config
+from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.compare import find_sides, show_comparisons
-from agent_r1.run.outcomes import EvalRecord, Subject, by_row, eval_file, keep, row_outcomes, stem_of
-from agent_r1.run.run_dir import RunDir
-from agent_r1.tasks.panel import panel_hash
+from agent_r1.runs.compare import find_sides, show_comparisons
+from agent_r1.runs.outcomes import EvalRecord, Subject, by_row, eval_file, keep, row_outcomes, stem_of
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row
 
@@ -296,7 +296,7 @@ def test_models_have_short_names_for_files() -> None:
 def test_comparing_needs_no_torch(run: RunDir) -> None:
     words = json.dumps(["agent-r1", "compare", str(run.path), str(run.path), "--step", "first,last"])
     code = (
-        f"import sys, json; sys.argv = json.loads({words!r})\nfrom agent_r1.cli import main\n"
+        f"import sys, json; sys.argv = json.loads({words!r})\nfrom agent_r1.cli.app import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agent_r1.agent import ToolEnv, tool
-from agent_r1.agent.context import ContextPolicy, DropResults, Notes, Window
-from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase
-from agent_r1.rollout.engines.scripted import ScriptedCall, ScriptedEngine
-from agent_r1.run.chat import Chat, answer
+from agent_r1 import ToolEnv, tool
+from agent_r1.cli.chat import Chat, answer
+from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
+from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window
+from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
 from agent_r1.types import StopReason, TaskRow
-from tests.agent.test_context_episode import POLICIES, summary
 from tests.chatml import collector, row, tokenizer
+from tests.flows.test_context_episode import POLICIES, summary
 
 
 @tool

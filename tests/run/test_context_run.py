@@ -14,25 +14,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.agent.flow import AgentEnvLoop, AgentFlowBase
-from agent_r1.agent.sampler import Completion, Sampling
+from agent_r1.build.plan import build_plan, eval_collector, greedy_collector, load_model, train_collector
+from agent_r1.build.task import build_task
+from agent_r1.cli.commands import run_eval, run_training
 from agent_r1.config import RunConfig, load_config, parse_config
+from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn.batch import merge_steps
-from agent_r1.rollout.engines.scripted import ScriptedEngine
-from agent_r1.run.build import build_plan, eval_collector, greedy_collector, load_model, train_collector
-from agent_r1.run.commands import run_eval, run_training
-from agent_r1.run.outcomes import Subject
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.sft import sft_trajectories
-from agent_r1.run.start import _warm_start_key, base_model
-from agent_r1.run.task import build_task
+from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
+from agent_r1.learn.batch.packs import merge_steps
+from agent_r1.runs.outcomes import Subject
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.sft import sft_trajectories
+from agent_r1.train.start import _warm_start_key, base_model
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
-from tests.agent.test_context_episode import POLICIES, Vault
 from tests.chatml import collector, renderer, row, tokenizer
-from tests.rollout.engine_sides import assert_logprobs_match, both, engine
-from tests.rollout.tiny_models import tiny
+from tests.engines.engine_sides import assert_logprobs_match, both, engine
+from tests.engines.tiny_models import tiny
+from tests.flows.test_context_episode import POLICIES, Vault
 
 BASE = """
 task: {rows: task.rows, env: task.Walk, reward: task.reward}
@@ -45,7 +45,7 @@ engine: {threads: 1, max_cached_tokens: 8192}
 eval: {rows: 2}
 """
 TASK = """
-from agent_r1.agent import AgentEnv, AgentEnvLoop, AgentFlowBase, Reply, TextEnv
+from agent_r1 import AgentEnv, AgentEnvLoop, AgentFlowBase, Reply, TextEnv
 from agent_r1.types import Observation, StopReason, TaskRow
 from tests.run.mini.task import make_model as make_model
 

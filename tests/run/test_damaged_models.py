@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agent_r1.build.plan import build_engine, load_model
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
-from agent_r1.run.build import build_engine, load_model
 from tests.run.mini.task import make_model
 
 MINI = str(Path(__file__).parent / "mini")
@@ -73,7 +73,7 @@ def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest
         def from_pretrained(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr("agent_r1.run.model.AutoTokenizer.from_pretrained", from_pretrained)
+        monkeypatch.setattr("agent_r1.build.model.AutoTokenizer.from_pretrained", from_pretrained)
 
     fails(ImportError("it needs the sentencepiece library"))
     refused(directory, "it needs the sentencepiece library$")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.agent.rendering import Renderer
+from agent_r1.build.resolve import resolve
+from agent_r1.build.task import build_task
 from agent_r1.config import load_config
 from agent_r1.errors import DataError
-from agent_r1.run.resolve import resolve
-from agent_r1.run.sft import sft_trajectories
-from agent_r1.run.task import build_task
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.train.sft import sft_trajectories
 from agent_r1.types import Trajectory
 from tests.chatml import tokenizer
 from tests.run.mini.task import demos

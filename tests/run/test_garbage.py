@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.cli.commands import run_eval, run_sft, run_training
 from agent_r1.config import load_config
-from agent_r1.run.build import build_plan, build_task
-from agent_r1.run.commands import run_eval, run_sft, run_training
-from agent_r1.run.garbage import parts_set_aside
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.garbage import parts_set_aside
 from tests.run.test_pipeline import MINI, console
 
 # A reward that notes how much was set aside when it was asked, and an optional failure.

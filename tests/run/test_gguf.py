@@ -16,10 +16,10 @@ pytest.importorskip("gguf", reason="the optional package gguf is not installed")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_r1.agent.rendering import Renderer, verify_template
+from agent_r1.build.gguf import convert_gguf
+from agent_r1.build.gguf_tokenizer import CUTTINGS, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.gguf import convert_gguf
-from agent_r1.run.gguf_tokenizer import CUTTINGS, tokenizer_of
+from agent_r1.tokens.rendering import Renderer, verify_template
 from tests.chatml import TEMPLATE
 from tests.run.tiny_gguf import CONTROL, MERGES, TOKENS, TYPES, Tiny
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from agent_r1.cli import main
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
+from agent_r1.cli.app import main
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
 from tests.forked import start
 
 RECIPE = Path(__file__).parent / "hostile"

@@ -15,9 +15,9 @@ from threading import Timer
 import pytest
 from rich.console import Console
 
+from agent_r1.cli.signals import SAME_SECONDS, Interrupted, interruptible
 from agent_r1.config import load_config
 from agent_r1.errors import DiskError
-from agent_r1.run.interrupt import SAME_SECONDS, Interrupted, interruptible
 
 CONFIG = load_config(str(Path(__file__).parent / "mini"), [])
 CONSOLE = Console(quiet=True)

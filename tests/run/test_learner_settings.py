@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agent_r1.build.model import model_device, model_dtype
+from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, load_model, rehearse
+from agent_r1.cli.commands import run_eval
 from agent_r1.compiling import repeated_layers
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, load_model, rehearse
-from agent_r1.run.checkpoint import latest_checkpoint, load_state
-from agent_r1.run.commands import run_eval
-from agent_r1.run.model import model_device, model_dtype
-from agent_r1.run.rng import deterministic, restore_rng, rng_state
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.start import _warm_start_key, base_model
+from agent_r1.runs.checkpoint import latest_checkpoint, load_state
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.rng import deterministic, restore_rng, rng_state
+from agent_r1.train.start import _warm_start_key, base_model
 from tests.run.test_pipeline import console, mini, numbers, resumed, trained
 
 ADAPTERS = ("lora={rank: 2, target_modules: [q_proj, v_proj, down_proj]}",)
@@ -129,7 +129,7 @@ def test_only_packs_of_no_given_size_may_be_made_smaller(monkeypatch: pytest.Mon
         asked.append(longest)
         return "fits"
 
-    monkeypatch.setattr("agent_r1.run.build.estimate", note)
+    monkeypatch.setattr("agent_r1.build.plan.estimate", note)
     for overrides in ((), ("learner.max_tokens_per_pack=100",)):
         assert rehearse(mini(*overrides), learner_of(*overrides)) == "fits"
     assert asked == [512, None]  # rollout.max_context_tokens of the recipe
@@ -261,7 +261,7 @@ def test_the_estimate_is_made_before_the_first_step(tmp_path: Path, monkeypatch:
     def too_large(*_: Any, **__: Any) -> str:
         raise ConfigError("does not fit")
 
-    monkeypatch.setattr("agent_r1.run.build.estimate", too_large)
+    monkeypatch.setattr("agent_r1.build.plan.estimate", too_large)
     with pytest.raises(ConfigError, match="does not fit"):
         trained(tmp_path / "large")
     assert [record for record in numbers(tmp_path / "large") if record["kind"] == "train"] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_r1.run.metrics import rollout_metrics
+from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
 

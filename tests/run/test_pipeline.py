@@ -22,17 +22,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
+from agent_r1.cli.chat import answer, open_chat
+from agent_r1.cli.commands import Outcome, run_eval, run_sft, run_training
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.learner import CriticTraining
-from agent_r1.run.build import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
-from agent_r1.run.chat import answer, open_chat
-from agent_r1.run.checkpoint import latest_checkpoint, list_checkpoints, load_state
-from agent_r1.run.commands import Outcome, run_eval, run_sft, run_training
-from agent_r1.run.records import read_trajectories, trajectory_to_json
-from agent_r1.run.rng import restore_rng, rng_state, seed_all
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.start import base_model
+from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_state
+from agent_r1.runs.records import read_trajectories, trajectory_to_json
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.rng import restore_rng, rng_state, seed_all
+from agent_r1.train.start import base_model
 from tests.forked import start_program
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.build.plan import build_plan
+from agent_r1.build.resolve import recipe_folder, resolve
 from agent_r1.config import RECIPES, bundled_presets, bundled_recipes, load_config, recipe_file, recipe_name
 from agent_r1.errors import ConfigError
-from agent_r1.run.build import build_plan
-from agent_r1.run.resolve import recipe_folder, resolve
-from agent_r1.run.run_dir import RunDir, new_run_path
+from agent_r1.runs.run_dir import RunDir, new_run_path
 
 BASE = """
 task: {rows: task.rows, reward: task.reward, tools: [task.a, task.b], env_kwargs: {deep: {one: 1, two: 2}}}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agent_r1.build.plan import build_plan
+from agent_r1.cli.commands import run_training
 from agent_r1.config import load_config
 from agent_r1.errors import DataError, RolloutError
-from agent_r1.run.build import build_plan
-from agent_r1.run.commands import run_training
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
 
 MINI = Path(__file__).parent / "mini"
 CODE = """

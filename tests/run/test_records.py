@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 
 from agent_r1.errors import DataError
-from agent_r1.run.outcomes import EvalRecord, Subject
-from agent_r1.run.records import read_trajectories, write_groups
+from agent_r1.runs.outcomes import EvalRecord, Subject
+from agent_r1.runs.records import read_trajectories, write_groups
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 NAN, INF = math.nan, math.inf

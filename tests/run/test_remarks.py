@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.cli.remarks import remarks
 from agent_r1.config import load_config
-from agent_r1.run.remarks import remarks
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import Group, Step, StopReason, SummaryQuality, TaskRow, Trajectory
 
 MINI = str(Path(__file__).parent / "mini")

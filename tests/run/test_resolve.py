@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.agent.env import env_class
+from agent_r1.build.resolve import (
+    TEMPLATES,
+    borrowed_files,
+    data_name,
+    import_recipe,
+    recipe_files,
+    recipe_path,
+    resolve,
+)
 from agent_r1.config import RECIPES
+from agent_r1.envs.base import env_class
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.resolve import TEMPLATES, borrowed_files, data_name, import_recipe, recipe_files, recipe_path, resolve
 
 ENV = """
-from agent_r1.agent import AgentEnv
+from agent_r1 import AgentEnv
 
 @AgentEnv.register("{name}")
 class Guess(AgentEnv):
@@ -107,10 +115,10 @@ def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it
 @pytest.mark.parametrize(
     "registration",
     [
-        "from agent_r1.agent import BaseTool\n@BaseTool.register\nclass Never(BaseTool): ...",
+        "from agent_r1 import BaseTool\n@BaseTool.register\nclass Never(BaseTool): ...",
         "from agent_r1.learn import ALGORITHMS\nALGORITHMS['never'] = None",
         "import agent_r1.learn as learn\nlearn.ALGORITHMS['never'] = None",
-        "from agent_r1.agent.tool_calls import register_format\nregister_format('never', None)",
+        "from agent_r1.tokens.tool_calls import register_format\nregister_format('never', None)",
     ],
 )
 def test_a_file_that_registers_something_is_run(tmp_path: Path, registration: str) -> None:
@@ -154,7 +162,7 @@ def test_a_bundled_recipe_is_an_ordinary_part_of_the_package() -> None:
 
 def test_modules_have_the_same_name_in_every_process(tmp_path: Path) -> None:
     name = recipe(tmp_path / "my-recipe", task="class A: ...")
-    code = f"from agent_r1.run.resolve import resolve; print(resolve('task.A', recipe={name!r}).__module__)"
+    code = f"from agent_r1.build.resolve import resolve; print(resolve('task.A', recipe={name!r}).__module__)"
     here: str = resolve("task.A", recipe=name).__module__
     assert here.startswith("recipe_my_recipe_")
     for seed in ("1", "2"):

@@ -20,15 +20,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.run.checkpoint import (
+from agent_r1.runs.checkpoint import (
     CheckpointError,
     latest_checkpoint,
     list_checkpoints,
     load_state,
     save_checkpoint,
 )
-from agent_r1.run.records import read_trajectories, trajectory_from_json, trajectory_to_json
-from agent_r1.run.run_dir import RunDir, new_run_path
+from agent_r1.runs.records import read_trajectories, trajectory_from_json, trajectory_to_json
+from agent_r1.runs.run_dir import RunDir, new_run_path
 from agent_r1.types import Group, Step, StopReason, Support, TaskRow, ToolCallRecord, Trajectory
 from tests.chatml import tokenizer
 
@@ -204,7 +204,7 @@ def test_a_start_that_could_not_be_described_keeps_nobody_out(tmp_path: Path) ->
 def test_folders_that_are_chosen_in_the_same_second_are_different_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_r1.run.run_dir.time.strftime", lambda form: "now")
+    monkeypatch.setattr("agent_r1.runs.run_dir.time.strftime", lambda form: "now")
     config = CONFIG.model_copy(update={"recipe": "quickstart"})
     names = [new_run_path(config, tmp_path, suffix=suffix).name for suffix in ("", "", "-sft", "-sft")]
     assert names == [f"quickstart-now-seed0{end}" for end in ("", "-2", "-sft", "-2-sft")]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent_r1.agent.rendering import Renderer
-from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.build.plan import build_task, check_beginning
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
-from agent_r1.run.build import build_task, check_beginning
-from agent_r1.run.records import write_groups
-from agent_r1.run.sft import LOSS_WINDOW, sft_trajectories
-from agent_r1.run.start import starting_model
+from agent_r1.runs.records import write_groups
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.train.sft import LOSS_WINDOW, sft_trajectories
+from agent_r1.train.start import starting_model
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row, tokenizer
 

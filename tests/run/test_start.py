@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from agent_r1.build.cache import put
+from agent_r1.build.task import build_task
 from agent_r1.config import RunConfig, load_config
-from agent_r1.run import start
-from agent_r1.run.cache import put
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.start import base_model
-from agent_r1.run.task import build_task
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train import start
+from agent_r1.train.start import base_model
 
 MINI = str(Path(__file__).parent / "mini")
 
@@ -198,7 +198,7 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from agent_r1.run.cache import put
+from agent_r1.build.cache import put
 
 def write(part):
     (part / "half").write_text("x")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.run.statistics import PairedDifference, paired_difference, standard_error, t_quantile
+from agent_r1.runs.statistics import PairedDifference, paired_difference, standard_error, t_quantile
 
 ROWS = st.lists(st.tuples(*[st.floats(-100, 100)] * 2), min_size=2, max_size=40)
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.flow import AgentEnvLoop
+from agent_r1.build.plan import build_plan
+from agent_r1.build.recipe_data import prepare_data
+from agent_r1.build.task import build_task, is_data_source, recipe_function
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
-from agent_r1.run.build import build_plan
-from agent_r1.run.data import prepare_data
-from agent_r1.run.task import build_task, is_data_source, recipe_function
+from agent_r1.flows.flow import AgentEnvLoop
 from tests.run.conftest import Cli
 
 TASK = '''
-from agent_r1.agent import BaseTool, tool
+from agent_r1 import BaseTool, tool
 
 class Scale(BaseTool):
     """Multiplies."""
@@ -142,7 +142,7 @@ def test_what_a_tool_itself_refuses_is_told_as_it_says(folder: Path) -> None:
 
 
 WORLD = """
-from agent_r1.agent import AgentEnv, Reply, TextEnv
+from agent_r1 import AgentEnv, Reply, TextEnv
 
 
 @AgentEnv.register("world_{unique}")

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from agent_r1.agent.tool_calls import FORMATS, register_format
+from agent_r1.build.plan import build_plan, build_task, eval_collector
+from agent_r1.build.resolve import resolve
 from agent_r1.config import RunConfig, load_config
+from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError
-from agent_r1.rollout.engines.scripted import ScriptedEngine
-from agent_r1.run.build import build_plan, build_task, eval_collector
-from agent_r1.run.resolve import resolve
+from agent_r1.tokens.tool_calls import FORMATS, register_format
 from agent_r1.types import Trajectory
-from tests.agent.format_templates import FAMILIES, family_renderer
 from tests.chatml import renderer
 from tests.run.conftest import Cli
+from tests.tokens.format_templates import FAMILIES, family_renderer
 
 MINI = str(Path(__file__).with_name("mini"))
 LLAMA_CALL = FORMATS["llama3_json"].write_call("double", {"number": 4})
 
 TASK = '''
-from agent_r1.agent import ToolEnv, tool
+from agent_r1 import ToolEnv, tool
 
 @tool
 def double(number: int) -> str:
@@ -127,7 +127,7 @@ def test_the_dry_run_says_which_format_and_why(cli: Cli, recipe: Path, folder: P
 
 MINE = """
 import re
-from agent_r1.agent.tool_calls import HeadedFormat, register_format
+from agent_r1.tokens.tool_calls import HeadedFormat, register_format
 
 class Mine(HeadedFormat):
     form, starts = "@do NAME {...} @done", "@do"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.cli.commands import run_sft, run_training
 from agent_r1.config import RunConfig, load_config
-from agent_r1.run.build import build_plan, build_task
-from agent_r1.run.commands import run_sft, run_training
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
 
 MINI = str(Path(__file__).parent / "mini")
 SAMPLING = ("rollout.temperature=0.8", "rollout.top_p=0.9", "rollout.top_k=12")

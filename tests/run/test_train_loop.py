@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_r1.run.metrics import Metrics
-from agent_r1.run.train import train
+from agent_r1.runs.metrics import Metrics
+from agent_r1.train.loop import train
 from agent_r1.types import CreditedTrajectory, Group, TaskRow
 
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -89,7 +89,7 @@ def test_the_step_in_which_the_time_runs_out_is_the_last(
 ) -> None:
     now = iter(times)
     clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
-    monkeypatch.setattr("agent_r1.run.train.time", clock)
+    monkeypatch.setattr("agent_r1.train.loop.time", clock)
     parts = Fake()
     assert run(parts, steps=9, max_minutes=10) == last
     judged = [f"evaluate {last}", f"save {last}"]

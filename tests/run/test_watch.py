@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.env import AgentEnv, ask
-from agent_r1.agent.text_env import Reply, TextEnv
-from agent_r1.run.watch import blocking_told
+from agent_r1.cli.stalls import blocking_told
+from agent_r1.envs.base import AgentEnv, ask
+from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.types import Action, Observation, TaskRow, Transition
-from tests.agent.worker_worlds import row
+from tests.envs.worker_worlds import row
 
 SECONDS = 0.2
 ACTION = Action(text="wait", token_ids=[1])

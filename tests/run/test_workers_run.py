@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent_r1.agent.workers import EnvPool
+from agent_r1.build.plan import build_plan
+from agent_r1.build.task import build_task
+from agent_r1.cli.commands import run_training
+from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig, load_config
+from agent_r1.envs.processes import EnvPool
 from agent_r1.errors import ConfigError
-from agent_r1.run.build import build_plan
-from agent_r1.run.commands import run_training
-from agent_r1.run.log import logging_to
-from agent_r1.run.records import read_trajectories
-from agent_r1.run.run_dir import RunDir
-from agent_r1.run.task import build_task
-from tests.agent.worker_worlds import Counting, play
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
+from tests.envs.worker_worlds import Counting, play
 
 ENV = '''
 """Three turns of small talk, each of which needs 80 MiB; some rows go wrong at the second."""
 import os, signal, sys, time
-from agent_r1.agent import AgentEnv
+from agent_r1 import AgentEnv
 from agent_r1.types import Observation, Transition
 
 FAULTS = {
@@ -61,7 +61,7 @@ class Talk(AgentEnv):
         return Transition(observation=Observation(messages=self.messages), terminated=turn == 3, info=facts)
 '''
 TASK = """
-from agent_r1.agent import BaseTool
+from agent_r1 import BaseTool
 from agent_r1.types import TaskRow
 
 WRONG = {"train": {1: "die", 4: "hang", 7: "raise", 9: "lie"}, "test": {2: "die"}}
@@ -121,7 +121,7 @@ def env_processes() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             parent = int((entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"agent_r1.agent.workers" in (entry / "cmdline").read_bytes():
+            if parent == os.getpid() and b"agent_r1.envs.processes" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
         except (OSError, ValueError, IndexError):
             continue
@@ -226,9 +226,9 @@ def test_envs_are_checked_before_there_is_a_process(folder: Path) -> None:
 def test_the_log_keeps_a_part_of_what_env_processes_print_and_all_of_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_r1.run.log.PRINTED_CHARS", 100)
+    monkeypatch.setattr("agent_r1.cli.log.PRINTED_CHARS", 100)
     with logging_to(tmp_path / "log"):
-        logger = logging.getLogger("agent_r1.agent.workers.process")
+        logger = logging.getLogger("agent_r1.envs.processes.process")
         for number in range(20):
             logger.info("printed by env process %d: %s", 1, f"line {number} of very many")
         logger.warning("an env process died")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agent_r1.agent.check import check_tool
-from agent_r1.agent.tool import ToolError
+from agent_r1.envs.check import check_tool
+from agent_r1.tools.base import ToolError
 from agent_r1.tools.calculator import MAX_BITS, MAX_CHARS, MAX_DEPTH, NotAnExpression, calculator, evaluate, written
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from agent_r1.agent.check import check_env, check_tool
-from agent_r1.agent.tool_calls import FORMATS
-from agent_r1.agent.tool_env import ToolEnv
+from agent_r1.envs.check import check_env, check_tool
+from agent_r1.envs.python_env import PythonEnv
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
+from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.tools.python.levels import LEVELS, what_is_missing
-from agent_r1.tools.python.tool import NOTHING, PythonEnv, PythonTool
+from agent_r1.tools.python.tool import NOTHING, PythonTool
 from agent_r1.types import Action, TaskRow
 
 ROW = TaskRow(prompt=[{"role": "user", "content": "What is 6 * 7?"}], reward_model={"ground_truth": "42"})

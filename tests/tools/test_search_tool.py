@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.agent.check import check_tool
-from agent_r1.agent.tool import Returned, ToolCall
-from agent_r1.agent.tool_env import ToolEnv
-from agent_r1.agent.tool_run import ToolOutcome, run_tool
+from agent_r1.envs.check import check_tool
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
+from agent_r1.tools.base import Returned, ToolCall
+from agent_r1.tools.runner import ToolOutcome, run_tool
 from agent_r1.tools.search.client import RETRY_SECONDS, SECONDS_PER_ATTEMPT, SearchUnavailable
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index

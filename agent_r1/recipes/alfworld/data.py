@@ -30,10 +30,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from agent_r1.data.downloads import Report, data_dir, fetch
+from agent_r1.data.files import read_json
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
-from agent_r1.tasks.download import Report, data_dir, fetch
-from agent_r1.tasks.files import read_json
 
 logger = logging.getLogger(__name__)
 

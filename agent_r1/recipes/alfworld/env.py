@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agent_r1.agent.text_env import Reply, TextEnv
+from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.errors import DataError
 from agent_r1.recipes.alfworld.data import load_game
 from agent_r1.recipes.alfworld.engine import NOTHING_HAPPENS, World

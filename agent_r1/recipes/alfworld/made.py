@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
+from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.alfworld.data import Entry, short_hash
 from agent_r1.recipes.alfworld.engine import TREATMENTS, World
@@ -16,7 +17,6 @@ from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.expert import learn_priors
 from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
 from agent_r1.recipes.alfworld.task import as_row, explored
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow
 
 Fact = tuple[str, ...]

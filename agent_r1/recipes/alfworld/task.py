@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from agent_r1.data.rows import Demo
 from agent_r1.errors import DataError
 from agent_r1.recipes.alfworld.data import Entry, entries, games_file, load_game
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.expert import Explorer, Priors, learn_priors
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow, Trajectory
 
 MAX_STEPS = 30  # of a demonstration: what an episode of the recipe allows

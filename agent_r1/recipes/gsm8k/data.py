@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_r1.data.downloads import Report, data_folder, fetch
+from agent_r1.data.files import json_lines, plain_or_gzipped
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.tasks.download import Report, data_folder, fetch
-from agent_r1.tasks.files import json_lines, plain_or_gzipped
 
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 FOLDER = "gsm8k"  # under which the data are kept

@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.gsm8k.data import Problem
 from agent_r1.recipes.gsm8k.task import SYSTEM, as_row, written_solution
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow
 
 Story = Callable[[int, int, int], tuple[str, str, int]]  # three numbers -> question, solution, answer

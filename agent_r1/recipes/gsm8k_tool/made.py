@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from agent_r1.data.rows import Demo
 from agent_r1.recipes.gsm8k.made import made_row, problems
 from agent_r1.recipes.gsm8k_tool.task import SYSTEM, demonstration
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from agent_r1.data.downloads import Report, data_dir, data_folder, fetch
+from agent_r1.data.files import json_lines, read_json
 from agent_r1.errors import ConfigError, DataError, did_you_mean
-from agent_r1.tasks.download import Report, data_dir, data_folder, fetch
-from agent_r1.tasks.files import json_lines, read_json
 from agent_r1.tools.search.corpus import Passage, read_passages
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings

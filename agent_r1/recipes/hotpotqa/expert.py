@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from agent_r1.agent.tool_calls import FORMATS
 from agent_r1.recipes.hotpotqa.data import Question
 from agent_r1.recipes.hotpotqa.scores import contains, normalized
+from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.tools.search.tool import SearchTool
 
 MAX_SEARCHES = 3  # one step of the episode is for the answer

@@ -8,11 +8,11 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+from agent_r1.data.downloads import data_dir
+from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.hotpotqa.data import FOLDER, Question
 from agent_r1.recipes.hotpotqa.task import as_row, expert_demos
-from agent_r1.tasks.download import data_dir
-from agent_r1.tasks.rows import Demo
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings

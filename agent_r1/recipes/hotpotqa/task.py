@@ -13,12 +13,12 @@ import random
 import re
 from collections.abc import Sequence
 
+from agent_r1.data.downloads import data_folder
+from agent_r1.data.rows import Demo
 from agent_r1.errors import DataError
 from agent_r1.recipes.hotpotqa.data import FOLDER, SPLITS, Question, index_folder, questions
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import exact_match, f1, substring_match
-from agent_r1.tasks.download import data_folder
-from agent_r1.tasks.rows import Demo
 from agent_r1.tools.search.tool import SearchTool
 from agent_r1.types import StopReason, TaskRow, Trajectory
 

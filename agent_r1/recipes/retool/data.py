@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_r1.data.downloads import Report, fetch
+from agent_r1.data.files import json_lines, parquet_rows, plain_or_gzipped, read_json
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.gsm8k import data as gsm8k
-from agent_r1.tasks.download import Report, fetch
-from agent_r1.tasks.files import json_lines, parquet_rows, plain_or_gzipped, read_json
 
 Record = Mapping[str, Any]
 

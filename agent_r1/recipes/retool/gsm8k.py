@@ -14,12 +14,12 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from agent_r1.data.downloads import data_folder
+from agent_r1.data.rows import Demo
 from agent_r1.errors import DataError
 from agent_r1.recipes.retool.data import FOLDER, SOURCES, judged, marks, solved
 from agent_r1.recipes.retool.made import demonstration
 from agent_r1.recipes.retool.task import as_row
-from agent_r1.tasks.download import data_folder
-from agent_r1.tasks.rows import Demo
 
 MARK = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 RESULT = re.compile(r"\s*=?\s*\$?<<[^<>]*>>\s*-?[\d.,]*\d%?")  # the mark, and the number that it is about

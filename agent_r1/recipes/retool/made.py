@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
-from agent_r1.agent.tool_calls import FORMATS
+from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.retool.task import as_row
-from agent_r1.tasks.rows import Demo
+from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.types import TaskRow
 
 SPLITS = ("train", "test")

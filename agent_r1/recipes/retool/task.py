@@ -7,10 +7,10 @@ format    1 if the episode ended with a message that holds an answer in \\boxed{
 
 from __future__ import annotations
 
+from agent_r1.data.downloads import data_folder
+from agent_r1.envs.python_env import PythonEnv as PythonEnv
 from agent_r1.recipes.retool.answers import require_math_verify, same_answer
 from agent_r1.recipes.retool.data import FOLDER, boxed, split_problems
-from agent_r1.tasks.download import data_folder
-from agent_r1.tools.python.tool import PythonEnv as PythonEnv
 from agent_r1.tools.python.tool import PythonTool as PythonTool
 from agent_r1.types import StopReason, TaskRow, Trajectory
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from agent_r1.data.downloads import Report, data_folder, fetch
+from agent_r1.data.files import json_lines, plain_or_gzipped, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synthetic_goals
 from agent_r1.recipes.webshop.products import Product, read_products
-from agent_r1.tasks.download import Report, data_folder, fetch
-from agent_r1.tasks.files import json_lines, plain_or_gzipped, read_json
 from agent_r1.types import TaskRow
 
 FOLDER = "webshop"  # under which the data are kept

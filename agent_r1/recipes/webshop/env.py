@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from agent_r1.agent.text_env import Reply, TextEnv
+from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.recipes.webshop.data import folder_of
 from agent_r1.recipes.webshop.pages import Look, again, choice, page
 from agent_r1.recipes.webshop.shop import CannotDo, Place, Shop, open_shop

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product as combinations
 
+from agent_r1.data.rows import Demo
 from agent_r1.recipes.webshop.buyers import knowing_buyer
 from agent_r1.recipes.webshop.data import Catalogue
 from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.products import Product
 from agent_r1.recipes.webshop.shop import Shop
 from agent_r1.recipes.webshop.task import as_row, buyer_demos, judged, named_goals
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow, Trajectory
 
 KINDS, MATERIALS, COLORS = ("lamp", "mug", "box", "tray"), ("oak", "tin", "clay"), ("red", "blue", "green")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
+from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.webshop.buyers import knowing_buyer, reading_buyer
 from agent_r1.recipes.webshop.data import FOLDER_KEY, Catalogue, catalogue_folder, folder_of, open_catalogue
@@ -12,7 +13,6 @@ from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.pages import Look
 from agent_r1.recipes.webshop.score import Score, judge
 from agent_r1.recipes.webshop.shop import NEXT, Place, Shop, open_shop
-from agent_r1.tasks.rows import Demo
 from agent_r1.types import TaskRow, Trajectory
 
 NUM_TEST = 200  # the first goals of the original order

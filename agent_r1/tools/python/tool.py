@@ -1,15 +1,12 @@
-"""`PythonTool`, the tool "python" over a sandbox, and `PythonEnv`, in which its variables last for an episode."""
+"""`PythonTool`: the tool "python" over a sandbox."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
-from agent_r1.agent.tool import BaseTool, ToolError, ToolResult
-from agent_r1.agent.tool_env import ToolEnv
-from agent_r1.errors import ConfigError
+from agent_r1.tools.base import BaseTool, ToolError, ToolResult
 from agent_r1.tools.python.limits import Limits, Outcome
 from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
 
@@ -61,25 +58,3 @@ def as_text(outcome: Outcome) -> str:
     """What the model reads: what was printed, then what went wrong."""
     parts = [outcome.stdout.rstrip("\n"), outcome.error or ""]
     return "\n".join(part for part in parts if part) or NOTHING
-
-
-@ToolEnv.register("python")
-class PythonEnv(ToolEnv):
-    """A `ToolEnv` whose "python" keeps its variables from call to call until the episode ends."""
-
-    def __init__(
-        self, *, tools: Sequence[str | BaseTool], tools_kwargs: Mapping[str, Any] | None = None, **settings: Any
-    ):
-        python = [tool for tool in tools if isinstance(tool, PythonTool)]
-        if len(python) != 1:
-            raise ConfigError(f"PythonEnv needs one PythonTool among its tools, got {len(python)}")
-        self._python = python[0]
-        self._session = uuid4().hex
-        given = dict(tools_kwargs or {})
-        given["python"] = {**given.get("python", {}), "session": self._session}
-        # One call after the other: they share variables.
-        super().__init__(tools=tools, tools_kwargs=given, parallel=False, **settings)
-
-    async def close(self) -> None:
-        await self._python.sandbox.release(self._session)
-        await super().close()

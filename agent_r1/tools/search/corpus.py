@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from agent_r1.data.files import json_lines, parquet_rows
 from agent_r1.errors import DataError
-from agent_r1.tasks.files import json_lines, parquet_rows
 from agent_r1.tools.search.progress import Report, Reporter
 
 ROWS_PER_BATCH = 4096

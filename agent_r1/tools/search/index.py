@@ -20,8 +20,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Self, get_args
 
+from agent_r1.data.files import read_json
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
-from agent_r1.tasks.files import read_json
 from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings, EncoderSettings
 from agent_r1.tools.search.hybrid import DEPTH, fuse

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
-from agent_r1.agent.guard import call
-from agent_r1.agent.tool import BatchTool, Returned, ToolCall, ToolResult
+from agent_r1.data.downloads import data_dir
 from agent_r1.errors import ConfigError
+from agent_r1.guard import call
 from agent_r1.places import anchored
-from agent_r1.tasks.download import data_dir
+from agent_r1.tools.base import BatchTool, Returned, ToolCall, ToolResult
 from agent_r1.tools.search.client import (
     RETRY_SECONDS,
     SECONDS_PER_ATTEMPT,

@@ -2,7 +2,7 @@
 
 import random
 
-from agent_r1.agent import Reply, TextEnv
+from agent_r1 import Reply, TextEnv
 from agent_r1.types import TaskRow, Trajectory
 
 COINS = {"5": 5, "2": 2, "1": 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agent_r1.agent import AgentEnv, tool
+from agent_r1 import AgentEnv, tool
 from agent_r1.types import Action, Observation, TaskRow, Trajectory, Transition
 from tests.chatml import tokenizer
 

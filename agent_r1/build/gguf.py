@@ -1,0 +1,106 @@
+"""GGUF files, the one-file format of llama.cpp, -> Hugging Face directories that transformers and vLLM read.
+
+transformers reads the architecture and unpacks the weights, `gguf_tokenizer.py` reads the tokenizer. What the file says
+and transformers passes over in silence (scaled positions, weights that are not there) is an error here.
+
+Knows nothing of recipes and caches; `model_source.py` decides what is converted and where it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from agent_r1.build.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
+from agent_r1.errors import ConfigError, DataError
+
+transformers_logging.disable_progress_bar()  # it would draw over our own display
+
+
+def convert_gguf(file: Path, directory: Path) -> None:
+    """Write the model in `file` to `directory`: config, weights, tokenizer, chat template, generation config."""
+    metadata, dtype = _read(file)
+    tokenizer = tokenizer_of(metadata, file)
+    _load_network(file, dtype).save_pretrained(str(directory))
+    tokenizer.save_pretrained(str(directory))
+    _make_portable(directory)
+
+
+def _read(file: Path) -> tuple[Metadata, torch.dtype]:
+    """What the file says about itself, and the smallest format its weights fit in."""
+    try:
+        from gguf import GGMLQuantizationType, GGUFReader
+    except ImportError as error:
+        raise ConfigError(f"reading {file} needs the gguf package: pip install 'agent-r1[gguf]'") from error
+    try:
+        reader = GGUFReader(file)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError) as error:
+        raise DataError(f"{file} cannot be read as a GGUF file: {error}. Was it downloaded to its end?") from error
+    _check_positions(metadata, {tensor.name for tensor in reader.tensors}, file)
+    wide = {GGMLQuantizationType.F64, GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+    matrices = [tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1]
+    # Of a weight packed into 8 bits or fewer, bfloat16 loses nothing that packing had not lost before.
+    return metadata, torch.float32 if wide.intersection(matrices) else torch.bfloat16
+
+
+def _check_positions(metadata: Metadata, tensors: set[str], file: Path) -> None:
+    """transformers reads these scalings for gpt-oss alone, and would load a model that sees other positions."""
+    architecture = metadata.get("general.architecture")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if architecture != "gpt-oss" and (scaling != "none" or "rope_freqs.weight" in tensors):
+        raise DataError(f"{file} scales its positions (as Llama 3.1 and later do), which is not read. {INSTEAD}")
+
+
+def _load_network(file: Path, dtype: torch.dtype) -> Any:
+    arguments: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, "output_loading_info": True}
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # a release that always unpacks
+        pass
+    else:
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        network, loading = AutoModelForCausalLM.from_pretrained(str(file.parent), **arguments)
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise DataError(f"transformers cannot read the model in {file}: {error}. {INSTEAD}") from error
+    made_up = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
+    if made_up:
+        raise DataError(f"{file} lacks {len(made_up)} weights of its architecture, the first is {made_up[0]}")
+    if getattr(network.config, "quantization_config", None) is not None:
+        del network.config.quantization_config  # they are unpacked now
+    return network
+
+
+def _make_portable(directory: Path) -> None:
+    """transformers 5 spells some settings its own way; with the older spelling added, transformers 4 and vLLM read
+    the same model from the directory."""
+    model = _load(directory / "config.json")
+    model.pop("_model_name_or_path", None)
+    model["torch_dtype"] = model["dtype"]
+    positions = model.get("rope_parameters") or {}
+    if "rope_theta" in positions:
+        model["rope_theta"] = positions["rope_theta"]
+    _save(model, directory / "config.json")
+    words = _load(directory / "tokenizer_config.json")
+    for private in ("backend", "is_local", "local_files_only"):
+        words.pop(private, None)
+    words["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if "max_position_embeddings" in model:
+        words["model_max_length"] = model["max_position_embeddings"]
+    _save(words, directory / "tokenizer_config.json")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _save(content: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,282 @@
+"""What is asked, who plays it and how it is judged: the rows, tools, env, flow and reward that a recipe names.
+
+Names become objects here (`resolve.py` finds them), and are called with what the config says. No model is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, update_wrapper
+from typing import Any
+
+from agent_r1.build.context import check_env_repeats, check_flow, context_maker
+from agent_r1.build.resolve import import_recipe, make_importable, recipe_folder, resolve
+from agent_r1.config import RewriteContext, RunConfig, SummaryContext
+from agent_r1.data.rows import FORMATS, load_rows
+from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
+from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.tool_env import ToolEnv
+from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
+from agent_r1.flows.context import ContextPolicy
+from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow, flow_class
+from agent_r1.guard import cause
+from agent_r1.places import anchored
+from agent_r1.rollout.scoring import Scorer, check_reward_signature
+from agent_r1.tokens.infer_format import TemplateFormat, asked_format
+from agent_r1.tools.base import BaseTool, get_tool
+from agent_r1.types import TaskRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is asked, who plays it, how it is judged: everything of a recipe except the model."""
+
+    train_rows: Callable[[], list[TaskRow]]  # read when needed: evaluation and chat never do
+    test_rows: Callable[[], list[TaskRow]]
+    make_flow: Callable[[TaskRow], AgentFlowBase]
+    # The same for a model whose chat template is known. ConfigError if the task reads calls in another format.
+    flows_for: Callable[[TemplateFormat], Callable[[TaskRow], AgentFlowBase]]
+    calls_tools: bool  # the env is a ToolEnv
+    scorer: Scorer
+    success_reward: float
+    close: Callable[[], None]  # ends the env processes, where there are some; nothing can be played afterwards
+
+
+def build_task(config: RunConfig) -> Task:
+    task = config.task
+    import_recipe(config.recipe, named_code(config))
+    source = task.rows if is_data_source(task.rows) else _rows_function(config)
+    _check_data_path(config)
+    reward = resolve(task.reward, recipe=config.recipe)
+    check_reward_signature(reward, task.reward)
+    players, close = _players(config)
+    return Task(
+        train_rows=partial(_load, config, source, split=task.train_split, count=task.train_count),
+        test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
+        make_flow=players.flows_for(None),
+        flows_for=players.flows_for,
+        calls_tools=players.call_tools,
+        scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
+        success_reward=task.success_reward,
+        close=close,
+    )
+
+
+def warm_start_code(config: RunConfig) -> list[str]:
+    """The module paths that a warm start uses. Plain names are registered by the recipe's own files."""
+    task, context = config.task, config.context
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
+    if isinstance(context, SummaryContext):
+        names.append(context.demo_summary)
+    if isinstance(context, RewriteContext):
+        names.append(context.function)
+    return [name for name in names if name is not None and "." in name]
+
+
+def named_code(config: RunConfig) -> list[str]:
+    """All module paths that a run uses."""
+    rows = [] if is_data_source(config.task.rows) else [config.task.rows]
+    return [*warm_start_code(config), config.task.reward, *rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Players:
+    """Creates the flows and envs of rows."""
+
+    config: RunConfig
+    env: type[AgentEnv]  # default env and flow; a row may name others
+    flow: type[AgentFlowBase]
+    tools: list[BaseTool]
+    make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
+    make_context: Callable[[], ContextPolicy] | None
+    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs with a format of their own
+
+    @property
+    def call_tools(self) -> bool:
+        return issubclass(self.env, ToolEnv) and not issubclass(self.flow, SingleStepFlow)
+
+    def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
+        if template is not None and self.call_tools and takes_setting(self.env, "tool_format"):
+            template.choose(asked_format(self.config.task.env_kwargs))
+        return partial(self._make_flow, template=template)
+
+    def _make_flow(self, row: TaskRow, template: TemplateFormat | None) -> AgentFlowBase:
+        flow = flow_class(row.agent_name) if row.agent_name else self.flow
+        check_flow(flow, self.config)
+        made: AgentFlowBase = flow(partial(self._make_env, template=template))
+        if self.make_context is not None:
+            made.context = self.make_context()
+        return made
+
+    def _make_env(self, row: TaskRow, template: TemplateFormat | None) -> AgentEnv:
+        task = self.config.task
+        env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
+        env, name = env_class(env_type) if env_type else self.env, env_type or task.env
+        takes_tools = takes_setting(env, "tools")
+        if self.tools and not takes_tools and not env_type:  # an env that a row chose need not take tools
+            raise ConfigError(
+                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: remove "
+                "task.tools, or add a parameter `tools` to the class"
+            )
+        tools = {"tools": self.tools} if self.tools and takes_tools else {}
+        kwargs = merge_env_kwargs({**task.env_kwargs, **tools}, row)
+        kwargs.pop("env_type", None)
+        if env is ToolEnv and "tools" not in kwargs:
+            raise ConfigError(
+                "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
+            )
+        check_env_repeats(env, kwargs, self.config)
+        if template is not None and issubclass(env, ToolEnv):
+            self._set_tool_format(env, name, kwargs, template)
+        return self.make_env(env, name, kwargs)
+
+    def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
+        """Set the template's format. Raises ConfigError if the env has its own, contradicting format."""
+        if takes_setting(env, "tool_format"):
+            kwargs["tool_format"] = template.choose(asked_format(kwargs))
+        elif (env, template) not in self.checked:
+            made = make_env(env, name, kwargs)
+            assert isinstance(made, ToolEnv)
+            try:
+                template.choose(made.tool_format)
+            except ConfigError as error:
+                raise ConfigError(f"{env.__name__}: {error}, or pass tool_format through its __init__") from error
+            self.checked.add((env, template))
+
+
+def _players(config: RunConfig) -> tuple[_Players, Callable[[], None]]:
+    """Return the factory for flows and envs, and a function that stops everything that the envs need."""
+    task, tools = config.task, _tools(config)
+    default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
+    default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
+    for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
+    make_context = context_maker(config)
+    check_flow(default_flow, config)
+    pool = _env_pool(config, default_flow)
+    players = _Players(
+        config=config,
+        env=default_env,
+        flow=default_flow,
+        tools=tools,
+        make_env=make_env if pool is None else pool.env,
+        make_context=make_context,
+    )
+    return players, (lambda: None) if pool is None else pool.close
+
+
+def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
+    """Its processes start with the first episodes and end with the task."""
+    workers = config.task.workers
+    if workers is None:
+        return None
+    if issubclass(flow, SingleStepFlow):
+        raise ConfigError(
+            f"task.workers does nothing with task.flow={config.task.flow}, which has no env. Leave it out"
+        )
+    return EnvPool(
+        processes=workers.processes,
+        step_seconds=workers.step_seconds,
+        memory_mb=workers.memory_mb,
+        prepare=partial(make_importable, config.recipe),
+    )
+
+
+def _tools(config: RunConfig) -> list[BaseTool]:
+    names, settings = config.task.tools, dict(config.task.tool_kwargs)
+    found: list[Any] = [resolve(name, recipe=config.recipe) if "." in name else get_tool(name) for name in names]
+    made = [_tool(name, tool, settings) for name, tool in zip(names, found, strict=True)]
+    if settings:
+        classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
+        name = next(iter(settings))
+        raise ConfigError(
+            f"task.tool_kwargs has settings for {name!r}, and task.tools has no class of that name."
+            f"{did_you_mean(name, classes)}"
+        )
+    return made
+
+
+def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool:
+    """Takes what it uses out of `settings`."""
+    if isinstance(found, type) and issubclass(found, BaseTool):
+        kwargs = settings.pop(getattr(found, "name", name), {})
+        try:
+            inspect.signature(found).bind(**kwargs)
+            return get_tool(found(**kwargs))
+        except AgentR1Error:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"task.tool_kwargs: {found.__name__} cannot be made with {kwargs}: {error}") from error
+    if not isinstance(found, BaseTool):
+        raise ConfigError(f"task.tools: {name!r} is {found!r}, not a tool; put @tool on the function")
+    return found
+
+
+def is_data_source(rows: str) -> bool:
+    return rows.startswith("hf:") or rows.endswith(FORMATS) or "/" in rows
+
+
+def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
+    if isinstance(source, str):
+        return load_rows(source, split=split, count=count, beside=recipe_folder(config.recipe))
+    with told_in_a_line(f"task.rows={config.task.rows!r} for split {split!r}"):
+        return load_rows(source, split=split, count=count)
+
+
+@contextmanager
+def told_in_a_line(function: str) -> Iterator[None]:
+    """What a function of the recipe raises, in place of a traceback, most of which would be ours."""
+    try:
+        yield
+    except AgentR1Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{function} raised {cause(error)}") from error
+
+
+def _rows_function(config: RunConfig) -> Callable[..., Any]:
+    """`count` is given where the config has one; where it has none, the function's own default holds."""
+    for count in (config.task.train_count, config.eval.rows):
+        check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
+    return recipe_function(config.task.rows, config)
+
+
+def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
+    """A function of the recipe that makes rows or demonstrations. One with a parameter `path` is told where the data
+    are (`data.path`)."""
+    found: Callable[..., Any] = resolve(name, recipe=config.recipe)
+    return update_wrapper(partial(found, path=_data_path(config)), found) if _takes_path(found) else found
+
+
+def _data_path(config: RunConfig) -> str | None:
+    return None if config.data.path is None else str(anchored(config.data.path))
+
+
+def _takes_path(function: Any) -> bool:
+    return callable(function) and "path" in inspect.signature(function).parameters
+
+
+def _check_data_path(config: RunConfig) -> None:
+    names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
+    if config.data.path is None or any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
+        return
+    raise ConfigError(
+        f"data.path={config.data.path!r} does nothing here: neither task.rows nor sft.demos is a function with a "
+        "parameter path"
+    )
+
+
+def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
+    """Say before the run that a function of the recipe cannot be called the way it will be."""
+    found = recipe_function(name, config)
+    call = f"{name.rpartition('.')[2]}({', '.join(f'{keyword}=...' for keyword in keywords)})"
+    if not callable(found):
+        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called as {call}")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting}={name!r} cannot be called as {call}: {error}") from error

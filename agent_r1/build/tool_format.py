@@ -1,0 +1,51 @@
+"""Which tool-call format a run reads: the one that the chat template of its model writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from agent_r1.build.model_source import is_source
+from agent_r1.build.resolve import recipe_path
+from agent_r1.config import RunConfig
+from agent_r1.errors import DataError
+from agent_r1.tokens.infer_format import TOOL, TemplateFormat, infer_format, template_format
+from agent_r1.tokens.rendering import REFUSALS, Renderer
+from agent_r1.types import Message
+
+
+def known_template(config: RunConfig, directory: str | None) -> TemplateFormat | None:
+    """How the run's chat template writes calls; None if that needs a model that is not here yet."""
+    override = config.model.chat_template
+    text = None if override is None else recipe_path(override, recipe=config.recipe).read_text("utf-8")
+    if directory is not None and not is_source(directory) and Path(directory).is_dir():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        except Exception:  # noqa: BLE001 (a damaged model is reported when it is loaded)
+            return None
+        if text is not None or tokenizer.chat_template is not None:
+            return template_format(
+                Renderer(tokenizer, chat_template=text, template_kwargs=config.model.template_kwargs)
+            )
+        return None
+    return None if text is None else _of_text(text, config.model.template_kwargs)
+
+
+def _of_text(template: str, settings: dict[str, Any]) -> TemplateFormat:
+    def show(messages: list[Message], with_tools: bool) -> str:
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[messages],
+                tools=[TOOL] if with_tools else None,
+                chat_template=template,
+                add_generation_prompt=True,
+                **{"bos_token": "", "eos_token": "", **settings},
+            )
+        except REFUSALS as error:
+            raise DataError(f"the chat template refuses messages: {error}") from error
+        return str(texts[0])
+
+    return infer_format(show)

@@ -1,0 +1,226 @@
+"""Talk to a trained agent in the terminal: played as in evaluation (flow, env, tools, sampling), with its calls shown.
+
+The agent lives in the world of one row (its tables, files or game), so a row is chosen first; its own question is
+offered, any other can be typed. Every question gets that world anew; only what was said is remembered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from agent_r1.build.plan import Task, build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.config import RunConfig
+from agent_r1.engines.base import Engine
+from agent_r1.errors import ConfigError
+from agent_r1.flows.context import ContextPolicy
+from agent_r1.flows.flow import AgentFlowBase, Episode
+from agent_r1.guard import runner
+from agent_r1.rollout.collect import Collector
+from agent_r1.runs.records import answerer
+from agent_r1.terminal import visible
+from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
+
+HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the agent did about one question."""
+
+    steps: list[Step]
+    stop: StopReason
+    error: str | None = None  # what went wrong, where something did
+    full: bool = False  # stopped because conversation and answer together outgrew the context
+    instead: str = ""  # what the env showed in place of the question: a world begins as it likes
+
+
+class ChatEpisode(Episode):
+    """Remembers also what a limit kept from the policy: the tools have said it, so it belongs to the conversation."""
+
+    unanswered = False  # whether the last observation got no response
+
+    async def act(
+        self,
+        observation: Observation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        context: ContextPolicy | None = None,
+    ) -> Action:
+        before = self.num_actions
+        if observation.messages is not None:
+            self.messages = observation.messages
+        try:
+            return await super().act(observation, tools=tools, context=context)
+        finally:
+            self.unanswered = self.num_actions == before
+
+    @property
+    def out_of_room(self) -> bool:
+        """Whether it was the context that ended the episode, and not the length of one response."""
+        if self.unanswered or not self.steps:
+            return True
+        last = self.steps[-1]
+        return len(last.prompt_ids) + len(last.response_ids) >= self.limits.max_context_tokens
+
+    def conversation(self, row: TaskRow) -> list[Message]:
+        """All that was said: the final response stands in no observation, unless a limit came right after it."""
+        said = list(self.messages or row.prompt)
+        return said if self.unanswered else [*said, {"role": "assistant", "content": self.steps[-1].action_text}]
+
+
+class Chat:
+    """A conversation about one row, played by `collector`. Its sampler, `engine`, and `task` are closed with it."""
+
+    def __init__(
+        self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], task: Task | None = None
+    ) -> None:
+        self._collector = replace(collector, make_flow=self._flow)
+        self._make_flow = collector.make_flow
+        self._engine = engine
+        self._task = task
+        self._rows = rows
+        self._asked = 0
+        self.enter(0)
+
+    def enter(self, index: int) -> None:
+        if not 0 <= index < len(self._rows):
+            raise ConfigError(f"there is no test row {index}; choose 0 to {len(self._rows) - 1}")
+        self.row = self._rows[index]
+        self.forget()
+
+    def forget(self) -> None:
+        self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
+        self.has_past = False
+        self._context: ContextPolicy | None = None  # what it wrote down belongs to the conversation
+
+    @property
+    def question(self) -> str:
+        """The row's own question."""
+        return "\n".join(str(m["content"]) for m in self.row.prompt if m["role"] == "user")
+
+    async def ask(self, text: str) -> Turn:
+        """One user turn: the agent acts until it answers or a limit ends it. A turn that fails is not remembered."""
+        self._asked += 1
+        context = copy(self._context)
+        row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
+        episode = self._collector.episode(ChatEpisode, f"chat-{self._asked}", self._asked)
+        trajectory = await self._collector.play(row, episode)
+        if not trajectory.stop.is_failure:
+            self.history, self.has_past = episode.conversation(row), True
+        else:
+            self._context = context
+        full = episode.limit is StopReason.MAX_TOKENS and episode.out_of_room
+        instead = "" if _is_in(text, episode.opening) else str(episode.opening[-1].get("content"))
+        return Turn(steps=trajectory.steps, stop=trajectory.stop, error=trajectory.error, full=full, instead=instead)
+
+    def _flow(self, row: TaskRow) -> AgentFlowBase:
+        """The recipe's, with what this conversation's context policy has written down."""
+        flow = self._make_flow(row)
+        flow.context = self._context = self._context or flow.context
+        return flow
+
+    async def close(self) -> None:
+        await self._engine.close()
+        if self._task is not None:
+            self._task.close()
+
+
+def open_chat(config: RunConfig, model_path: str) -> Chat:
+    model = load_model(config, find_model(model_path))
+    task, engine = build_task(config), build_engine(config, model)
+    play = eval_collector(config, task, model.renderer, engine)
+    return Chat(play, engine=engine, rows=task.test_rows(), task=task)
+
+
+def chat_loop(chat: Chat, console: Console) -> None:
+    """Until /quit, Ctrl-D or Ctrl-C, also during an answer.
+
+    Input is read in the main thread, between runs of the one event loop: in any other, Ctrl-C could not interrupt it.
+    """
+    console.print(HELP, style="dim", highlight=False)
+    _introduce(chat, console)
+    with runner() as running:
+        try:
+            while (text := _typed(console)) not in ("/quit", "/exit"):
+                if text.startswith("/"):
+                    _command(chat, text, console)
+                else:
+                    running.run(answer(chat, text or chat.question, console))
+        except (EOFError, KeyboardInterrupt):
+            console.print()  # whatever comes next starts on a line of its own
+        finally:
+            running.run(chat.close())
+
+
+def _typed(console: Console) -> str:
+    text = console.input("[bold blue]you[/]   ").strip()
+    if not sys.stdin.isatty():  # a terminal shows what is typed into it; of a pipe nobody would see it
+        console.print(Text(text), soft_wrap=True)
+    return text
+
+
+async def ask_once(chat: Chat, text: str, console: Console) -> None:
+    """The chat of a single question."""
+    try:
+        await answer(chat, text, console)
+    finally:
+        await chat.close()
+
+
+async def answer(chat: Chat, text: str, console: Console) -> None:
+    """Ask and print call, result, call, result, answer. A conversation that has become too long starts over."""
+    turn = await chat.ask(text)
+    _show(turn, console)
+    if turn.full and chat.has_past:
+        console.print("(the conversation was full; started afresh)", style="dim", highlight=False)
+        chat.forget()
+        turn = await chat.ask(text)
+        _show(turn, console)
+    if turn.error is not None:
+        console.print(Text(visible(f"(failed: {turn.error})"), style="red"), soft_wrap=True)
+    elif turn.stop is not StopReason.ANSWERED:
+        console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
+
+
+def _is_in(text: str, messages: Sequence[Message]) -> bool:
+    return not messages or any(text in str(message.get("content")) for message in messages)
+
+
+def _show(turn: Turn, console: Console) -> None:
+    if turn.instead:
+        console.print("(this env begins with its row, not with what you say; /row N takes another)", style="dim")
+        _say(console, "env", "bold yellow", turn.instead)
+    for step in turn.steps:
+        _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
+        if step.feedback:
+            _say(console, answerer(step), "bold yellow", step.feedback)
+
+
+def _command(chat: Chat, text: str, console: Console) -> None:
+    name, _, argument = text.partition(" ")
+    try:
+        if name == "/row" and argument.strip().isdecimal():
+            chat.enter(int(argument))
+            _introduce(chat, console)
+        elif name == "/new":
+            chat.forget()
+        else:
+            console.print(HELP, style="dim", highlight=False)
+    except ConfigError as error:
+        console.print(Text(str(error), style="red"))
+
+
+def _introduce(chat: Chat, console: Console) -> None:
+    # Text, here and below, for what others wrote: rich would read [brackets] and :words: in a str as markup.
+    console.print(Text(visible(f"row {chat.row.row_id}: {chat.question}")))
+
+
+def _say(console: Console, speaker: str, style: str, text: str) -> None:
+    console.print(Text.assemble((f"{speaker:6s}", style), visible(text)), soft_wrap=True)

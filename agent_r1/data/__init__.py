@@ -1,0 +1,1 @@
+"""What is asked: rows from files, datasets and Python, evaluation panels, downloads. Imports no torch."""

@@ -1,0 +1,85 @@
+"""Files of records: JSON, JSON lines (plain or gzipped) and parquet, read with clear errors and written strictly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agent_r1.errors import DataError
+from agent_r1.guard import is_nested_deeper
+
+MAX_NESTING = 100  # levels of lists and mappings in a file that users give
+MAX_REASON_CHARS = 300
+
+
+def plain_or_gzipped(path: Path) -> Path | None:
+    """The file that is there: this one, or the same with `.gz`."""
+    return next((found for found in (path, Path(f"{path}.gz")) if found.is_file()), None)
+
+
+def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
+    """`json.loads` that raises `ValueError` for everything unreadable, including values that would break later code."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):  # its text suggests changing a setting of Python
+            raise ValueError("a number in it has too many digits") from None
+        raise
+    if max_nesting is not None and is_nested_deeper(value, max_nesting, text=text):
+        raise ValueError(f"it is nested more than {max_nesting} levels deep")
+    return value
+
+
+def dump_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Write strict JSON. Non-finite numbers become strings that `float` reads back."""
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, indent=indent, default=default)
+    try:
+        return dumps(value)
+    except ValueError:
+        return dumps(_finite(value))
+
+
+def json_lines(path: Path) -> Iterator[Any]:
+    """Yield every record of a file, skipping blank lines. Raises `DataError` with the number of an unreadable line."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                number += 1
+                if line.strip():
+                    yield read_json(
+                        line.decode("utf-8-sig" if number == 1 else "utf-8")
+                    )  # Windows may add a byte-order mark
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} line {number} cannot be read: {error}") from error
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield every row of a file. Raises `DataError` for a damaged file, with the first unreadable row."""
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield row
+                number += 1
+    except Exception as error:  # damaged pages make pyarrow raise nearly anything
+        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+        raise DataError(f"{path} is not a readable parquet file, from row {number} on: {reason}") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {_finite(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

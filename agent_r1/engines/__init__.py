@@ -1,0 +1,1 @@
+"""What samples: the protocol, a scripted engine and the local one."""

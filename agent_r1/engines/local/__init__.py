@@ -1,0 +1,1 @@
+"""The local engine: any Hugging Face causal LM with continuous batching and a paged cache."""

@@ -1,0 +1,252 @@
+"""Attention over the paged cache on a CPU, and on anything else that has no kernel of its own.
+
+Single tokens (decoding) come first in a step and are computed together; longer chunks (prefill) follow, those of about
+the same size computed together, padded to the largest.
+
+Decoding moves each query to the blocks of its sequence instead of collecting the blocks for the query: keys and
+values are the bulk of the data and stay where they are. Every block gives a partial result and the log of its softmax
+normaliser; a softmax over those joins a sequence's blocks. Blocks are read in place as the leading part of the pool
+unless most of that part belongs to others. So every block must belong to one sequence: equal prompts are copied.
+
+Shape suffixes: N = tokens in the step, B = sequences computed together, T = blocks read, W = blocks of the longest
+sequence, C = tokens of the longest chunk, L = tokens it may look at, M = tokens of a prefill, H = query heads,
+K = key/value heads, G = H / K, S = tokens in a block, D = head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agent_r1.engines.local.kv_cache import KVCache, LayerCache
+from agent_r1.engines.local.request import Chunk
+
+# Added to a score to hide it: vanishes in any softmax, yet finite, so a block hidden as a whole gets weight 0, not nan.
+HIDDEN = -1e30
+# e**-80 is nothing beside the largest weight, 1; smaller arguments would take exp's slow path, tens of times slower.
+SMALLEST_EXPONENT = -80.0
+# Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
+# computed along for each block that is ours.
+MAX_FOREIGN = 1.0
+# Keys and values of a prefill are collected side by side; this many tokens of them at once, so that memory stays small.
+MAX_COLLECTED = 8192
+
+
+class DecodeLayout:
+    """Index tensors for the single-token sequences of a step."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
+        self.size = len(chunks)
+        counts_B = np.fromiter((len(chunk.blocks) for chunk in chunks), dtype=np.int64, count=self.size)
+        block_T = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), dtype=np.int64)
+        positions_B = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=self.size)
+        ordinal_T = np.arange(len(block_T)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
+        owner_T = np.repeat(np.arange(self.size), counts_B)
+
+        span = int(block_T.max()) + 1
+        self.span = span if span <= (1 + MAX_FOREIGN) * len(block_T) else None
+        place_T = np.arange(len(block_T)) if self.span is None else block_T
+        read = len(block_T) if self.span is None else span
+        # Blocks of others get the first sequence's query; nobody reads the result.
+        query_T, first_T = np.zeros(read, dtype=np.int64), np.zeros(read, dtype=np.int64)
+        query_T[place_T], first_T[place_T] = owner_T, ordinal_T * block_size
+        # Padded with the sequence's own first block: whatever another one holds, even NaN, stays with the other.
+        first_place_B1 = place_T[np.cumsum(counts_B) - counts_B][:, None]
+        table_BW = np.repeat(first_place_B1, int(counts_B.max()), axis=1)
+        table_BW[owner_T, ordinal_T] = place_T
+        padding_BW = np.arange(table_BW.shape[1]) >= counts_B[:, None]
+
+        self.block_T = torch.from_numpy(block_T).to(device)
+        self.query_T = torch.from_numpy(query_T).to(device)
+        self.table_BW = torch.from_numpy(table_BW).to(device)
+        self.padding_BW11 = torch.from_numpy(padding_BW[:, :, None, None]).to(device) * HIDDEN
+        self._position_T1 = positions_B[query_T][:, None]
+        self._keys_TS = first_T[:, None] + np.arange(block_size)
+        self._device = device
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def read(self, pool_P: Tensor) -> Tensor:
+        """The blocks to compute over, [T, ...]."""
+        return pool_P.index_select(0, self.block_T) if self.span is None else pool_P[: self.span]
+
+    def mask(self, window: int | None, heads: int) -> Tensor:
+        """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those the window has left."""
+        if (window, heads) not in self._masks:
+            hidden_TS = self._keys_TS > self._position_T1
+            if window is not None:
+                hidden_TS |= self._keys_TS <= self._position_T1 - window
+            mask_TS = torch.from_numpy(hidden_TS).to(self._device) * HIDDEN
+            self._masks[window, heads] = mask_TS.repeat_interleave(heads, dim=0)[:, None]
+        return self._masks[window, heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A chunk and the row of its first token."""
+
+    chunk: Chunk
+    row: int
+
+
+class PrefillLayout:
+    """Index tensors for chunks of about the same size that are computed together."""
+
+    def __init__(self, parts: Sequence[Placed], block_size: int, device: torch.device) -> None:
+        starts_B1 = np.array([[part.chunk.start] for part in parts])
+        counts_B1 = np.array([[len(part.chunk.ids)] for part in parts])
+        slot_C = np.arange(counts_B1.max())
+        # Shorter chunks repeat their last token; nobody reads the result.
+        offset_BC = np.minimum(slot_C, counts_B1 - 1)
+        row_BC = np.array([[part.row] for part in parts]) + offset_BC
+        filled_BC = slot_C < counts_B1
+        self.from_start = not starts_B1.any()  # then a chunk's own keys and values are all there are
+        # A request may own more blocks, for what comes after its chunk.
+        width = -(-int((starts_B1 + counts_B1).max()) // block_size)
+        owned = [part.chunk.blocks[:width] for part in parts]
+        block_BW = np.array([blocks + blocks[-1:] * (width - len(blocks)) for blocks in owned])
+
+        self.row_BC = torch.from_numpy(row_BC).to(device)
+        self.block_BW = torch.from_numpy(block_BW).to(device)
+        self.rows_M = torch.from_numpy(row_BC[filled_BC]).to(device)  # where results go
+        self.slots_M = torch.from_numpy(np.flatnonzero(filled_BC)).to(device)  # and where in [B * C] they are found
+        self._length = len(slot_C) if self.from_start else width * block_size
+        self._position_BC1 = (starts_B1 + offset_BC)[:, :, None]
+        self._device = device
+        self._masks: dict[int | None, Tensor] = {}
+
+    def take(self, row_NHD: Tensor) -> Tensor:
+        """The chunks' part of a row, [B, H, C, D]."""
+        chunks_BCHD: Tensor = row_NHD.index_select(0, self.row_BC.flatten()).unflatten(0, self.row_BC.shape)
+        return chunks_BCHD.transpose(1, 2)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Boolean [B, 1, C, L], or None where plain causal attention says the same."""
+        if window is not None and window >= self._length:
+            window = None
+        if window is None and self.from_start:
+            return None
+        if window not in self._masks:
+            key_L = np.arange(self._length)
+            seen_BCL = key_L <= self._position_BC1
+            if window is not None:
+                seen_BCL &= key_L > self._position_BC1 - window
+            self._masks[window] = torch.from_numpy(seen_BCL[:, None]).to(self._device)
+        return self._masks[window]
+
+
+class Places:
+    """Where keys and values of a step go: to the blocks of the request, and for a single token of all its twins."""
+
+    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
+        rows: list[int] = []
+        blocks: list[int] = []
+        offsets: list[int] = []
+        first = 0
+        for chunk in chunks:
+            positions = range(chunk.start, chunk.end)
+            for owned in (chunk.blocks, *chunk.twin_blocks):
+                rows += range(first, first + len(positions))
+                blocks += [owned[position // block_size] for position in positions]
+                offsets += [position % block_size for position in positions]
+            first += len(positions)
+        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets], device=device).unbind(0)
+        self._row_M = row_M if len(rows) > first else None
+
+    def write(self, layer: LayerCache, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        if self._row_M is not None:
+            key_NKD, value_NKD = key_NKD.index_select(0, self._row_M), value_NKD.index_select(0, self._row_M)
+        layer.write(key_NKD, value_NKD, self._block_M, self._offset_M)
+
+
+def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
+    """The chunks in groups, because short ones cost more to call attention for than to compute.
+
+    In a group, sizes and lengths differ by less than a factor of two, and what is collected stays in bounds.
+    """
+    groups: dict[tuple[bool, int, int], list[list[Placed]]] = {}
+    for part in parts:
+        count, length = len(part.chunk.ids), part.chunk.start + len(part.chunk.ids)
+        size, width = count.bit_length(), (-(-length // block_size)).bit_length()
+        split = groups.setdefault((part.chunk.start == 0, size, width), [[]])
+        if split[-1] and (len(split[-1]) + 1) * (block_size << width) > MAX_COLLECTED:
+            split.append([])
+        split[-1].append(part)
+    return [group for split in groups.values() for group in split]
+
+
+@dataclass(slots=True)
+class StepLayout:
+    """An `AttentionStep`: one step in index tensors."""
+
+    cache: KVCache
+    places: Places
+    decode: DecodeLayout | None
+    prefill: list[PrefillLayout]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], cache: KVCache, device: torch.device) -> StepLayout:
+        """`chunks` with the single tokens first."""
+        size = cache.block_size
+        singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
+        longer, row = [], len(singles)
+        for chunk in chunks[len(singles) :]:
+            longer.append(Placed(chunk, row))
+            row += len(chunk.ids)
+        decode = DecodeLayout(singles, size, device) if singles else None
+        prefill = [PrefillLayout(group, size, device) for group in alike(longer, size)]
+        return cls(cache, Places(chunks, size, device), decode, prefill)
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        pools = self.cache.layer(layer, key_NKD, value_NKD)
+        self.places.write(pools, key_NKD, value_NKD)
+        out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_NKD.shape[-1])
+        if self.decode is not None:
+            size = self.decode.size
+            out_NHD[:size] = _decode(self.decode, query_NHD[:size] * scaling, pools, window)
+        for part in self.prefill:
+            if part.from_start:
+                key_BKLD, value_BKLD = part.take(key_NKD), part.take(value_NKD)
+            else:
+                key_BKLD, value_BKLD = pools.sequences(part.block_BW)
+            mask = part.mask(window)
+            out_BHCD = scaled_dot_product_attention(
+                part.take(query_NHD),
+                key_BKLD,
+                value_BKLD,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+            )
+            out_NHD[part.rows_M] = out_BHCD.transpose(1, 2).flatten(0, 1)[part.slots_M]
+        return out_NHD
+
+
+def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: int | None) -> Tensor:
+    keys_TKDS, values_TKSD = layout.read(layer.keys_PKDS), layout.read(layer.values_PKSD)
+    (blocks, heads, head_size, _), (batch, query_heads, _) = keys_TKDS.shape, query_BHD.shape
+    query_TKGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T)
+
+    # From here on T * K is one dimension: every block and head is a small product of its own.
+    scores_TGS = torch.bmm(query_TKGD.view(blocks * heads, -1, head_size), keys_TKDS.flatten(0, 1))
+    scores_TGS = scores_TGS.float().add_(layout.mask(window, heads))
+    top_TG1 = scores_TGS.amax(dim=-1, keepdim=True)
+    weights_TGS = scores_TGS.sub_(top_TG1).clamp_(min=SMALLEST_EXPONENT).exp_()
+    total_TG1 = weights_TGS.sum(dim=-1, keepdim=True)
+    partial_TGD = torch.bmm(weights_TGS.to(values_TKSD.dtype), values_TKSD.flatten(0, 1))
+
+    normaliser_TH = (top_TG1 + total_TG1.log()).view(blocks, query_heads)
+    partial_THD = (partial_TGD / total_TG1).view(blocks, -1)
+    table = layout.table_BW.view(-1)
+    normaliser_BWH1 = normaliser_TH.index_select(0, table).view(batch, -1, query_heads, 1)
+    partial_BWHD = partial_THD.index_select(0, table).view(batch, -1, query_heads, values_TKSD.shape[-1])
+    joined_BHD = (partial_BWHD * torch.softmax(normaliser_BWH1 + layout.padding_BW11, dim=1)).sum(dim=1)
+    return joined_BHD.to(query_BHD.dtype)

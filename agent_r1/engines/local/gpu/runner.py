@@ -1,0 +1,314 @@
+"""Steps on a GPU, without the host in the way.
+
+A step is a first pass over all tokens of its chunks, then passes over one token of each sampling sequence. What a pass
+needs to know about them (last token, position, whether the response has ended) stays in tensors on the device and is
+updated there, so passes follow each other without waiting for the host, and the next step may be launched before this
+one has been read back. Passes are captured as CUDA graphs for a ladder of batch sizes; rows that stand for nothing
+write to a spare block. Decoder layers are compiled one by one, which fuses what surrounds attention and products.
+
+Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
+the longest sequence, E = stop ids, V = vocabulary, K = most ids that top-k and top-p keep.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agent_r1.engines.base import Sampling
+from agent_r1.errors import ConfigError
+from agent_r1.engines.local.attention import running
+from agent_r1.engines.local.gpu.paged_attention import GpuCache, GpuStep, Kernels, key_value_shape
+from agent_r1.engines.local.gpu.state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
+from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
+from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.sampling import nucleus, support_ids
+
+# Below this many programs a GPU of 132 multiprocessors is not full, so sequences are divided among several.
+FULL_GPU = 264
+MAX_SPLITS = 16
+FILTERED = 64  # rows that top-k and top-p are applied to at once
+LARGEST_GRAPH = 4096  # tokens; a pass over more of them is long enough to hide its launches
+
+Pass = Callable[[], None]
+# Ids returned per token; 0: top-k or top-p is used but no request keeps its support; None: neither is used.
+Width = int | None
+Key = tuple[str, int, Width]
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes with graphs: 2, 4, 8, then powers of two and the sizes half-way between them."""
+    sizes = [2, 4, 8]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
+    return [size for size in sizes if size < largest] + [max(2, largest)]
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Captured passes, all in one memory pool: only one runs at a time."""
+
+    side: Any = field(default_factory=torch.cuda.Stream)  # one for all: every stream has workspaces of its own
+    pool: Any = None
+    made: dict[Key, Any] = field(default_factory=dict)
+
+    def capture(self, key: Key, work: Pass) -> None:
+        """Work is also run once before it is captured: kernels are compiled on their first run."""
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            work()
+        torch.cuda.current_stream().wait_stream(self.side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile (tools, rewards, a classifier on the same GPU) is not part of it.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
+            work()
+        self.pool = graph.pool()
+        self.made[key] = graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimits:
+    """How much there may be of everything; tensors of these sizes are made once."""
+
+    num_blocks: int
+    block_size: int
+    max_running: int
+    max_batch_tokens: int
+    max_length: int  # of a sequence
+    burst: int
+
+
+class GpuRunner(ModelRunner):
+    """Everything runs on one stream, in the order it is launched."""
+
+    overlaps = True
+    max_stop_ids = MAX_STOP_IDS
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, limits: GpuLimits, *, graphs: bool) -> None:
+        super().__init__(model)
+        config, self._kernels = self.config, kernels
+        shape = key_value_shape(config) | {"block_size": limits.block_size}
+        heads = shape["heads"]
+        embedding = model.get_input_embeddings().weight
+        self._cache = GpuCache(num_blocks=limits.num_blocks, like=embedding, **shape)
+        self._probe = GpuCache(num_blocks=PROBE_BLOCKS, like=embedding, **shape)
+        self._key_heads = heads
+        self._tile = kernels.tokens_per_tile(config.num_attention_heads, heads)
+        self._rows = ladder(limits.max_running)
+        self._sizes = ladder(max(limits.max_running + limits.max_batch_tokens, 2 * PROBE_BLOCKS))
+        tokens, rows = self._sizes[-1], self._rows[-1]
+        self._burst = limits.burst
+        width = max(-(-limits.max_length // limits.block_size), PROBE_BLOCKS)
+        self._state = State.empty(
+            rows=rows, width=width, burst=limits.burst, vocab=config.vocab_size, device=self.device
+        )
+        self._first = FirstPass.empty(tokens=tokens, tiles=self._tiles(tokens), rows=rows, device=self.device)
+        self._places = torch.arange(rows, device=self.device)
+        self._graphs = Graphs() if graphs else None
+        self._before: dict[Request, int] = {}  # rows of the step launched before
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+        ordered = self._load(chunks)
+        drawing = [chunk for chunk in ordered if chunk.samples]
+        self._cache.copy([pair for chunk in chunks for pair in chunk.copies])
+        rows, width = len(drawing), self._width(drawing)
+        most = max((chunk.count for chunk in drawing), default=0)
+        singles = all(chunk.length == 1 for chunk in chunks) and rows == len(chunks)
+        if not singles:
+            self._run_first(ordered, width)
+        size = self._rows[bisect_left(self._rows, rows)]
+        for _ in range(most if singles else most - 1):
+            self._run("decode", size, width, partial(self._decode, size, width))
+        return self._reader(rows, width)
+
+    def _width(self, drawing: Sequence[Chunk]) -> Width:
+        """A power of two if supports are returned, so that few buffers and graphs serve all settings."""
+        settings = [chunk.request.sampling for chunk in drawing]
+        if not any(map(is_filtered, settings)):
+            return None
+        most = max(sampling.top_k if sampling.keep_support else 0 for sampling in settings)
+        width = min(1 << (most - 1).bit_length(), self.config.vocab_size) if most else 0
+        if width:
+            self._state.make_supports(width)
+        return width
+
+    def clear_cache(self) -> None:
+        with torch.inference_mode():
+            self._cache.pool_L2PKSD.zero_()
+
+    def close(self) -> None:
+        self._graphs = None
+        self._cache = self._probe
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
+        for chunks in steps:
+            ordered = self._load(chunks)
+            if all(chunk.length == 1 and chunk.samples for chunk in chunks):
+                logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
+            else:
+                logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
+        self._state.left_R.zero_()  # nothing of this may be taken for a sequence
+        self._before = {}
+        return logits
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture all graphs that sampling without top-k and top-p needs, largest first, so that one pool fits all."""
+        if self._graphs is None:
+            return
+        for size in [size for size in reversed(self._sizes) if size <= LARGEST_GRAPH]:
+            self._first.clear(self._cache.trash)
+            self._capture(("first", size, None), partial(self._sample_first, size, None))
+        for rows in reversed(self._rows):
+            self._capture(("decode", rows, None), partial(self._decode, rows, None))
+
+    def _run(self, kind: str, size: int, width: Width, work: Pass) -> None:
+        if self._graphs is None or size > LARGEST_GRAPH:
+            work()
+            return
+        self._capture((kind, size, width), work)
+        self._graphs.made[kind, size, width].replay()
+
+    def _capture(self, key: Key, work: Pass) -> None:
+        """Unless it is there. Leaves the state as it was."""
+        assert self._graphs is not None
+        if key not in self._graphs.made:
+            before = [tensor.clone() for tensor in self._state.moving()]
+            self._graphs.capture(key, work)
+            for now, then in zip(self._state.moving(), before, strict=True):
+                now.copy_(then)
+
+    def _run_first(self, ordered: Sequence[Chunk], width: Width) -> None:
+        size = self._sizes[bisect_left(self._sizes, self._lay_out(ordered))]
+        self._run("first", size, width, partial(self._sample_first, size, width))
+
+    # What a pass computes. These run under capture: nothing in them may depend on what the host knows.
+
+    def _decode(self, rows: int, width: Width) -> None:
+        alive_R = self._state.alive(rows)
+        self._draw(self._decode_logits(rows, alive_R, self._cache), alive_R, width)
+
+    def _decode_logits(self, rows: int, alive_R: Tensor, cache: GpuCache) -> Tensor:
+        state, size = self._state, cache.block_size
+        position_R = state.position_R[:rows]
+        block_R = state.table_RW[:rows].gather(1, (position_R // size)[:, None])[:, 0]
+        step = GpuStep(
+            cache=cache,
+            kernels=self._kernels,
+            slot_N=torch.where(alive_R, block_R * size + position_R % size, cache.trash),
+            position_N=position_R,
+            table_QW=state.table_RW,
+            sequence_T=self._places[:rows],
+            row_T=self._places[:rows],
+            count_T=alive_R.int(),
+            tokens=1,
+            splits=splits_for(rows * self._key_heads),
+        )
+        with running(step):
+            return self.forward(state.token_R[:rows], position_R, self._places[:rows])
+
+    def _first_logits(self, tokens: int, rows: int, cache: GpuCache) -> Tensor:
+        first = self._first
+        tiles = self._tiles(tokens)
+        step = GpuStep(
+            cache=cache,
+            kernels=self._kernels,
+            slot_N=first.slot_N[:tokens],
+            position_N=first.position_N[:tokens],
+            table_QW=self._state.table_RW,
+            sequence_T=first.sequence_T[:tiles],
+            row_T=first.row_T[:tiles],
+            count_T=first.count_T[:tiles],
+            tokens=self._tile,
+            splits=1,
+        )
+        with running(step):
+            return self.forward(first.ids_N[:tokens], first.position_N[:tokens], first.last_R[:rows])
+
+    def _sample_first(self, tokens: int, width: Width) -> None:
+        rows = min(self._rows[-1], tokens)
+        self._draw(self._first_logits(tokens, rows, self._cache), self._state.alive(rows), width)
+
+    def _tiles(self, tokens: int) -> int:
+        """The most there can be: every sequence may have one that is not full."""
+        return min(tokens, self._rows[-1] + tokens // self._tile)
+
+    def _draw(self, logits_RV: Tensor, alive_R: Tensor, width: Width) -> None:
+        state, rows = self._state, len(alive_R)
+        temperature_R = state.temperature_R[:rows]
+        uniform_R = state.uniform_CR.index_select(0, state.passes)[0, :rows]
+        if width is not None:  # greedy rows have a top_k of the whole vocabulary
+            scores_RV = logits_RV.float() / torch.where(temperature_R == 0, 1, temperature_R)[:, None]
+            parts = (scores_RV, state.top_k_R[:rows], state.top_p_R[:rows])
+            # In parts: sorting takes several times the memory of what is sorted.
+            kept = [nucleus(*part) for part in zip(*(p.split(FILTERED) for p in parts), strict=True)]
+            logits_RV = torch.cat(kept)
+            if width:
+                state.keep(torch.cat([support_ids(scores_FV, width) for scores_FV in kept]))
+            temperature_R = torch.where(temperature_R == 0, 0.0, 1.0)
+        state.draw(*self._kernels.draw(logits_RV, temperature_R, uniform_R), alive_R)
+
+    def _load(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Tell the device about the next step; returns the chunks in the order of its rows."""
+        ordered = in_order(chunks)
+        self._state.load(ordered, self._before, self.config.vocab_size)
+        self._before = {chunk.request: row for row, chunk in enumerate(ordered) if chunk.samples}
+        return ordered
+
+    def _lay_out(self, ordered: Sequence[Chunk]) -> int:
+        cache = self._cache
+        return self._first.load(ordered, self._state, block_size=cache.block_size, tile=self._tile, trash=cache.trash)
+
+    def _reader(self, rows: int, width: Width) -> Callable[[], Drawn | None]:
+        state, on_gpu = self._state, self.device.type == "cuda"
+        sources = [state.drawn_CR, state.logprob_CR, *([state.supports[width]] if width else [])]
+        copies = [
+            torch.empty(rows, self._burst, *source.shape[2:], dtype=source.dtype, pin_memory=on_gpu).copy_(
+                source[:, :rows].transpose(0, 1).contiguous(), non_blocking=on_gpu
+            )
+            for source in sources
+        ]
+
+        def drawn() -> Drawn:
+            drawn_RC, logprob_RC, *supports = (copy.numpy() for copy in copies)
+            return *cut(drawn_RC, logprob_RC), cut_supports(drawn_RC, supports[0]) if supports else None
+
+        if not on_gpu:
+            return drawn
+        done = torch.cuda.Event()
+        done.record()
+        return lambda: drawn() if done.query() else None
+
+
+def triton_kernels() -> Kernels:
+    try:
+        from agent_r1.engines.local.gpu import kernels
+    except ImportError as error:
+        raise ConfigError(
+            f"sampling on a GPU needs Triton, which is not installed ({error}); it comes with torch"
+        ) from error
+    return kernels
+
+
+def is_filtered(sampling: Sampling) -> bool:
+    return bool(sampling.temperature) and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def splits_for(programs: int) -> int:
+    """A power of two, with which the GPU is full, or as many as are allowed."""
+    splits = 1
+    while splits < MAX_SPLITS and programs * splits < FULL_GPU:
+        splits *= 2
+    return splits

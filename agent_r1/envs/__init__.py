@@ -1,0 +1,1 @@
+"""What answers: environments, their checks, and the processes that host them. Imports no torch."""

@@ -1,0 +1,85 @@
+"""Worlds that talk: say what is shown first and what is answered, and `TextEnv` keeps the conversation.
+
+    class Echo(TextEnv):
+        def begin(self, row):
+            return "Say something."
+
+        def reply(self, said):
+            return Reply(text=f"You said {said!r}.", done=said == "bye", reward=1.0)
+
+Knows messages, not tokens. Nothing is ever taken out of the conversation here: what a policy gets to see of a long one
+is a context policy's business (`context.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, ClassVar
+
+from agent_r1.envs.base import AgentEnv, check_truth, wrong
+from agent_r1.types import Action, Message, Observation, TaskRow, Transition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a world answers to what was said."""
+
+    text: str = ""  # shown to the policy next, and kept for people when the episode is over
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TextEnv(AgentEnv):
+    """Implement `begin` and `reply`, sync or async. Code that blocks belongs in worker processes (`task.workers`)."""
+
+    system: ClassVar[str] = ""  # a system message before the first thing shown; "": none
+
+    @abstractmethod
+    def begin(self, row: TaskRow) -> str | Awaitable[str]:
+        """Start the episode and return the first thing that is shown; of the row's prompt, what is said here."""
+
+    @abstractmethod
+    def reply(self, said: str) -> Reply | Awaitable[Reply]:
+        """Answer what the policy said."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        shown = self.begin(row)
+        first = await shown if inspect.isawaitable(shown) else shown
+        if not isinstance(first, str):
+            raise TypeError(f"{type(self).__name__}.begin returned {type(first).__name__} instead of a text")
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        self._messages: list[Message] = [*system, {"role": "user", "content": first}]
+        return Observation(messages=self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        answered = self.reply(action.text)
+        reply = await answered if inspect.isawaitable(answered) else answered
+        check_reply(reply, f"{type(self).__name__}.reply")
+        said = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
+        return Transition(
+            observation=None if reply.done else Observation(messages=self._messages),
+            reward=reply.reward,
+            terminated=bool(reply.done),
+            feedback=reply.text,
+            info=reply.info,
+        )
+
+
+def check_reply(value: object, source: str) -> None:
+    """TypeError that names the field of the `Reply`, which is what the author of an env knows."""
+    if not isinstance(value, Reply):
+        raise TypeError(f"{source} returned {type(value).__name__} instead of a Reply")
+    for name, kind, expected in (
+        ("text", str, "a text"),
+        ("reward", Real, "a number"),
+        ("info", Mapping, "a dict"),
+    ):
+        if not isinstance(getattr(value, name), kind):
+            raise wrong(source, "a Reply", name, getattr(value, name), expected)
+    check_truth(value.done, source, "a Reply", "done")

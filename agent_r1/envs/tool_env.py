@@ -1,0 +1,261 @@
+"""`ToolEnv`: the model calls tools, reads their results, and answers when it calls nothing.
+
+The conversation only grows: each step appends the response and the results of its calls, or what `reply` says to text
+without a call. `tool_calls.py` reads calls and `tool_run.py` runs them; this module is about the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from copy import deepcopy
+from itertools import groupby
+from typing import Any
+
+from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.text_env import Reply, check_reply
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.guard import RAISED_BY, mended, note
+from agent_r1.tokens.call_format import MAX_CALLS
+from agent_r1.tokens.tool_calls import (
+    AUTO,
+    Event,
+    ParsedCall,
+    ParseFailure,
+    ToolCallFormat,
+    detect_format,
+    format_name,
+    named_format,
+)
+from agent_r1.tools.base import BaseTool, get_tool
+from agent_r1.tools.runner import ToolOutcome, run_tool
+from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+
+
+def no_tool(name: str) -> str:
+    """How the error of a call begins whose tool does not exist. Demonstrations with such calls are told by it."""
+    return f"there is no tool {name!r}."
+
+
+@AgentEnv.register("tool")
+class ToolEnv(AgentEnv):
+    """An episode with tools.
+
+    `tools_kwargs` fills the parameters that tools take from the row. A key that names a tool holds the values of that
+    tool; any other key goes to every tool that takes it: `{"search": {"table": ...}, "language": "en"}`.
+
+    A bad call (one that cannot be read, names no tool, or has arguments that do not fit) is answered with what was
+    wrong. `max_bad_calls` of them in a row, over steps, end the episode as `StopReason.PARSE_LIMIT`; a call that ran
+    starts the count anew, whether its tool was content or not. The count is looked at after all calls of a step.
+
+    The calls of a response run one after another, so that tools may change the state of the episode. Consecutive calls
+    overlap if all their tools are `parallel`.
+    """
+
+    def __init__(  # noqa: PLR0913 (all settings of an episode with tools)
+        self,
+        *,
+        tools: Sequence[str | BaseTool],
+        tool_format: str | ToolCallFormat = AUTO,  # AUTO: in a run, the chat template's; otherwise hermes
+        tools_kwargs: Mapping[str, Any] | None = None,
+        max_bad_calls: int = 3,
+        max_calls: int = MAX_CALLS,  # per response; further calls are refused
+        max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
+        tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
+        parallel: bool = True,  # False: calls never overlap, not even those of `parallel` tools
+    ) -> None:
+        if min(max_bad_calls, max_calls, max_result_chars) < 1:
+            raise ConfigError(
+                "ToolEnv needs max_bad_calls, max_calls and max_result_chars of at least 1, "
+                f"got {max_bad_calls}, {max_calls} and {max_result_chars}"
+            )
+        self._tools = _by_name(tools)
+        self.tool_format = _format_for(tool_format, self._tools, tool_role).with_max_calls(max_calls)
+        self._context = _context_of(self._tools, tools_kwargs or {})
+        self._max_bad_calls = max_bad_calls
+        self._max_result_chars = max_result_chars
+        self._tool_role = tool_role
+        self.parallel = parallel
+        self._messages: list[Message] | None = None  # None: before the first reset and after the end
+        self._bad_calls = 0  # in a row
+
+    @property
+    def parallel_tools(self) -> frozenset[str]:
+        """The tools whose calls may overlap."""
+        return frozenset(name for name, tool in self._tools.items() if self.parallel and tool.parallel)
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """The row's values for each tool, including changes made by its calls."""
+        return self._context
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    def reply(self, said: str) -> Reply | Awaitable[Reply | None] | None:
+        """Answer text without a call, for example as a simulated user; sync or async.
+
+        `said` has no thinking in it. None, the default, makes it the final answer and ends the episode.
+        """
+        return None
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self._messages = deepcopy(row.prompt)
+        self._bad_calls = 0
+        return Observation(messages=list(self._messages))
+
+    async def step(self, action: Action) -> Transition:
+        if self._messages is None:
+            raise RuntimeError(
+                "ToolEnv.step was called outside an episode; call reset first, and make no step after the end"
+            )
+        content, events = self.tool_format.parse(action.text)
+        if not events and (found := detect_format(content, self._tools)) is not None:
+            events = [self._foreign_call(found, action.text)]
+        if not events:
+            return await self._reply_or_end(action, content)
+
+        outcomes = await self._run(events)
+        for outcome in outcomes:
+            self._bad_calls = self._bad_calls + 1 if outcome.refused else 0
+        records = tuple(map(self._record, events, outcomes))
+        results = [record.result for record in records]
+        reward = sum(record.reward for record in records)
+        feedback = "\n".join(f"{record.name or 'unreadable call'}: {record.result}" for record in records)
+        if self._bad_calls >= self._max_bad_calls:
+            self._messages = None
+            return Transition(
+                reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
+            )
+        observation = self._after(action, self.tool_format.result_messages(results, events, self._tool_role))
+        return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
+
+    async def _reply_or_end(self, action: Action, said: str) -> Transition:
+        answered = self.reply(said)
+        reply = await answered if inspect.isawaitable(answered) else answered
+        if reply is None:
+            self._messages = None
+            return Transition(terminated=True, info={"answer": said})
+        check_reply(reply, f"{type(self).__name__}.reply")
+        if reply.done:
+            self._messages = None
+            info = {"answer": said, **reply.info}
+            return Transition(reward=reply.reward, terminated=True, feedback=reply.text, info=info)
+        observation = self._after(action, [{"role": "user", "content": reply.text}])
+        return Transition(observation=observation, reward=reply.reward, feedback=reply.text, info=reply.info)
+
+    def _after(self, action: Action, answers: Sequence[Message]) -> Observation:
+        assert self._messages is not None  # `step` checks it
+        # A new list: observations handed out earlier must not grow. The messages themselves never change.
+        self._messages = [*self._messages, self.tool_format.assistant_message(action.text), *answers]
+        return Observation(messages=list(self._messages))
+
+    def _foreign_call(self, found: str, text: str) -> ParseFailure:
+        """The failure for a response that was meant as a call but would otherwise count as the answer."""
+        own = found == format_name(self.tool_format)
+        why = "this looks like a call" + ("" if own else f" in the format {found!r}") + ", and cannot be read as one"
+        return ParseFailure(message=f"{why}. Write {self.tool_format.form}", span=(0, len(text)))
+
+    async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
+        outcomes: list[ToolOutcome] = []
+        for overlap, group in groupby(events, key=self._may_overlap):
+            calls = list(group)
+            outcomes += await self._run_together(calls) if overlap else [await self._answer(call) for call in calls]
+        return outcomes
+
+    def _may_overlap(self, event: Event) -> bool:
+        tool = self._tools.get(event.name)  # None: a bad call, which does not run
+        return self.parallel and (tool is None or tool.parallel)
+
+    async def _run_together(self, events: Sequence[Event]) -> list[ToolOutcome]:
+        # A tool's bug is raised when all have ended: no call outlives its step, and the first in order is reported.
+        outcomes = await asyncio.gather(*map(self._answer, events), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, ToolOutcome)]
+
+    async def _answer(self, event: Event) -> ToolOutcome:
+        if isinstance(event, ParseFailure):
+            return _refusal(f"{event.message}\nTools: {', '.join(self._tools)}")
+        tool = self._tools.get(event.name)
+        if tool is None:
+            return _refusal(f"{no_tool(event.name)}{did_you_mean(event.name, self._tools)}")
+        arguments = self.tool_format.typed(event.arguments, tool.parameters)
+        try:
+            outcome = await run_tool(tool, arguments, self._context[tool.name])
+        except Exception as error:
+            note(error, f"{RAISED_BY}tool {tool.name!r}")
+            raise
+        return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
+
+    def _record(self, event: Event, outcome: ToolOutcome) -> ToolCallRecord:
+        result = self._cut(outcome.text)
+        return ToolCallRecord(
+            name=event.name,
+            arguments=event.arguments if isinstance(event, ParsedCall) else {},
+            result=result,
+            reward=outcome.reward,
+            error=None if outcome.error is None else result,
+            text_span=event.span,
+            seconds=outcome.seconds,
+            info=outcome.info,
+        )
+
+    def _cut(self, text: str) -> str:
+        kept = mended(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
+        dropped = len(text) - self._max_result_chars
+        return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
+
+
+def _refusal(text: str) -> ToolOutcome:
+    return ToolOutcome(text=text, error=text, refused=True)
+
+
+def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
+    if isinstance(tools, str) or not tools:
+        raise ConfigError(f"ToolEnv needs a list of at least one tool, got tools={tools!r}")
+    found: dict[str, BaseTool] = {}
+    for tool in map(get_tool, tools):
+        if tool.name in found:
+            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}; the model could not tell them apart")
+        found[tool.name] = tool
+    return found
+
+
+def _format_for(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
+    chosen = named_format(name)
+    if role is not None and role not in chosen.roles:
+        raise ConfigError(
+            f"tool_role {role!r} does not go with tool_format {name!r}.{did_you_mean(role, chosen.roles)}"
+        )
+    if chosen.fixed_tool is not None and list(tools) != [chosen.fixed_tool]:
+        raise ConfigError(
+            f"tool_format {name!r} can only call the tool {chosen.fixed_tool!r}, got tools {list(tools)}. "
+            "Name the tool so, or give the format as an object with the name of yours."
+        )
+    return chosen
+
+
+def _context_of(tools: Mapping[str, BaseTool], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The row's values by tool; a value that no tool takes is a mistake, like one that is missing."""
+    shared = {key: value for key, value in given.items() if key not in tools}
+    for key in shared:
+        if not any(tool.row_keys.takes(key) for tool in tools.values()):
+            raise ConfigError(
+                f"tools_kwargs has {key!r}, which is neither a tool nor taken by one.{did_you_mean(key, tools)}. "
+                "A tool takes it as a FromRow parameter of that name."
+            )
+    context: dict[str, dict[str, Any]] = {}
+    for name, tool in tools.items():
+        own = given.get(name, {})
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"tools_kwargs[{name!r}] must be a dict of values for that tool, got {own!r}")
+        for key in own:
+            if not tool.row_keys.takes(key):
+                known = tool.row_keys.required | tool.row_keys.optional
+                raise ConfigError(f"tool {name!r} takes no {key!r} from the row.{did_you_mean(key, known)}")
+        context[name] = tool.row_keys.select(name, {**shared, **own})
+    return context

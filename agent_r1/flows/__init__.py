@@ -1,0 +1,1 @@
+"""What acts: flows, episodes and context policies. Imports no torch."""

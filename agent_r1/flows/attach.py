@@ -1,0 +1,68 @@
+"""What an env answered, attached to the step it answers: checked, and as plain as a trajectory file needs it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from agent_r1.envs.base import check_transition
+from agent_r1.guard import is_nested_deeper, mended
+from agent_r1.types import Step, ToolCallRecord, Transition
+
+MAX_INFO_CHARS = 100_000
+MAX_INFO_NESTING = 80  # more than the arguments of a call may have
+
+TokenSpan = Callable[[int, int], tuple[int, int] | None]  # of characters [start, end) of the response
+
+
+def attach(
+    step: Step, transition: Transition, *, source: str, seconds: float = 0.0, token_span: TokenSpan | None = None
+) -> Step:
+    """The step with the transition added to what it has already. `source` is named in errors."""
+    check_transition(transition, source)
+    return replace(
+        step,
+        reward=step.reward + _finite(transition.reward, source),
+        calls=step.calls + tuple(_plain_call(call, source, token_span) for call in transition.calls),
+        feedback="\n".join(filter(None, (step.feedback, mended(transition.feedback)))),
+        env_seconds=step.env_seconds + seconds,
+        info={**step.info, **_plain(transition.info, source)},
+    )
+
+
+def _plain_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None) -> ToolCallRecord:
+    return replace(
+        call,
+        token_span=None if token_span is None else token_span(*call.text_span),
+        reward=_finite(call.reward, source),
+        result=mended(call.result),
+        arguments=_plain(call.arguments, source),
+        info=_plain(call.info, f"tool {call.name!r}" if call.name else source),
+    )
+
+
+def _finite(reward: object, source: str) -> float:
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise ValueError(f"{source} returned reward {reward!r:.80}; rewards must be finite numbers")
+    return float(reward)
+
+
+def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
+    try:
+        text = json.dumps(info, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"what {source} returned cannot be kept with the trajectory: info and arguments must be JSON: {error}"
+        ) from error
+    if len(text) > MAX_INFO_CHARS:
+        raise ValueError(
+            f"{source} returned info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory"
+        )
+    plain: dict[str, Any] = json.loads(mended(text))
+    if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
+        raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
+    return plain

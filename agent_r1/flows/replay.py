@@ -1,0 +1,48 @@
+"""Play known texts without a model: gold actions of a benchmark, an expert's answers, the actions of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1.envs.base import AgentEnv, ask, check_observation, make_env, merge_env_kwargs, own_row
+from agent_r1.errors import DataError
+from agent_r1.flows.attach import attach
+from agent_r1.flows.flow import AgentEnvLoop
+from agent_r1.types import Action, Step, StopReason, TaskRow, Trajectory
+
+
+async def replay(env: type[AgentEnv], row: TaskRow, texts: Sequence[str], **env_kwargs: Any) -> Trajectory:
+    """Play the texts as the policy's responses, and return what a reward function takes.
+
+    `env_kwargs` are the recipe's; those of the row are merged on top, as in a run. The row stays as it was. Steps have
+    rewards, calls, feedback and info, but no token ids. If the texts do not end the episode, it stops as `MAX_STEPS`.
+
+    Raises whatever the env or a tool raises, and `DataError` for texts that come after the end.
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"replay takes a list of texts, one for each response, got the text {texts[:80]!r}")
+    steps: list[Step] = []
+    stop, source = StopReason.MAX_STEPS, env.__name__
+    async with AgentEnvLoop(lambda own: _make(env, own, env_kwargs)).playing(own_row(row)) as (played, first):
+        for text in texts:
+            transition = await ask(played, Action(text=text, token_ids=[]))
+            step = Step(prompt_ids=[], response_ids=[], response_logprobs=[], action_text=text)
+            steps.append(attach(step, transition, source=f"{source}.step"))
+            if transition.terminated:
+                stop = transition.stop
+                break
+            check_observation(transition.observation, source)
+    if len(steps) < len(texts):
+        raise DataError(
+            f"row {row.row_id!r}: the episode ended ({stop.value}) after {len(steps)} of {len(texts)} texts; the last "
+            f"one played is {steps[-1].action_text[:200]!r}"
+        )
+    opening = first.messages or []
+    return Trajectory(row_id=row.row_id, trajectory_id=f"{row.row_id}#replay", steps=steps, stop=stop, opening=opening)
+
+
+def _make(env: type[AgentEnv], row: TaskRow, env_kwargs: dict[str, Any]) -> AgentEnv:
+    kwargs = merge_env_kwargs(env_kwargs, row)
+    kwargs.pop("env_type", None)
+    return make_env(env, env.__name__, kwargs)

@@ -1,0 +1,225 @@
+"""Running other people's code (tools, environments, rewards) so that it can fail, hang or misbehave alone.
+
+One way for all of them: a task of its own under a deadline. What it raises comes back as an ordinary exception, also
+when it raised something that would end the program; what ignores its deadline is cancelled and then left behind.
+
+Not covered: code that blocks the event loop itself. Python cannot take a thread back either: a sync function that hangs
+keeps its (daemon) thread, so untrusted code belongs in a process that its tool kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import signal
+import sysconfig
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import copy_context
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
+MAX_ERROR_CHARS = 2000
+RAISED_BY, RAISED_AT = "raised by ", "raised at "  # begin the notes on an exception that `cause` reads
+_PACKAGE = Path(__file__).parent
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+class TimedOut(Exception):
+    """The deadline passed. Not a TimeoutError: user code raises those itself, about something else."""
+
+
+class Signal(BaseException):
+    """Ends user code on purpose. Not an Exception, so that `except Exception` and `guarded` let it through."""
+
+
+class Escaped(Exception):
+    """User code raised what would have ended the run: SystemExit, CancelledError, another BaseException."""
+
+
+class Abort(KeyboardInterrupt):
+    """Raised by our signal handler; never counts as a failure of the code that it interrupts."""
+
+
+def is_signal(error: BaseException) -> bool:
+    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two cannot be
+    told apart, and it counts as Ctrl-C."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    by_asyncio = bool(frames) and frames[-1] is asyncio.Runner._on_sigint.__code__  # type: ignore[attr-defined]
+    return isinstance(error, Abort) or by_asyncio or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Do not wait for threads: a tool may hang in one. Closing the loop abandons them."""
+
+
+def runner() -> asyncio.Runner:
+    """Return a runner for user code, which exits even if a call of `asyncio.to_thread` hangs."""
+    return asyncio.Runner(loop_factory=_Loop)
+
+
+def run_through(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    """Run the loop until the task is done, even if user code stops the loop or raises SystemExit unguarded."""
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            if task.done() or loop.is_closed() or is_signal(error):
+                raise
+            logger.error("user code tried to end the event loop; it continues\n%s", trace(error))
+
+
+async def guarded(work: Coroutine[Any, Any, T], *, seconds: float) -> T:
+    """Return the result of `work`, or raise its exception as an `Exception` or `Signal`, or `TimedOut`."""
+    cancelled_by_us = False
+
+    async def contained() -> tuple[T | None, Exception | Signal | None]:
+        try:
+            return await work, None
+        except (Exception, Signal) as error:  # noqa: BLE001 (raised again below, outside the task)
+            return None, error
+        except BaseException as error:
+            if cancelled_by_us or is_signal(error):
+                raise
+            return None, _sole_signal(error) or Escaped(describe(error))
+
+    task = asyncio.create_task(contained())
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        in_time = task.done()
+    finally:  # also when we are cancelled ourselves
+        if not task.done():
+            cancelled_by_us = True
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+    if not in_time:
+        raise TimedOut(f"not finished after {seconds:g} s")
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # without an error there is a value
+
+
+def _sole_signal(error: BaseException) -> Signal | None:
+    """Return the signal that a TaskGroup has wrapped, if it is all that was raised."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, Signal) else None
+
+
+async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await an async function; run a sync one in a daemon thread, so that it cannot hold up the loop or the exit."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = copy_context()
+
+    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
+        if not done.done():  # timed out or cancelled: nobody waits any more
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
+        except BaseException as error:  # noqa: BLE001 (carried over to the waiting side and raised there)
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the event loop has closed meanwhile
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    Thread(target=work, daemon=True).start()
+    value, error = await done
+    if error is not None:
+        # Python delivers signals to the main thread, so the function itself raised this KeyboardInterrupt.
+        raise error if isinstance(error, Exception | Signal) else Escaped(describe(error))
+    return await value if inspect.isawaitable(value) else value
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it, a function or an object that can be called, runs in the event loop."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message`, of bounded size and fit for a UTF-8 file, whatever the exception does when it is printed."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 (an exception that cannot be printed must not hide that something failed)
+        text = "(its message cannot be printed)"
+    return mended(f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}")
+
+
+def trace(error: BaseException) -> str:
+    """Where an exception came from and what it said, for the log; bounded like `describe`."""
+    return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
+
+
+def cause(error: BaseException) -> str:
+    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as who and where are known."""
+    who, where = _noted(error, RAISED_BY), place(error)
+    return f"{who and f'{who} raised '}{describe(error)}{where and f' ({where})'}"
+
+
+def note(error: BaseException, text: str) -> None:
+    """The exception stays what it was. One that takes no notes has none."""
+    with suppress(Exception):
+        error.add_note(text)
+
+
+def _noted(error: BaseException, beginning: str) -> str:
+    try:
+        notes = [text for text in error.__notes__ if isinstance(text, str) and text.startswith(beginning)]
+    except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
+        return ""
+    return mended(notes[-1].removeprefix(beginning)) if notes else ""
+
+
+def place(error: BaseException) -> str:
+    """`task.py:11`: where the exception left code that users write, if it came through any. What a library or we did
+    further in is for the log. One that comes from another process has a note instead of a traceback."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
+        if not ours and not is_library(path):
+            return f"{path.name}:{line}"
+    return _noted(error, RAISED_AT)
+
+
+def is_library(file: str | Path) -> bool:
+    """Whether code is part of the standard library or of an installed package other than ours."""
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return False
+    installed = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(installed) or not path.is_absolute()  # not absolute: "<string>", "<frozen ...>"
+
+
+def mended(text: str) -> str:
+    """`text` without halves of surrogate pairs, which no UTF-8 file can hold and no tokenizer takes."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
+    """Whether lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
+
+    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early."""
+    if text.count("[") + text.count("{") <= levels:
+        return False
+    layer = [value]
+    for _ in range(levels + 1):
+        inside = [list(item.values()) if isinstance(item, dict) else item for item in layer]
+        layer = [item for items in inside if isinstance(items, list) for item in items]
+        if not layer:
+            return False
+    return True

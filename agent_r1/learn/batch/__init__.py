@@ -1,0 +1,1 @@
+"""Segments, packs, token trees and mini-batches."""

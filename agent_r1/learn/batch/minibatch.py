@@ -1,0 +1,221 @@
+"""A mini-batch: what one optimizer step trains on, in every epoch, laid out in packs and columns.
+
+Shape suffixes: R = response tokens of the mini-batch, T = trained tokens of a pack.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_r1.errors import DataError
+from agent_r1.learn.batch.packs import (
+    Pack,
+    Segment,
+    column,
+    column_with_gaps,
+    merge_steps,
+    pack,
+    step_sizes,
+    trajectory_sizes,
+)
+from agent_r1.learn.batch.support import Supports
+from agent_r1.learn.batch.tree import PrefixSharing
+from agent_r1.learn.correction import Correction
+from agent_r1.learn.losses import Counts, LossInputs, ratio_report
+from agent_r1.types import CreditedTrajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What is known about each response token besides its id. Taken at a pack's tokens, R is the pack's T."""
+
+    old_logprobs_R: Tensor
+    advantages_R: Tensor
+    step_sizes_R: Tensor
+    trajectory_sizes_R: Tensor
+    importance_R: Tensor
+    values_R: Tensor | None = None  # of the critic, before the update
+    targets_R: Tensor | None = None  # what it is trained towards; NaN where it is not asked
+    reference_logprobs_R: Tensor | None = None
+    sampler_logprobs_R: Tensor | None = None  # kept when a correction has put the learner's in place of the old ones
+
+    def at(self, columns_T: Tensor) -> Columns:
+        return self._map(lambda tensor_R: tensor_R[columns_T])
+
+    @staticmethod
+    def join(parts: Sequence[Columns]) -> Columns:
+        """The columns of several mini-batches, one after the other."""
+        present = [f.name for f in fields(Columns) if getattr(parts[0], f.name) is not None]
+        return Columns(**{name: torch.cat([getattr(part, name) for part in parts]) for name in present})
+
+    def to(self, device: torch.device) -> Columns:
+        return self._map(lambda tensor_R: tensor_R.to(device))
+
+    def loss_inputs(self, logprobs_T: Tensor, step_ids_T: Tensor, counts: Counts) -> LossInputs:
+        """For columns that were taken at a pack's tokens."""
+        return LossInputs(
+            logprobs_T=logprobs_T,
+            old_logprobs_T=self.old_logprobs_R,
+            advantages_T=self.advantages_R,
+            importance_T=self.importance_R,
+            step_ids_T=step_ids_T,
+            step_sizes_T=self.step_sizes_R,
+            trajectory_sizes_T=self.trajectory_sizes_R,
+            counts=counts,
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Columns:
+        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return Columns(**{name: function(tensor) for name, tensor in present.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    packs: list[Pack]  # of this rank
+    columns: Columns  # of all ranks
+    counts: Counts  # of all ranks
+    num_segments: int  # of all ranks
+    num_targets: int  # tokens at which the critic is trained, of all ranks
+    has_advantages: bool  # some token of some rank has one
+    trajectory_names: list[str]
+
+    def with_columns(self, **columns: Any) -> MiniBatch:
+        return replace(self, columns=replace(self.columns, **columns))
+
+
+def prepare(
+    credited: Sequence[CreditedTrajectory],
+    *,
+    max_tokens: int,
+    device: torch.device,
+    is_mine: Callable[[int], bool],
+    keep_idle: bool,
+    prefix_sharing: PrefixSharing = "off",
+    supports: Supports | None = None,
+) -> MiniBatch:
+    """Merge and pack. A segment without advantage adds exactly 0 to a policy loss: it is counted but not computed,
+    unless `keep_idle` says that something else (a KL, an entropy, a critic) reads it."""
+    trajectories = [item.trajectory for item in credited]
+    columns = _columns(credited)
+    advantages = columns.advantages_R.tolist()
+
+    def matters(segment: Segment) -> bool:
+        return keep_idle or any(advantages[index] for index in segment.columns)
+
+    segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
+    mine = [segment for segment in segments if is_mine(segment.trajectory_id)]
+    return MiniBatch(
+        packs=pack(mine, max_tokens, prefix_sharing=prefix_sharing, device=device, supports=supports),
+        columns=columns.to(device),
+        counts=Counts(
+            tokens=len(advantages),
+            steps=sum(1 for each in trajectories for step in each.steps if step.response_ids),
+            trajectories=sum(1 for each in trajectories if each.num_response_tokens),
+        ),
+        num_segments=len(segments),
+        num_targets=0 if columns.targets_R is None else int((~columns.targets_R.isnan()).sum()),
+        has_advantages=any(advantages),
+        trajectory_names=[trajectory.trajectory_id for trajectory in trajectories],
+    )
+
+
+def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
+    """Shuffle the rows, and the attempts at each row, in an order that depends only on `key`; return positions.
+
+    Attempts at a row stay together, so that they can still share what their prompts have in common.
+    """
+    rows: dict[str, list[int]] = {}
+    for position, item in enumerate(credited):
+        rows.setdefault(item.trajectory.row_id, []).append(position)
+    rng, groups = random.Random(key), list(rows.values())
+    rng.shuffle(groups)
+    return [position for group in groups for position in rng.sample(group, len(group))]
+
+
+def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: Sequence[int]) -> Columns:
+    """Select the columns of the trajectories at these positions from those of all `credited`."""
+    sizes = [item.trajectory.num_response_tokens for item in credited]
+    ends = list(accumulate(sizes))
+    index = [column for position in order for column in range(ends[position] - sizes[position], ends[position])]
+    return columns.at(torch.tensor(index, dtype=torch.int64, device=columns.advantages_R.device))
+
+
+def _columns(credited: Sequence[CreditedTrajectory]) -> Columns:
+    trajectories = [item.trajectory for item in credited]
+    advantages_R = column([item.advantages for item in credited])
+    has_values = {item.values is not None for item in credited}
+    if len(has_values) > 1:
+        names = [item.trajectory.trajectory_id for item in credited if item.values is None]
+        raise DataError(f"some trajectories of the batch have values and others do not: {names[0]!r} has none")
+    return Columns(
+        old_logprobs_R=column([[step.response_logprobs for step in each.steps] for each in trajectories]),
+        advantages_R=advantages_R,
+        step_sizes_R=step_sizes(trajectories),
+        trajectory_sizes_R=trajectory_sizes(trajectories),
+        importance_R=torch.ones_like(advantages_R),
+        values_R=column([item.values or [] for item in credited]) if True in has_values else None,
+        targets_R=column_with_gaps([item.value_targets or [] for item in credited]) if True in has_values else None,
+    )
+
+
+def on_columns(packs: Sequence[Pack], model: Callable[[Pack], Tensor], like_R: Tensor) -> Tensor:
+    """Ask a model about every trained token of the packs; NaN for tokens that are in none of them (idle, or another
+    rank's). `like_R` says how many columns there are, and on which device."""
+    result_R = torch.full_like(like_R, float("nan"))
+    for part in packs:
+        result_R[part.columns_T] = model(part).float()
+    return result_R
+
+
+def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], correction: Correction | None) -> MiniBatch:
+    """From now on the learner's log-probs are the old ones; `correction` weights tokens by the disagreement."""
+    sampler_R = batch.columns.old_logprobs_R
+    learner_R = on_columns(batch.packs, logprobs, sampler_R)
+    importance_R = batch.columns.importance_R.clone()
+    if correction is not None:
+        for part in batch.packs:
+            index_T = part.columns_T
+            importance_R[index_T] = correction.weights(learner_R[index_T], sampler_R[index_T], part.step_ids_T)
+    return batch.with_columns(old_logprobs_R=learner_R, importance_R=importance_R, sampler_logprobs_R=sampler_R)
+
+
+def mismatch_report(columns: Columns) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and maxima over a pack's tokens: how far sampler and learner disagree, and the weights that correct it."""
+    assert columns.sampler_logprobs_R is not None
+    sums, maxima = ratio_report(columns.old_logprobs_R - columns.sampler_logprobs_R)
+    return {
+        "mismatch_kl": sums["approx_kl"],
+        "importance_mean": columns.importance_R.sum(),
+        "importance_rejected": (columns.importance_R == 0).sum(),
+    }, {"mismatch_max": maxima["log_ratio_max"]}
+
+
+def layout(packs: Sequence[Pack]) -> dict[str, int]:
+    return {
+        "packs": len(packs),
+        "segments": sum(len(part.lengths) for part in packs),
+        "steps": sum(int(part.step_ids_T.max()) + 1 for part in packs),
+        "tokens_trained": sum(part.num_trained for part in packs),
+        "tokens_computed": sum(part.num_tokens for part in packs),
+        "tokens_flat": sum(sum(part.lengths) for part in packs),
+    }
+
+
+def culprits(batch: MiniBatch, logprobs: Sequence[Tensor]) -> list[str]:
+    """The trajectories of this rank with a number that is not finite; none when only the gradient overflowed."""
+    bad: set[int] = set()
+    for part, logprobs_T in zip(batch.packs, logprobs, strict=True):
+        columns = batch.columns.at(part.columns_T)
+        suspect_T = logprobs_T + columns.old_logprobs_R + columns.advantages_R + columns.importance_R
+        if columns.values_R is not None and columns.targets_R is not None:
+            suspect_T = suspect_T + columns.values_R + columns.targets_R.nan_to_num(0.0, math.inf, -math.inf)
+        bad.update(part.trajectory_ids_T[~suspect_T.isfinite()].tolist())
+    return [batch.trajectory_names[i] for i in sorted(bad)]

@@ -1,0 +1,225 @@
+"""From credited trajectories to tensors: steps are merged by exact prefix, then packed without padding.
+
+A T-step episode that only appends to its context would cost O(T^2) tokens if every step were a row of its own. Here
+step k + 1 joins step k whenever its prompt starts with exactly the prompt and response of step k: the model then sees
+each token once, and every response token is still predicted from exactly the ids that the sampler saw. What the env
+or a tool wrote has no log-prob and no advantage at all, so it cannot be trained on by mistake.
+
+    step 0   prompt [1 2 3]              response [4 5]
+    step 1   prompt [1 2 3 4 5 6 7]      response [8]
+    segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
+
+Segments that start alike can share what they start with; `tree.py` says how. Only rows are shared: a token that two
+attempts sampled in the same place is trained twice, each time with its own old log-prob and advantage.
+
+What is known about each response token (its old log-prob, advantage, value ...) stands in columns over all response
+tokens of the mini-batch, trajectory by trajectory, step by step; a pack says which of them it holds. Nothing here knows
+models or algorithms.
+
+Shape suffixes: R = response tokens of a mini-batch, N = rows of a pack, T = trained (response) tokens of a pack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent_r1.errors import DataError
+from agent_r1.learn.batch.support import Supports
+from agent_r1.learn.batch.tree import (
+    IntArray,
+    PackLayout,
+    PrefixSharing,
+    break_even,
+    count_rows,
+    first_fit,
+    grow_trees,
+    lay_out,
+)
+from agent_r1.types import PerToken, Step, Trajectory
+
+Item = TypeVar("Item")
+CPU = torch.device("cpu")
+
+# Keys and values of a tree are gathered along its paths, layer by layer. More than this many times the budget of rows,
+# and they would take the memory that packs of that size are expected to leave.
+MAX_KEYS_PER_ROW = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive steps of one trajectory that read as one sequence. The last three lists run over trained tokens."""
+
+    trajectory_id: int  # position of the trajectory in the list that was merged
+    token_ids: list[int]
+    trained: list[int]  # positions in token_ids that the policy sampled; ascending
+    columns: list[int]  # which response token of the list each of them is
+    step_indices: list[int]  # which step of the trajectory each of them belongs to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Several segments back to back: what one forward pass reads."""
+
+    input_ids_N: Tensor
+    position_ids_N: Tensor  # within the segment
+    layout: PackLayout  # which rows see which
+    lengths: tuple[int, ...]  # of the segments; they sum to N, or to more where rows are shared
+    sources_T: Tensor  # where in N the hidden state sits that predicts the trained token; shared rows occur repeatedly
+    targets_T: Tensor  # the trained token itself
+    columns_T: Tensor  # which column of the mini-batch it is
+    step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
+    trajectory_ids_T: Tensor
+    supports: Supports | None = None  # the ids that trained tokens were sampled from; None: the whole vocabulary
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids_N.numel())
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.targets_T.numel())
+
+    def to(self, device: torch.device) -> Pack:
+        tensors: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name in self.__dataclass_fields__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, layout=self.layout.to(device), **tensors)
+
+
+def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
+    """Every response token becomes a trained position of exactly one segment; see the module header."""
+    segments = []
+    column = 0
+    for trajectory_id, trajectory in enumerate(trajectories):
+        current: Segment | None = None
+        for index, step in enumerate(trajectory.steps):
+            if not step.prompt_ids:
+                raise DataError(
+                    f"step {index} of trajectory {trajectory.trajectory_id!r} has an empty prompt, so nothing "
+                    "predicts its first response token. Start prompts with at least one token (for example BOS)."
+                )
+            if current is None or not _extends(step, current.token_ids):
+                current = Segment(trajectory_id=trajectory_id, token_ids=[], trained=[], columns=[], step_indices=[])
+                segments.append(current)
+            _append(current, step, index, column)
+            column += len(step.response_ids)
+    return [segment for segment in segments if segment.trained]
+
+
+def _extends(step: Step, token_ids: list[int]) -> bool:
+    return step.prompt_ids[: len(token_ids)] == token_ids
+
+
+def _append(segment: Segment, step: Step, index: int, column: int) -> None:
+    segment.token_ids.extend(step.prompt_ids[len(segment.token_ids) :])
+    start, count = len(segment.token_ids), len(step.response_ids)
+    segment.token_ids.extend(step.response_ids)
+    segment.trained.extend(range(start, start + count))
+    segment.columns.extend(range(column, column + count))
+    segment.step_indices.extend([index] * count)
+
+
+def pack(
+    segments: Sequence[Segment],
+    max_tokens: int,
+    *,
+    prefix_sharing: PrefixSharing = "off",
+    device: torch.device = CPU,
+    supports: Supports | None = None,
+) -> list[Pack]:
+    """Packs on `device`, filled first-fit decreasing with segments, or with trees of segments. Deterministic.
+
+    supports: of all columns, for packs whose log-probs are computed.
+    A segment longer than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
+    """
+    ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
+    trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
+    bins = first_fit([_room([ids[index] for index in tree]) for tree in trees], max_tokens)
+    return [_to_pack([trees[i] for i in members], segments, ids, supports).to(device) for members in bins]
+
+
+def _room(tree: Sequence[IntArray]) -> int:
+    """What a tree takes of the budget: its rows, unless the keys gathered along its paths are many times as many."""
+    return max(count_rows(tree), -(-sum(map(len, tree)) // MAX_KEYS_PER_ROW))
+
+
+def _to_pack(
+    trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray], supports: Supports | None
+) -> Pack:
+    rows = lay_out([[ids[index] for index in tree] for tree in trees])
+    members = [segments[index] for tree in trees for index in tree]
+    trained = [np.asarray(segment.trained, dtype=np.int64) for segment in members]
+    columns = np.concatenate([np.asarray(segment.columns) for segment in members])
+    return Pack(
+        input_ids_N=torch.from_numpy(rows.token_ids_N),
+        position_ids_N=torch.from_numpy(rows.depths_N),
+        layout=rows.layout,
+        lengths=tuple(len(segment.token_ids) for segment in members),
+        # A token is predicted by the hidden state one position before it.
+        sources_T=_joined([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
+        targets_T=_joined([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
+        columns_T=torch.from_numpy(columns),
+        step_ids_T=_numbered([np.asarray(segment.step_indices) for segment in members]),
+        trajectory_ids_T=_joined([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
+        supports=None if supports is None else supports.at(columns),
+    )
+
+
+def _joined(arrays: Sequence[IntArray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _numbered(step_indices: list[IntArray]) -> Tensor:
+    """0, 1, 2 ... over the steps of all segments. No step is in two segments, and in each of them they ascend."""
+    starts = [np.diff(indices, prepend=-1) != 0 for indices in step_indices]
+    return torch.from_numpy(np.cumsum(np.concatenate(starts)) - 1)
+
+
+def column(per_trajectory: Iterable[Sequence[Sequence[float]]]) -> Tensor:
+    """[trajectory][step][token] as one column over all response tokens."""
+    flat = chain.from_iterable(chain.from_iterable(per_trajectory))
+    return torch.from_numpy(np.fromiter(flat, dtype=np.float32))
+
+
+def column_with_gaps(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:
+    """The same where None may stand; it becomes NaN."""
+    return column([[[math.nan if v is None else v for v in step] for step in steps] for steps in per_trajectory])
+
+
+def nested(column_R: Tensor, trajectories: Iterable[Trajectory]) -> list[PerToken]:
+    """The inverse of `column`, for numbers."""
+    numbers = iter(column_R.tolist())
+    return [[[next(numbers) for _ in step.response_ids] for step in each.steps] for each in trajectories]
+
+
+def step_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
+    """At every response token, how many tokens its step has."""
+    sizes = np.array([len(step.response_ids) for each in trajectories for step in each.steps], dtype=np.int64)
+    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
+
+
+def trajectory_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
+    """At every response token, how many response tokens its trajectory has."""
+    sizes = np.array([each.num_response_tokens for each in trajectories], dtype=np.int64)
+    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
+
+
+def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
+    """Contiguous parts whose sizes differ by at most one; fewer than asked when there are fewer items.
+
+    Mini-batches are made of whole trajectories in the order given, so a group stays together as far as it can and no
+    random state has to be saved: the order of the rows was already random.
+    """
+    parts = min(parts, len(items))
+    bounds = [len(items) * i // parts for i in range(parts + 1)] if parts else []
+    return [items[start:end] for start, end in pairwise(bounds)]

@@ -1,0 +1,1 @@
+"""The network that is trained: layers, attention, output head, adapters, memory."""

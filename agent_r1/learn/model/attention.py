@@ -1,0 +1,190 @@
+"""Attention over a pack: each token sees the tokens before it in its own segment, and nothing of its neighbours.
+
+Plugged into transformers through `AttentionInterface`, so that models need no port. No mask is ever built for the pack:
+transformers makes none for an implementation that registers none, and the `PackLayout` that travels through the model
+as the keyword argument `packed` says all there is to say. Both implementations read a pack as runs: stretches of
+queries, each with the keys along its path (see `tree.py`), causal from the last query and the last key backwards.
+
+Shape suffixes: N = rows of a pack, K = keys of its runs, H = heads, G = heads of keys and values, D = size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.learn.batch.tree import PackLayout
+from agent_r1.learn.model.flash import flash_runs
+
+# Arguments with which some models change the attention scores. None of them may be dropped silently.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_MAX_HEAD_DIM = 256
+
+# (query_NHD, key_NGD, value_NGD, layout, scale, window) -> output_NHD
+Kernel = Callable[[Tensor, Tensor, Tensor, PackLayout, float | None, int | None], Tensor]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from pack to pack, layers are compiled once
+def segments(
+    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scale: float | None, window: int | None
+) -> Tensor:
+    """One call of torch's fused attention per run, on any device and in any dtype.
+
+    On a CPU this beats padding the runs to a rectangle: nothing is computed for padding, and the kernel works on one
+    sequence at a time anyway.
+    """
+    key_KGD, value_KGD = key_NGD, value_NGD
+    if layout.gather_K is not None:
+        key_KGD, value_KGD = (_Gather.apply(tensor, layout.gather_K) for tensor in (key_NGD, value_NGD))
+    queries = query_NHD.transpose(0, 1).split(layout.query_lengths, dim=1)
+    keys = key_KGD.transpose(0, 1).split(layout.key_lengths, dim=1)
+    values = value_KGD.transpose(0, 1).split(layout.key_lengths, dim=1)
+    outputs = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        rows, past = q.shape[1], k.shape[1]
+        is_square = rows == past and (window is None or past <= window)
+        mask = None if is_square else _visible(rows, past, window, q.dtype, q.device)
+        output = scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, is_causal=is_square, scale=scale, enable_gqa=len(q) != len(k)
+        )
+        outputs.append(output[0])
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+@lru_cache(maxsize=16)  # all layers take the same ones, and autograd keeps those of every layer
+def _visible(rows: int, past: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where a query may look, -inf elsewhere: not ahead, and fewer than `window` positions back."""
+    ends = torch.arange(past - rows, past, device=device)[:, None]
+    distance = ends - torch.arange(past, device=device)[None, :]
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(rows, past, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def varlen(
+    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scale: float | None, window: int | None
+) -> Tensor:
+    """One call of torch's FlashAttention for all runs, on CUDA, in half precision. Keys are not repeated for the heads
+    that share them. The backward pass is deterministic when torch is told to be."""
+    dtype = value_NGD.dtype  # rotary embeddings and norms in fp32 may lift queries and keys above it
+    if dtype not in _FLASH_DTYPES:
+        raise ConfigError(
+            f"the packed attention 'varlen' cannot compute in {dtype}. Set the learner's dtype to bfloat16, or use the "
+            "packed attention 'segments'"
+        )
+    output_NHD: Tensor = flash_runs(
+        query_NHD.to(dtype),
+        key_NGD.to(dtype),
+        value_NGD,
+        layout.query_starts,
+        layout.key_starts,
+        layout.gather_K,
+        layout.longest,
+        query_NHD.shape[-1] ** -0.5 if scale is None else scale,
+        window or 0,
+    )[0]
+    return output_NHD
+
+
+# transformers reads meaning into names with "sdpa", "flash" or "flex" in them, so ours have none of these.
+PACKED_ATTENTIONS: dict[str, Kernel] = {"segments": segments, "varlen": varlen}
+
+
+def packed_attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The fastest of the table for a model that computes in `dtype`."""
+    if device.type != "cuda" or torch.version.cuda is None or dtype not in _FLASH_DTYPES:
+        return "segments"
+    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # the first that FlashAttention is made for
+    return "varlen" if is_ampere and head_dim % 8 == 0 and head_dim <= _FLASH_MAX_HEAD_DIM else "segments"
+
+
+def _head_dim(config: Any) -> int:
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows along paths. Backwards, the gradients of a row that lies on many paths are summed in fp32: bf16 would lose
+    the small ones among them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NGD: Tensor, gather_K: Tensor) -> Tensor:
+        ctx.save_for_backward(gather_K)
+        ctx.num_rows = len(rows_NGD)
+        return rows_NGD.index_select(0, gather_K)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gather_K,), (gradient_KGD,) = ctx.saved_tensors, gradients
+        dtype = torch.promote_types(gradient_KGD.dtype, torch.float32)
+        total_NGD = gradient_KGD.new_zeros(ctx.num_rows, *gradient_KGD.shape[1:], dtype=dtype)
+        total_NGD.index_add_(0, gather_K, gradient_KGD.to(dtype))
+        return total_NGD.to(gradient_KGD.dtype), None
+
+
+def _attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    """A kernel as transformers calls it."""
+
+    def attention(  # noqa: PLR0913 (transformers decides what an attention function is given)
+        module: nn.Module,
+        query: Tensor,  # [1, H, N, D]
+        key: Tensor,  # [1, G, N, D]
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed: PackLayout | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse_what_would_be_ignored(module, attention_mask, dropout, kwargs)
+        if packed is None:
+            raise ConfigError(
+                f"{type(module).__name__} got no pack layout: the model does not hand keyword arguments down to its "
+                "attention, so it cannot be trained on packed segments"
+            )
+        query_NHD, key_NGD, value_NGD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return kernel(query_NHD, key_NGD, value_NGD, packed, scaling, sliding_window)[None], None
+
+    return attention
+
+
+def _refuse_what_would_be_ignored(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    used += ["attention_mask"] if attention_mask is not None else []
+    used += ["dropout"] if dropout else []
+    if used:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be trained on packed segments: its attention uses {', '.join(used)}, "
+            "which the packed attention does not implement"
+        )
+
+
+for _name, _kernel in PACKED_ATTENTIONS.items():
+    AttentionInterface.register(f"agent_r1_{_name}", _attention(_kernel))
+
+
+def use_packed_attention(model: Any, name: str | None, autocast_dtype: torch.dtype | None = None) -> None:
+    """Switch a transformers model to one of the implementations above. None: the fastest, where the model is now."""
+    if name is None:
+        name = packed_attention_for(model.device, autocast_dtype or model.dtype, _head_dim(model.config))
+    if name not in PACKED_ATTENTIONS:
+        raise ConfigError(f"unknown packed attention {name!r}.{did_you_mean(name, PACKED_ATTENTIONS)}")
+    layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if not layers <= _SUPPORTED_LAYERS or getattr(model.config, "attention_chunk_size", None):
+        raise ConfigError(
+            f"{type(model).__name__} has layers of kind {sorted(layers - _SUPPORTED_LAYERS) or 'chunked_attention'}, "
+            f"which cannot be packed. Supported: {sorted(_SUPPORTED_LAYERS)}"
+        )
+    model.set_attn_implementation(f"agent_r1_{name}")

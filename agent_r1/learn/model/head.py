@@ -1,0 +1,203 @@
+"""The output head: log-prob and entropy of tokens from hidden states, without ever holding all logits.
+
+A vocabulary of 150k makes the logits of one pack larger than everything else the learner keeps. So they are made chunk
+by chunk, reduced to three numbers per token, and made again in the backward pass, where each chunk at once becomes its
+share of the gradients. Matrix products run in the number format they are given, everything after them in fp32. Knows no
+packs and no models; whether a model's head is what is computed here is for its caller to check.
+
+With x = h W' + b, s = softcap * tanh(x / softcap) (or x), z = s / temperature and p = softmax(z):
+
+    log p_t        d z_j = 1[j = t] - p_j
+    H = -p log p   d z_j = -p_j (log p_j + H)
+    s              d x   = 1 - (s / softcap)^2
+
+Tokens that were sampled with top-k or top-p have a support: the softmax then runs over those K ids instead of V.
+
+Shape suffixes: T = tokens, C = tokens of a chunk, D = hidden size, V = vocabulary, K = ids of a support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from agent_r1.learn.batch.support import Supports
+
+OUTSIDE = -1e30  # a scaled logit with probability 0; finite, because 0 times infinity is NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    temperature: float
+    softcap: float | None  # of the model's own logits, as in Gemma
+    entropy_gradient: bool
+    chunk: int  # tokens whose logits exist at once
+    dtype: torch.dtype  # of the matrix products
+    compiled: bool  # fuse what is done to a chunk's logits into one kernel
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    settings: HeadSettings,
+    supports: Supports | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_T, entropy_T), in fp32 (in fp64 for fp64 logits). The entropy has a gradient only if asked for.
+
+    supports: the ids that each token was sampled from; None: the whole vocabulary.
+    """
+    with torch.autocast(hidden_TD.device.type, enabled=False):  # the settings say which format
+        logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, settings, supports)
+    return logprobs_T, entropy_T
+
+
+def narrow(logits_CV: Tensor, targets_C: Tensor, ids_CK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(logits, targets, padding) with K in place of V; unchanged, and without padding, where there is no support."""
+    if ids_CK is None:
+        return logits_CV, targets_C, None
+    return logits_CV.gather(-1, ids_CK.clamp(min=0)), (ids_CK == targets_C[:, None]).long().argmax(-1), ids_CK < 0
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        settings: HeadSettings,
+        supports: Supports | None,
+    ) -> tuple[Tensor, Tensor]:
+        reduce = _compiled(_reduce) if settings.compiled and supports is None else _reduce
+        chunks = _chunks(hidden_TD, weight_VD.to(settings.dtype), bias_V, settings)
+        pieces = [
+            reduce(
+                *narrow(logits_CV, targets_T[rows], _ids(supports, rows, hidden_TD.device)),
+                settings.temperature,
+                settings.softcap,
+            )
+            for rows, _, logits_CV in chunks
+        ]
+        logprobs_T, lse_T, entropy_T = (torch.cat(part) for part in zip(*pieces, strict=True))
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T)
+        ctx.settings, ctx.supports = settings, supports
+        if not settings.entropy_gradient:
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs_T, grad_entropy_T = outputs
+        hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T = ctx.saved_tensors
+        settings: HeadSettings = ctx.settings
+        supports: Supports | None = ctx.supports
+        spread = _compiled(_spread) if settings.compiled and supports is None else _spread
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None  # in the master's format: fp32
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
+        factor_VD = weight_VD.to(settings.dtype)
+        for rows, hidden_CD, logits_CV in _chunks(hidden_TD, factor_VD, bias_V, settings):
+            ids_CK = _ids(supports, rows, hidden_TD.device)
+            grad_CV = spread(
+                *narrow(logits_CV, targets_T[rows], ids_CK),
+                lse_T[rows],
+                entropy_T[rows],
+                grad_logprobs_T[rows],
+                grad_entropy_T[rows] if settings.entropy_gradient else None,
+                settings.temperature,
+                settings.softcap,
+            )
+            if ids_CK is not None:  # padding adds 0 to the logit of id 0
+                grad_CV = torch.zeros_like(logits_CV).scatter_add_(-1, ids_CK.clamp(min=0), grad_CV)
+            if grad_hidden_TD is not None:
+                grad_hidden_TD[rows] = grad_CV @ factor_VD
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_CV.t() @ hidden_CD
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0, dtype=grad_bias_V.dtype)
+        return grad_hidden_TD, grad_weight_VD, grad_bias_V, None, None, None
+
+
+def _chunks(
+    hidden_TD: Tensor, factor_VD: Tensor, bias_V: Tensor | None, settings: HeadSettings
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, hidden_CD, logits_CV) in the number format of the products. One empty chunk for no tokens at all."""
+    bias_V = bias_V.to(settings.dtype) if bias_V is not None else None
+    for start in range(0, max(1, len(hidden_TD)), settings.chunk):
+        rows = slice(start, start + settings.chunk)
+        hidden_CD = hidden_TD[rows].to(settings.dtype)
+        yield rows, hidden_CD, linear(hidden_CD, factor_VD, bias_V)
+
+
+def _ids(supports: Supports | None, rows: slice, device: torch.device) -> Tensor | None:
+    return None if supports is None else supports.chunk(rows, device)
+
+
+def _scaled(
+    logits_CV: Tensor, padding_CV: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """(soft-capped logits, those over the temperature), in fp32 or better."""
+    capped_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    if softcap is not None:
+        capped_CV = softcap * (capped_CV / softcap).tanh()
+    scaled_CV = capped_CV if temperature == 1.0 else capped_CV / temperature
+    return capped_CV, scaled_CV if padding_CV is None else scaled_CV.masked_fill(padding_CV, OUTSIDE)
+
+
+def _reduce(
+    logits_CV: Tensor, targets_C: Tensor, padding_CV: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of the target, logsumexp, entropy) of each row."""
+    _, scaled_CV = _scaled(logits_CV, padding_CV, temperature, softcap)
+    logprobs_CV = scaled_CV.log_softmax(-1)
+    entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    logprobs_C, scaled_C = (each.gather(-1, targets_C[:, None])[:, 0] for each in (logprobs_CV, scaled_CV))
+    return logprobs_C, scaled_C - logprobs_C, entropy_C
+
+
+def _spread(  # noqa: PLR0913 (a kernel takes what it takes)
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    padding_CV: Tensor | None,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> Tensor:
+    """The gradient of the logits, in their own number format; see the module header."""
+    capped_CV, scaled_CV = _scaled(logits_CV, padding_CV, temperature, softcap)
+    logprobs_CV = scaled_CV - lse_C[:, None]
+    probs_CV = logprobs_CV.exp()
+    grad_CV = _chosen_minus(probs_CV, targets_C) * (grad_logprobs_C / temperature)[:, None]
+    if grad_entropy_C is not None:
+        grad_CV = grad_CV - (grad_entropy_C / temperature)[:, None] * probs_CV * (logprobs_CV + entropy_C[:, None])
+    if softcap is not None:
+        grad_CV = grad_CV * (1 - (capped_CV / softcap).square())
+    return grad_CV.to(logits_CV.dtype)
+
+
+def _chosen_minus(probs_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """1[j = t] - p_j"""
+    if torch.compiler.is_compiling():  # a comparison is part of the one pass over the chunk, a scatter would be another
+        chosen_CV = torch.arange(probs_CV.shape[1], device=probs_CV.device) == targets_C[:, None]
+        return torch.where(chosen_CV, 1 - probs_CV, -probs_CV)
+    ones_C1 = torch.ones_like(probs_CV[:, :1])
+    return probs_CV.neg().scatter_add_(1, targets_C[:, None], ones_C1)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return made

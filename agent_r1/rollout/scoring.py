@@ -1,0 +1,90 @@
+"""Scoring: outcome rewards for finished trajectories.
+
+A reward is a function `reward(row, trajectory) -> float | dict`, sync or async. A dict names its components; the one
+called "reward" is what is trained on, the others are reported. A reward that raises, hangs or returns NaN fails its
+own episode, loudly, and not the run.
+
+Rewards of several parts: `shaping.py`. Models that score: `reward_model.py`, `classifier_reward.py`, `judge.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from agent_r1.errors import ConfigError
+from agent_r1.guard import TimedOut, call, cause, guarded, is_async, trace
+from agent_r1.rollout.collect import check_failures, with_failure
+from agent_r1.types import Group, TaskRow, Trajectory
+
+logger = logging.getLogger(__name__)
+
+SYNC_THREADS = 4
+MAX_CONCURRENT = 64
+
+RewardValue = float | Mapping[str, float]
+RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    reward: RewardFunction
+    timeout: float  # seconds per trajectory, from the moment its turn comes
+    max_concurrent: int = MAX_CONCURRENT
+    max_error_fraction: float = 1.0  # of all trajectories, those that failed earlier included
+
+    async def __call__(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups with outcome rewards filled in; trajectories that failed earlier are left as they are."""
+        # Sync rewards share the interpreter: more threads than a few would only run out each other's time.
+        gate = asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
+        scored = list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
+        check_failures((t for group in scored for t in group.trajectories), self.max_error_fraction)
+        return scored
+
+    async def _score_group(self, group: Group, gate: asyncio.Semaphore) -> Group:
+        scored = await asyncio.gather(*(self._score(group.row, trajectory, gate) for trajectory in group.trajectories))
+        return replace(group, trajectories=list(scored))
+
+    async def _score(self, row: TaskRow, trajectory: Trajectory, gate: asyncio.Semaphore) -> Trajectory:
+        if trajectory.stop.is_failure:
+            return trajectory
+        name = getattr(self.reward, "__name__", type(self.reward).__name__)
+        try:
+            async with gate:
+                value = await guarded(call(self.reward, row, trajectory), seconds=self.timeout)
+            components = named_components(value)
+        except TimedOut:
+            return with_failure(trajectory, f"reward {name!r} did not return within {self.timeout:g} s")
+        except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
+            logger.error("reward %s failed on %s\n%s", name, trajectory.trajectory_id, trace(error))
+            return with_failure(trajectory, f"reward {name!r} failed: {cause(error)}")
+        return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
+
+
+def named_components(value: Any) -> dict[str, float]:
+    """What a reward returned, as finite floats by name; a plain number is the component "reward"."""
+    named = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    if "reward" not in named:
+        raise ValueError(f"a dict of components needs the key 'reward' (what is trained on); got {sorted(named)}")
+    checked: dict[str, float] = {}
+    for key, part in named.items():
+        if not isinstance(part, Real) or not math.isfinite(part):  # numpy's scalars are real numbers too
+            raise ValueError(f"component {key!r} is {part!r:.80}; rewards must be finite numbers")
+        checked[str(key)] = float(part)
+    return checked
+
+
+def check_reward_signature(reward: Any, name: str) -> None:
+    """Say before the run, not after the first batch, that a reward cannot be called with (row, trajectory)."""
+    if not callable(reward):
+        raise ConfigError(f"reward {name!r} is {reward!r}, not a function (row, trajectory) -> float")
+    try:
+        inspect.signature(reward).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"reward {name!r} must accept (row, trajectory): {error}") from error

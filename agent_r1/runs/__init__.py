@@ -1,0 +1,1 @@
+"""What remains of a run: its directory, records, metrics and comparisons."""

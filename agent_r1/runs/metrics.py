@@ -1,0 +1,96 @@
+"""What a batch of finished episodes says about the policy, as plain numbers.
+
+Pure functions of groups. Names follow `family/name`; docs/metrics.md explains how to read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from statistics import fmean
+
+from agent_r1.learn.algorithms import is_uniform
+from agent_r1.runs.outcomes import is_success
+from agent_r1.runs.statistics import standard_error
+from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metrics:
+    """Over all episodes; those that failed count as no success and reward 0, so failures cannot flatter a run."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics: Metrics = {
+        "reward/mean": _mean(episodes, lambda t: 0.0 if t.stop.is_failure else t.total_reward),
+        "success": _mean(episodes, lambda t: float(is_success(t, success_reward))),
+        "episode/steps": _mean(episodes, lambda t: sum(not step.is_summary for step in t.steps)),
+        "episode/tool_calls": _mean(episodes, lambda t: sum(len(step.calls) for step in t.steps)),
+        "episode/bad_calls": _mean(
+            episodes, lambda t: sum(call.error is not None for s in t.steps for call in s.calls)
+        ),
+        "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
+        "episode/prompt_tokens": _mean(episodes, lambda t: sum(len(step.prompt_ids) for step in t.steps)),
+        "group/zero_variance": fmean(float(is_uniform(group)) for group in groups) if groups else 0.0,
+        "group/count": float(len(groups)),
+        "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
+    }
+    if any(step.hidden_messages is not None for t in episodes for step in t.steps):
+        metrics |= _context_metrics(episodes)
+    total = max(1, len(episodes))
+    for reason in StopReason:
+        metrics[f"stop/{reason.value}"] = sum(t.stop is reason for t in episodes) / total
+    for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
+        metrics[f"reward_part/{name}"] = sum(t.reward_components.get(name, 0.0) for t in episodes) / total
+    return metrics | _success_by_source(groups, success_reward)
+
+
+def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metrics:
+    """Where rows of several kinds are played: each kind's own success."""
+    sources = sorted({group.row.data_source for group in groups})
+    if len(sources) < 2:
+        return {}
+    played = {source: [t for g in groups if g.row.data_source == source for t in g.trajectories] for source in sources}
+    return {
+        f"success/{source}": _mean(episodes, lambda t: float(is_success(t, success_reward)))
+        for source, episodes in played.items()
+    }
+
+
+def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
+    """Where a context policy chose what was shown."""
+    hidden = [step.hidden_messages for t in episodes for step in t.steps if step.hidden_messages is not None]
+    return {
+        "context/hidden_messages": fmean(hidden),
+        "context/summaries": _mean(episodes, lambda t: sum(step.is_summary for step in t.steps)),
+        "context/bad_summaries": _mean(episodes, lambda t: sum(step.summary in ("cut", "empty") for step in t.steps)),
+    }
+
+
+def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metrics:
+    """Success with its standard error over rows (attempts at one row are not independent), and pass@k."""
+    per_row = [fmean(float(is_success(t, success_reward)) for t in group.trajectories) for group in groups]
+    solved = [float(any(is_success(t, success_reward) for t in group.trajectories)) for group in groups]
+    result: Metrics = {"success": fmean(per_row), "success_stderr": standard_error(per_row), "rows": float(len(groups))}
+    attempts = max(len(group.trajectories) for group in groups)
+    if attempts > 1:
+        result |= {f"pass@{attempts}": fmean(solved), "samples": float(attempts)}
+    return result
+
+
+def nonfinite(credited: Iterable[CreditedTrajectory]) -> list[CreditedTrajectory]:
+    """Trajectories whose advantages are not finite."""
+    return [item for item in credited if not all(map(math.isfinite, chain.from_iterable(item.advantages)))]
+
+
+def count_tokens(groups: Iterable[Group]) -> int:
+    return sum(trajectory.num_response_tokens for group in groups for trajectory in group.trajectories)
+
+
+def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
+    return fmean(value(trajectory) for trajectory in episodes) if episodes else 0.0
+
+
+def failed_share(metrics: Mapping[str, float]) -> float:
+    """Of all episodes, those that were no fault of the policy."""
+    return sum(metrics.get(f"stop/{reason.value}", 0.0) for reason in StopReason if reason.is_failure)

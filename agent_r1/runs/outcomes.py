@@ -1,0 +1,193 @@
+"""Evaluations as files: what was evaluated and how, on which panel, and what each row came to.
+
+`agent-r1 eval` writes them, `agent-r1 compare` reads them. Knows trajectories, not models: reading needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agent_r1 import __version__
+from agent_r1.config import RunConfig
+from agent_r1.data.files import dump_json, read_json
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.runs.records import JSON_ERRORS
+from agent_r1.runs.statistics import standard_error
+from agent_r1.types import Trajectory
+
+FORMAT = 1  # of the files
+NOT_RECORDED = "not recorded"
+_ABSENT_IF_NONE = ("context", "workers")  # settings
+Outcomes = dict[str, dict[str, float]]  # row id -> measure -> mean over the attempts at that row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What was evaluated, and everything its numbers depend on but the code and the files it reads."""
+
+    model: str
+    recipe: str
+    split: str
+    panel: str  # hash of the rows
+    seed: int
+    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the world it is played in
+
+    @classmethod
+    def of(cls, config: RunConfig, *, model: str, panel: str, dtype: str | None = None) -> Subject:
+        """`dtype`: the number format that was sampled in; without it that of the config, which may be `auto`."""
+        limits = {"max_steps", "max_response_tokens", "max_context_tokens", "episode_seconds"}
+        world = {"success_reward", "reward", "reward_seconds", "flow", "env", "env_kwargs", "tools", "tool_kwargs"}
+        return cls(
+            model=model,
+            recipe=config.recipe,
+            split=config.task.test_split,
+            panel=panel,
+            seed=config.seed,
+            settings={
+                **config.eval.model_dump(mode="json", exclude={"rows"}),
+                **config.rollout.model_dump(mode="json", include=limits),
+                **config.task.model_dump(mode="json", include=world),
+                **config.model.model_dump(mode="json", include={"chat_template", "template_kwargs"}),
+                "dtype": dtype or config.model.dtype,
+                **_worker_limits(config),
+                **_context_settings(config),
+            },
+        )
+
+    def setting(self, name: str) -> Any:
+        """As people are told it: evaluations of older versions do not say all of them."""
+        return self.settings.get(name, None if name in _ABSENT_IF_NONE else NOT_RECORDED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    subject: Subject
+    time: float = field(default_factory=lambda: round(time.time(), 3))
+    version: str = __version__  # of the code
+    metrics: dict[str, float]
+    outcomes: Outcomes
+
+    @property
+    def measures(self) -> list[str]:
+        """success, reward, and the named parts of the reward."""
+        return list(next(iter(self.outcomes.values())))
+
+    def column(self, measure: str) -> list[float]:
+        """One number per row, in the order of row ids."""
+        return [self.outcomes[row][measure] for row in sorted(self.outcomes)]
+
+    def mean_and_error(self, measure: str) -> tuple[float, float]:
+        values = self.column(measure)
+        return fmean(values), standard_error(values)
+
+    def save(self, path: Path) -> None:
+        record = asdict(self)
+        text = dump_json({"format": FORMAT, **record.pop("subject"), **record}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text + "\n", encoding="utf-8", errors=JSON_ERRORS)
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path) -> EvalRecord:
+        try:
+            record = read_json(path.read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise ValueError(f"it is of format {record['format']}, this program reads {FORMAT}")
+            if not record["outcomes"]:
+                raise ValueError("it holds no rows")
+            subject = Subject(**{item.name: record[item.name] for item in fields(Subject)})
+            rest = {item.name: record[item.name] for item in fields(cls) if item.name != "subject"}
+            rest["metrics"] = _numbers(rest["metrics"])
+            rest["outcomes"] = {row: _numbers(measured) for row, measured in rest["outcomes"].items()}
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path} is not an evaluation: {type(error).__name__}: {error}") from error
+        return cls(subject=subject, **rest)
+
+
+def _numbers(stored: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in stored.items()}  # "NaN" is a number, too
+
+
+def _worker_limits(config: RunConfig) -> dict[str, Any]:
+    """Beyond which an env is killed, and its episode has failed; how many processes share the work changes nothing."""
+    workers = config.task.workers
+    return {} if workers is None else {"workers": workers.model_dump(mode="json", exclude={"processes"})}
+
+
+def _context_settings(config: RunConfig) -> dict[str, Any]:
+    """None for `append`: evaluations that know of no policies were made with it too."""
+    if config.context.policy == "append":
+        return {}
+    return {"context": config.context.model_dump(mode="json", exclude={"demo_summary"})}
+
+
+def is_success(trajectory: Trajectory, success_reward: float) -> bool:
+    return not trajectory.stop.is_failure and trajectory.outcome_reward >= success_reward
+
+
+def row_outcomes(attempts: Mapping[str, Sequence[Trajectory]], *, success_reward: float) -> Outcomes:
+    """By row id. Failed episodes count as no success and reward 0, and a part that a reward left out as 0."""
+    parts = sorted({part for row in attempts.values() for t in row for part in t.reward_components} - {"reward"})
+
+    def outcome(episodes: Sequence[Trajectory]) -> dict[str, float]:
+        played = [trajectory for trajectory in episodes if not trajectory.stop.is_failure]
+        measured = {
+            "success": [float(is_success(t, success_reward)) for t in played],
+            "reward": [t.total_reward for t in played],
+            **{f"reward_part/{part}": [t.reward_components.get(part, 0.0) for t in played] for part in parts},
+        }
+        return {name: fmean([*values, *[0.0] * (len(episodes) - len(played))]) for name, values in measured.items()}
+
+    return {row_id: outcome(episodes) for row_id, episodes in attempts.items()}
+
+
+def by_row(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+    attempts: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        attempts.setdefault(trajectory.row_id, []).append(trajectory)
+    return attempts
+
+
+def eval_file(folder: Path, subject: Subject, *, name: str | None, stem: str) -> Path:
+    """Where this evaluation belongs: under `name`, else under the first free name that begins with `stem`.
+
+    The same evaluation made again takes its old place. Another one is never overwritten.
+    """
+    if name is not None:
+        if not re.fullmatch(r"[\w.\-]*\w[\w.\-]*", name):
+            raise ConfigError(f"--name {name!r}: letters, digits, '.', '-' and '_' make a file name")
+        path = folder / f"{name}.json"
+        if path.exists() and EvalRecord.load(path).subject != subject:
+            raise ConfigError(f"{path} holds another evaluation: choose another --name, or remove it")
+        return path
+    path, number = folder / f"{stem}.json", 2
+    while path.exists() and EvalRecord.load(path).subject != subject:
+        path, number = folder / f"{stem}-{number}.json", number + 1
+    return path
+
+
+def keep(record: EvalRecord, folder: Path, *, stem: str) -> Path:
+    """Where it is kept: under `stem`, or with a number behind it if that was taken while the evaluation ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # until it is closed: others that end now choose their place afterwards
+        path = eval_file(folder, record.subject, name=None, stem=stem)
+        record.save(path)
+    finally:
+        os.close(held)
+    return path
+
+
+def stem_of(model: str) -> str:
+    """The last part of a path or hub id, fit for a file name."""
+    return re.sub(r"[^\w.\-]+", "-", Path(model).name).strip("-.") or "model"

@@ -1,0 +1,1 @@
+"""Exact ids: rendering, conversations, control tokens, tool-call formats. Imports no torch."""

@@ -1,0 +1,200 @@
+"""What people see of a run: a live display in a terminal, one line per step elsewhere, a picture at the end.
+
+Reads metrics only; the run directory is written by `run_dir.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from agent_r1.places import anchored, shown
+from agent_r1.runs.metrics import Metrics, failed_share
+from agent_r1.runs.records import transcript
+from agent_r1.terminal import visible
+from agent_r1.types import Group as EpisodeGroup
+from agent_r1.types import Trajectory
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    """Progress of one stage (warm start or training). Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, *, total: int, done: int = 0) -> None:
+        self._console = console
+        self._title = title
+        self._total, self._first, self._done = total, done, done
+        self._began = time.monotonic()
+        self._line = Text("starting ...", style="dim")
+        self._history: list[float] = []
+        self._episodes = Text("")
+        self._progress = Progress(
+            TextColumn(f"[bold]{title}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done)
+        self._live = Live(self._render(), console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def total(self, total: int) -> None:
+        """The length of the stage, when it is known only after it began."""
+        self._total = total
+        self._progress.update(self._task, total=total)
+
+    def episodes(self, finished: int, total: int) -> None:
+        """Progress inside a step."""
+        self._episodes = Text(f"episodes {finished}/{total}", style="dim")
+        self._refresh()
+
+    def advance(self, done: int) -> None:
+        """Progress of a stage that has no steps with a line of their own."""
+        self._done = done
+        self._progress.update(self._task, completed=done)
+        self._refresh()
+
+    def step(self, step: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
+        """One step is done; `value` joins the small curve."""
+        self._done = step
+        self._history.append(value)
+        left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
+        self._line = Text(f"{summary}  {left}")
+        self._episodes = Text("")
+        self._progress.update(self._task, completed=step)
+        if self._console.is_terminal:
+            self._refresh()
+        else:
+            line = f"{self._title} {step}/{self._total}  {summary}  {left}"
+            self._console.print(Text(line), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays on screen above the live part."""
+        self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
+
+    def seconds_left(self) -> float:
+        steps = self._done - self._first
+        spent = time.monotonic() - self._began
+        return spent / steps * (self._total - self._done) if steps else 0.0
+
+    def _refresh(self) -> None:
+        if self._console.is_terminal:
+            self._live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        curve = Text(sparkline(self._history[-60:]), style="green")
+        return Group(self._progress, self._line, curve, self._episodes)
+
+
+def step_summary(metrics: Metrics) -> str:
+    problems = errors_summary(metrics) + _refused(metrics)
+    return (
+        f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{problems}  "
+        f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
+        f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
+    )
+
+
+def _refused(metrics: Metrics) -> str:
+    """`  updates refused 1`, or nothing if no update was refused."""
+    refused = metrics.get("skipped_updates", 0.0)
+    return f"  updates refused {refused:.0f}" if refused else ""
+
+
+def eval_summary(metrics: Metrics) -> str:
+    """`62.5 % +- 3.4 % of 200 rows`."""
+    text = f"{metrics['success']:.1%} +- {metrics['success_stderr']:.1%} of {metrics['rows']:.0f} rows"
+    passes = [f"  {name} {value:.1%}" for name, value in metrics.items() if name.startswith("pass@")]
+    return text + "".join(passes) + errors_summary(metrics)
+
+
+def errors_summary(metrics: Metrics) -> str:
+    """`  errors 50%`, or nothing when no episode failed."""
+    share = failed_share(metrics)
+    return f"  errors {100 * share:.3g}%" if share > 0 else ""
+
+
+def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
+    """One bar per value; a value that is not finite leaves a gap."""
+    top = max([high, *filter(math.isfinite, values)])
+    scale = (len(BARS) - 1) / (top - low)
+
+    def bar(value: float) -> str:
+        return BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] if math.isfinite(value) else " "
+
+    return "".join(map(bar, values))
+
+
+def program() -> str:
+    """How to call us again: `agent-r1` if the shell would find this very program, else the path it was called by."""
+    called, found = anchored(sys.argv[0]), shutil.which("agent-r1")
+    if called.name != "agent-r1" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "agent-r1"
+    return shown(called)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
+    """One episode as a conversation, with what it earned; very long texts are cut."""
+    table = Table.grid(padding=(0, 1))
+    for message in trajectory.opening or group.row.prompt:
+        if message["role"] == "user":
+            table.add_row(Text("user", style="bold blue"), Text(visible(shorten(str(message["content"])))))
+    for speaker, text in transcript(trajectory):
+        style = "bold yellow" if speaker in ("tool", "env") else "bold green"
+        table.add_row(Text(speaker, style=style), Text(visible(shorten(text))))
+    actions = sum(not step.is_summary for step in trajectory.steps)
+    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} steps"
+    return Panel(table, title=Text(visible(f"episode {trajectory.row_id}")), subtitle=verdict, title_align="left")
+
+
+def shorten(text: str, limit: int = 800) -> str:
+    """Without its blank lines, and no more than `limit` characters of 20 lines; what was cut is told."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    short = "\n".join(lines[:20])[:limit]
+    return short if short == "\n".join(lines) else f"{short} ... ({len(text)} characters)"
+
+
+def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
+    """Training success and held-out success over steps, as a PNG; the label says how the latter was sampled."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    trained = [(r["step"], r["success"]) for r in records if r["kind"] == "train"]
+    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    if trained:
+        axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
+    if held_out:
+        steps, success, error = zip(*held_out, strict=True)
+        axes.errorbar(steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label=held_out_label)
+    axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,56 @@
+"""A scheduler driven by hand: small blocks, and tokens as the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.scheduler import Scheduler
+
+STOP = 99
+
+
+def scheduler(num_blocks: int = 16, *, max_running: int = 8, max_batch_tokens: int = 100, **settings: Any) -> Scheduler:
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        **settings,
+    )
+
+
+CPU: dict[str, Any] = {"share_blocks": False, "share_decoding": True}
+GPU: dict[str, Any] = {"share_blocks": True, "share_decoding": False}
+both = pytest.mark.parametrize("side", [CPU, GPU], ids=["cpu", "gpu"])
+
+
+def request(tokens: list[int], *, max_tokens: int = 3, session: str = "s") -> Request:
+    sampling = Sampling(max_tokens=max_tokens, stop_ids=(STOP,))
+    return Request(session=session, tokens=list(tokens), sampling=sampling, uniforms=np.zeros(max_tokens))
+
+
+def draws(chunks: list[Chunk], token: int = 7) -> tuple[list[list[int]], list[list[float]]]:
+    """Everyone drew `token`, as often as it was to draw, or once if it ends the response."""
+    counts = [1 if token == STOP else chunk.count for chunk in chunks for _ in chunk.draws]
+    return [[token] * count for count in counts], [[0.0] * count for count in counts]
+
+
+def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]:
+    """Plan, pretend every sampling chunk drew `token`, and book it."""
+    chunks = engine.plan()
+    return chunks, engine.apply(chunks, *draws(chunks, token))
+
+
+def run(engine: Scheduler, token: int = 7) -> list[Request]:
+    """Until all is done. While there are requests there is something to run: an engine would wait for nothing else."""
+    finished = []
+    while engine.has_requests:
+        chunks, done = step(engine, token)
+        assert chunks
+        finished += done
+    return finished

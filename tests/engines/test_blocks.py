@@ -1,0 +1,119 @@
+"""Blocks: each has as many users as took and shared it, and is known for what it holds as long as it holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agent_r1.engines.local.blocks import START, BlockPool, name_after
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@given(tokens, tokens, st.sampled_from([START, name_after(START, [7])]))
+def test_names_are_equal_when_the_tokens_are(first: list[int], second: list[int], before: bytes) -> None:
+    assert (name_after(before, first) == name_after(before, second)) == (first == second)
+
+
+def test_a_name_stands_for_all_tokens_before_it_too() -> None:
+    assert name_after(name_after(START, [1]), [5]) != name_after(name_after(START, [2]), [5])
+
+
+def test_the_lowest_blocks_are_taken_first() -> None:
+    pool = BlockPool(4)
+    assert pool.take(3) == [0, 1, 2]
+    pool.give_back([1])
+    pool.give_back([0])
+    assert pool.take(3) == [0, 1, 3]
+
+
+def test_a_shared_block_is_blank_when_its_last_user_has_given_it_back() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.share(block)
+    assert pool.is_shared(block)
+    pool.give_back([block])
+    assert (pool.is_shared(block), pool.num_blank) == (False, 1)
+    pool.give_back([block])
+    assert pool.num_blank == 2
+
+
+def test_of_several_holders_of_the_same_tokens_the_first_is_found() -> None:
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.publish(b"name", first, 4)
+    pool.publish(b"name", second, 4)
+    pool.give_back([second])
+    assert pool.find(b"name") == first
+
+
+@pytest.mark.parametrize(("kept", "found"), [(0, []), (1, []), (2, [2]), (3, [2]), (4, [2, 4])])
+def test_a_rewritten_block_is_still_known_for_the_tokens_it_keeps(kept: int, found: list[int]) -> None:
+    pool = BlockPool(1)
+    (block,) = pool.take(1)
+    for count in (2, 4):
+        pool.publish(bytes([count]), block, count)
+    pool.rewritten(block, kept=kept)
+    assert [count for count in (2, 4) if pool.find(bytes([count])) == block] == found
+
+
+class Pool(RuleBasedStateMachine):
+    """Any order of calls, against a list of what every user holds and a table of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.held: list[int] = []  # once for every user
+        self.names: dict[bytes, tuple[int, int]] = {}
+
+    @rule(count=st.integers(0, 3))
+    def take(self, count: int) -> None:
+        blank = sorted(set(range(6)) - set(self.held))
+        if count <= len(blank):
+            taken = self.pool.take(count)
+            assert taken == blank[:count]
+            self.held += taken
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 20))
+    def share(self, index: int) -> None:
+        block = self.held[index % len(self.held)]
+        self.pool.share(block)
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 20))
+    def give_back(self, index: int) -> None:
+        block = self.held.pop(index % len(self.held))
+        self.pool.give_back([block])
+        if block not in self.held:
+            self.names = {name: at for name, at in self.names.items() if at[0] != block}
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 20), name=st.binary(min_size=1, max_size=1), count=st.integers(1, 4))
+    def publish(self, index: int, name: bytes, count: int) -> None:
+        block = self.held[index % len(self.held)]
+        self.pool.publish(name, block, count)
+        self.names.setdefault(name, (block, count))
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 20), kept=st.integers(0, 4))
+    def rewritten(self, index: int, kept: int) -> None:
+        block = self.held[index % len(self.held)]
+        self.pool.rewritten(block, kept)
+        self.names = {name: at for name, at in self.names.items() if at[0] != block or at[1] <= kept}
+
+    @invariant()
+    def agrees(self) -> None:
+        users = Counter(self.held)
+        assert self.pool.num_blank == 6 - len(users)
+        assert [self.pool.is_shared(block) for block in range(6)] == [users[block] > 1 for block in range(6)]
+        assert all(self.pool.find(name) == block for name, (block, _) in self.names.items())
+        assert len(self.pool._held) == sum(map(len, self.pool._names.values())) == len(self.names)
+
+
+TestPool = Pool.TestCase

@@ -1,0 +1,256 @@
+"""Continuous batching as bookkeeping: who runs, who waits, who owns which block. No model involved."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.request import Request
+from agent_r1.engines.local.scheduler import common_prefix
+from tests.engines.scheduler_steps import GPU, STOP, draws, request, run, scheduler, step
+
+
+def test_a_request_is_prefilled_at_once_and_then_decoded_token_by_token() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3]))
+    spans = []
+    while engine.has_requests:
+        (chunk,), _ = step(engine)
+        spans.append((chunk.start, chunk.ids, chunk.samples))
+    assert spans == [(0, [1, 2, 3], True), (3, [7], True), (4, [7], True)]
+    assert (engine.stats.steps, engine.stats.prefilled_tokens, engine.stats.decoded_tokens) == (3, 3, 3)
+
+
+def test_a_stop_id_ends_a_response_early() -> None:
+    engine = scheduler()
+    engine.submit(request([1], max_tokens=5))
+    assert [r.tokens for r in run(engine, STOP)] == [[1, STOP]]
+
+
+def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
+    engine = scheduler(max_batch_tokens=4)
+    engine.submit(request([1, 2]))
+    step(engine)
+    engine.submit(request(list(range(10, 17)), session="long"))
+    seen = [[(c.start, len(c.ids), c.samples) for c in step(engine)[0]] for _ in range(2)]
+    # 7 prompt tokens in 4 + 3; the other request decodes a token each time
+    assert seen == [[(2, 1, True), (0, 4, False)], [(3, 1, True), (4, 3, True)]]
+
+
+def test_the_next_request_of_a_session_reuses_the_common_prefix() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3, 4, 5]))
+    run(engine)
+    # cached: the prompt and two of the three sampled tokens; the last was never run
+    engine.submit(request([1, 2, 3, 4, 5, 7, 7, 7, 30]))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.ids) == (7, [7, 30])
+    assert engine.stats.reused_tokens == 7
+
+
+def test_a_rewritten_history_reuses_only_what_still_agrees() -> None:
+    engine = scheduler()
+    engine.submit(request([1, 2, 3, 4, 5]))
+    run(engine)
+    engine.submit(request([1, 2, 60, 61]))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.ids) == (2, [60, 61])
+
+
+def test_a_repeated_prompt_still_runs_its_last_token() -> None:
+    engine = scheduler()
+    for _ in range(2):
+        engine.submit(request([1, 2, 3]))
+        run(engine)
+    assert (engine.stats.reused_tokens, engine.stats.prefilled_tokens) == (2, 3 + 1)
+
+
+def test_releasing_a_session_frees_its_blocks_now_or_when_its_request_ends() -> None:
+    engine = scheduler(num_blocks=8)
+    engine.submit(request([1, 2, 3]))
+    run(engine)
+    assert engine.free_blocks < 8
+    engine.release("s")
+    engine.release("unknown")
+    assert engine.free_blocks == 8
+    engine.submit(request([1, 2, 3]))
+    step(engine)
+    engine.release("s")
+    run(engine)
+    assert engine.free_blocks == 8
+
+
+def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
+    engine = scheduler(num_blocks=4)
+    for session in ("a", "b", "a"):  # one block each; a is the fresher one
+        engine.submit(request([1, 2], max_tokens=1, session=session))
+        run(engine)
+    engine.submit(request(list(range(8)), max_tokens=1, session="c"))  # 8 tokens and one to come: 3 blocks
+    run(engine)
+    assert engine.stats.evictions == 1
+    reused = engine.stats.reused_tokens
+    engine.submit(request([1, 2], max_tokens=1, session="a"))
+    run(engine)
+    assert engine.stats.reused_tokens == reused + 1  # a was spared
+
+
+def test_the_youngest_request_gives_way_and_keeps_what_it_has_sampled() -> None:
+    engine = scheduler(num_blocks=5)
+    old, young = request([1] * 7, max_tokens=8, session="old"), request([2] * 3, max_tokens=8, session="young")
+    engine.submit(old)
+    engine.submit(young)
+    finished = run(engine)
+    # old grows to 15 tokens, 4 blocks, and young to 11, 3 blocks: 5 are not enough for both
+    assert engine.stats.preemptions > 0
+    assert finished == [old, young]
+    assert young.tokens == [2] * 3 + [7] * 8
+
+
+def test_no_more_than_max_running_run_and_the_rest_follow_in_order() -> None:
+    engine = scheduler(max_running=2)
+    requests = [request([i], session=str(i)) for i in range(5)]
+    for each in requests:
+        engine.submit(each)
+    chunks, _ = step(engine)
+    assert [chunk.request for chunk in chunks] == requests[:2]
+    assert run(engine) == requests
+
+
+def test_a_request_cancelled_during_a_step_leaves_without_a_trace() -> None:
+    engine = scheduler(num_blocks=8)
+    gone, stays = request([1, 2], session="gone"), request([3, 4], session="stays")
+    engine.submit(gone)
+    engine.submit(stays)
+    chunks = engine.plan()
+    engine.cancel(gone)
+    engine.cancel(gone)
+    engine.apply(chunks, *draws(chunks))
+    assert (gone.tokens, stays.tokens) == ([1, 2], [3, 4, 7])
+    assert run(engine) == [stays]
+    engine.release("stays")
+    assert engine.free_blocks == 8
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_common_prefix_is_the_longest_agreement(first: list[int], second: list[int]) -> None:
+    length = common_prefix(first, second)
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
+
+
+def test_what_is_kept_of_an_episode_grows_with_its_length_and_not_with_its_square() -> None:
+    def kept(turns: int) -> int:
+        engine = scheduler(num_blocks=1000)
+        tokens: list[int] = []
+        for turn in range(turns):
+            tokens += [1000 + turn] * 20
+            engine.submit(request(tokens, max_tokens=1))
+            run(engine)
+        return len(pickle.dumps(engine))
+
+    assert kept(100) < 2.5 * kept(50)  # were it the square, four times
+
+
+class Watched(list[int]):
+    """Tokens that count how often they are read from one end to the other."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_planning_a_step_does_not_read_whole_prompts() -> None:
+    engine = scheduler(num_blocks=50, max_batch_tokens=10)
+    tokens = Watched(range(100))
+    long = Request(session="s", tokens=tokens, sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
+    engine.submit(long)
+    reads = tokens.reads
+    for _ in range(9):
+        step(engine)
+    assert long.cached == 90
+    assert tokens.reads - reads <= 1
+
+
+def test_a_burst_ends_with_the_response_and_its_blocks_hold_all_but_the_last_token() -> None:
+    engine = scheduler(burst=4, **GPU)
+    engine.submit(request([1, 2, 3], max_tokens=6))
+    seen = []
+    while engine.has_requests:
+        (chunk,), _ = step(engine)
+        seen.append((chunk.start, chunk.ids, chunk.count, chunk.drawn, len(chunk.blocks)))
+    # 3 prompt tokens and 3 of the 4 sampled in the first step: 6 tokens, 2 blocks; then the fourth and the fifth, 8.
+    assert seen == [(0, [1, 2, 3], 4, 0, 2), (6, [7], 2, 4, 2)]
+    assert (engine.stats.steps, engine.stats.decoded_tokens) == (2, 6)
+
+
+def test_bursts_are_short_while_prompts_wait_for_the_next_step() -> None:
+    engine = scheduler(burst=4, max_batch_tokens=4, **GPU)
+    engine.submit(request([1, 2], max_tokens=20))
+    step(engine)
+    engine.submit(request(list(range(10, 20)), max_tokens=20, session="long"))
+    engine.submit(request(list(range(10, 20)), max_tokens=20, session="equal"))
+    seen = [[(c.request.session, c.length, c.count) for c in step(engine)[0]] for _ in range(4)]
+    # 10 prompt tokens in 4 + 4 + 2; the equal prompt waits for all of them. Then nobody waits any more.
+    assert seen[:2] == [[("s", 1, 1), ("long", 4, 0)]] * 2
+    assert seen[2] == [("s", 1, 1), ("long", 2, 1)]
+    assert seen[3] == [("s", 1, 4), ("long", 1, 4), ("equal", 1, 4)]
+
+
+def test_the_next_step_goes_on_from_tokens_that_are_not_known_yet() -> None:
+    engine = scheduler(burst=2, **GPU)
+    asked = request([1, 2, 3], max_tokens=5)
+    engine.submit(asked)
+    first = engine.plan()
+    second = engine.plan()
+    third = engine.plan()
+    spans = [(c.start, c.ids, c.count, c.drawn) for (c,) in (first, second, third)]
+    # 3 + 1 run and 2 sampled, the second of which is run next, and so on: 2 + 2 + 1 are 5.
+    assert spans == [(0, [1, 2, 3], 2, 0), (4, [], 2, 2), (6, [], 1, 4)]
+    assert engine.plan() == []  # all there is to do is under way
+    for chunks, tokens in ((first, [5, 6]), (second, [7, 8]), (third, [9])):
+        finished = engine.apply(chunks, [tokens], [[0.0] * len(tokens)])
+    assert (finished, asked.tokens) == ([asked], [1, 2, 3, 5, 6, 7, 8, 9])
+
+
+def test_what_is_under_way_for_a_response_that_has_ended_is_dropped() -> None:
+    engine = scheduler(num_blocks=4, burst=2, **GPU)
+    asked = request([1, 2, 3], max_tokens=9)
+    engine.submit(asked)
+    first, second = engine.plan(), engine.plan()
+    assert engine.apply(first, [[5, STOP]], [[0.0, 0.0]]) == [asked]
+    assert engine.apply(second, [[]], [[]]) == []
+    assert asked.tokens == [1, 2, 3, 5, STOP]
+    # 4 tokens were run: one block is kept for the session.
+    assert engine.free_blocks == 3
+
+
+def test_a_request_preempted_with_tokens_under_way_waits_for_them() -> None:
+    engine = scheduler(burst=2, **GPU)
+    asked = request([1, 2, 3], max_tokens=5)
+    engine.submit(asked)
+    first = engine.plan()
+    engine.forget()
+    assert engine.plan() == []
+    engine.apply(first, [[5, 6]], [[0.0, 0.0]])
+    (chunk,) = engine.plan()
+    assert (chunk.start, chunk.ids, chunk.drawn) == (0, [1, 2, 3, 5, 6], 2)
+
+
+def test_what_a_request_computed_before_it_was_preempted_is_not_taken_for_what_it_computes_now() -> None:
+    engine = scheduler(max_batch_tokens=4, **GPU)
+    asked = request(list(range(10)), session="asked")
+    engine.submit(asked)
+    before = engine.plan()
+    engine.forget()
+    engine.plan()  # the same four tokens, in blocks that another step fills
+    engine.apply(before, [], [])
+    assert asked.published == 0
+    engine.submit(request(list(range(10)), session="late"))
+    assert [chunk.request for chunk in engine.plan()] == [asked]

@@ -1,0 +1,252 @@
+"""Whatever is asked of the scheduler, and whenever: every request ends, no block is lost, and whoever reads the cache
+finds there what it relies on. The device is a dictionary that knows for every place the sequence it was computed for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1.engines.base import Sampling
+from agent_r1.engines.local.blocks import START, Name, name_after
+from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.scheduler import Scheduler
+
+SIZE = 4  # tokens in a block
+BLOCKS = 6  # 24 tokens
+STOP = 999
+MAX_RUNNING, MAX_BATCH_TOKENS = 3, 6
+
+# The first two begin with the same 2 blocks, the third shares one with them, the fourth 3 tokens, the last nothing.
+STEM = [1, 2, 3, 4, 5, 6, 7, 8]
+PROMPTS = [
+    [*STEM, *range(10, 22)],
+    [*STEM, *range(30, 42)],
+    [*STEM[:4], *range(50, 66)],
+    [*STEM[:3], *range(70, 87)],
+    list(range(100, 120)),
+]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How an engine uses the scheduler: as on a CPU, as on a GPU, and what lies between."""
+
+    overlaps: bool
+    burst: int
+    share_blocks: bool
+    share_decoding: bool = False
+
+
+MODES = [
+    Mode(overlaps=False, burst=1, share_blocks=False, share_decoding=True),  # CPU
+    Mode(overlaps=False, burst=1, share_blocks=True, share_decoding=True),
+    *(Mode(overlaps=True, burst=burst, share_blocks=True) for burst in (1, 2, 3, 4)),  # GPU
+    Mode(overlaps=True, burst=2, share_blocks=False),
+    Mode(overlaps=False, burst=4, share_blocks=True),
+]
+
+History = tuple[int, ...]
+
+
+class Device:
+    """Runs steps in the order they are launched, and checks what they rely on."""
+
+    def __init__(self, seed: int) -> None:
+        self.memory: dict[tuple[int, int], History] = {}  # (block, offset) -> the tokens up to the one that is there
+        self.truth: dict[Request, list[int]] = {}  # prompt and all that was ever drawn
+        self._ended: dict[Request, bool] = {}  # of those that drew in the step before
+        self._seed = seed
+
+    def run(self, chunks: list[Chunk]) -> list[list[int]]:
+        copied = [(pair, i) for chunk in chunks for pair in chunk.copies for i in range(SIZE)]
+        self.memory |= {(to, i): self.memory[source, i] for (source, to), i in copied if (source, i) in self.memory}
+        dead = [not chunk.ids and self._ended[chunk.request] for chunk in chunks]  # KeyError: not in the step before
+        self._ended = {}
+        drawn: list[list[int]] = []
+        writers: Counter[tuple[int, int]] = Counter()
+        for chunk, is_dead in zip(chunks, dead, strict=True):
+            for request, blocks in rows(chunk):
+                new = [] if is_dead else self._row(chunk, request, blocks, writers)
+                if chunk.count:
+                    drawn.append(new)
+                    self._ended[request] = is_dead or new[-1] == STOP
+        assert set(writers.values()) <= {1}
+        return drawn
+
+    def _row(self, chunk: Chunk, request: Request, blocks: list[int], writers: Counter[tuple[int, int]]) -> list[int]:
+        truth = self.truth[request]
+        assert chunk.ids == truth[chunk.start : chunk.end] if chunk.ids else chunk.start == len(truth) - 1
+        for i in range(chunk.start):
+            assert self.memory[blocks[i // SIZE], i % SIZE] == tuple(truth[: i + 1])
+        new: list[int] = []
+        for i in range(chunk.start, chunk.end + max(chunk.count - 1, 0)):
+            place = blocks[i // SIZE], i % SIZE
+            self.memory[place] = tuple(truth[: i + 1])
+            writers[place] += 1
+            if i >= chunk.end - 1 and chunk.count:
+                new.append(self._draw(request))
+                truth.append(new[-1])
+                if new[-1] == STOP:
+                    break
+        return new
+
+    def _draw(self, request: Request) -> int:
+        """Sessions 0 and 1 draw alike, and so do 2 and 3, for a while; some draw what others' prompts go on with."""
+        at = len(self.truth[request])
+        value = (self._seed + 5 * at + int(request.session) // 2 + int(request.session) * (at > 12)) % 11
+        return STOP if value == 0 else PROMPTS[value % 2][at % 20]
+
+
+def rows(chunk: Chunk) -> Iterable[tuple[Request, list[int]]]:
+    return zip((chunk.request, *chunk.twins), (chunk.blocks, *chunk.twin_blocks), strict=True)
+
+
+class Driver:
+    """Drives a scheduler as an engine does, with a step under way whenever anything else happens."""
+
+    def __init__(self, mode: Mode, seed: int) -> None:
+        self.mode = mode
+        self.engine = Scheduler(
+            num_blocks=BLOCKS,
+            block_size=SIZE,
+            max_running=MAX_RUNNING,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            burst=mode.burst,
+            share_blocks=mode.share_blocks,
+            share_decoding=mode.share_decoding,
+        )
+        self.device = Device(seed)
+        self.submitted: list[Request] = []
+        self.finished: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.under_way: tuple[list[Chunk], list[list[int]]] | None = None
+
+    def submit(self, session: int, kind: int, length: int, max_tokens: int) -> None:
+        """A prompt of its own, or what the session has seen so far and a little more."""
+        past = [each.tokens for each in self.finished if each.session == str(session)] if kind == len(PROMPTS) else []
+        tokens = [*past[-1], *range(90, 90 + length % 4)] if past else PROMPTS[kind % len(PROMPTS)][:length]
+        if len(tokens) + max_tokens > BLOCKS * SIZE:
+            tokens = tokens[: BLOCKS * SIZE - max_tokens]
+        sampling = Sampling(max_tokens=max_tokens, stop_ids=(STOP,))
+        request = Request(session=str(session), tokens=tokens, sampling=sampling, uniforms=np.zeros(max_tokens))
+        self.device.truth[request] = list(tokens)
+        self.submitted.append(request)
+        self.engine.submit(request)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.mode.overlaps:  # the next one is planned and launched, then this one is read
+                launched = self._launch()
+                self._apply()
+            else:
+                self._apply()
+                launched = self._launch()
+            self.under_way = launched
+
+    def cancel(self, number: int) -> None:
+        if self.submitted:
+            target = self.submitted[number % len(self.submitted)]
+            self.cancelled += [target] if target.live else []
+            self.engine.cancel(target)
+
+    def release(self, session: int) -> None:
+        self.engine.release(str(session))
+
+    def forget(self) -> None:
+        self.engine.forget()
+        self.device.memory.clear()
+
+    def _launch(self) -> tuple[list[Chunk], list[list[int]]] | None:
+        chunks = self.engine.plan()
+        check_plan(chunks)
+        assert chunks or self.under_way or not self.engine.has_requests  # or the engine would stop and forget them
+        return (chunks, self.device.run(chunks)) if chunks else None
+
+    def _apply(self) -> None:
+        if self.under_way is not None:
+            chunks, tokens = self.under_way
+            self.under_way = None
+            self.finished += self.engine.apply(chunks, tokens, [[0.0] * len(new) for new in tokens])
+
+    def check_blocks(self) -> None:
+        """Users are counted right, and what is kept for later is there."""
+        engine, pool = self.engine, self.engine._pool
+        users = Counter(block for idle in engine._idle.values() for block in idle.blocks)
+        for request in engine._running:
+            users.update(request.blocks)
+            users.update(source for source, _ in request.copies)
+        assert [users[block] for block in range(BLOCKS)] == pool._users
+        assert pool.num_blank == pool._users.count(0)
+        for idle in engine._idle.values():
+            for i in range(len(idle.tokens)):
+                assert self.device.memory[idle.blocks[i // SIZE], i % SIZE] == tuple(idle.tokens[: i + 1])
+        for block, names in pool._names.items():
+            for name, count in names:
+                assert pool.find(name) == block
+                assert named(self.device.memory[block, count - 1]) == name
+        assert len(pool._held) == sum(map(len, pool._names.values()))
+        assert set(engine._being_computed.values()) <= set(engine._running)
+
+
+def named(history: History) -> Name:
+    name = START
+    for start in range(0, len(history), SIZE):
+        name = name_after(name, history[start : start + SIZE])
+    return name
+
+
+def check_plan(chunks: list[Chunk]) -> None:
+    """Single tokens first; blocks for all that is written, and what is written belongs to one request."""
+    assert sum(1 + len(chunk.twins) for chunk in chunks) <= MAX_RUNNING
+    lengths = [chunk.length for chunk in chunks]
+    assert lengths == sorted(lengths, key=lambda length: length > 1)
+    assert sum(length for length in lengths if length > 1) <= MAX_BATCH_TOKENS
+    used = Counter(block for chunk in chunks for _, blocks in rows(chunk) for block in blocks)
+    for chunk in chunks:
+        end = chunk.end + max(chunk.count - 1, 0)
+        for request, blocks in rows(chunk):
+            assert request.live
+            assert len(blocks) * SIZE >= end
+            assert all(used[block] == 1 for block in blocks[chunk.start // SIZE : -(-end // SIZE)])
+        assert not {to for _, to in chunk.copies} & {source for other in chunks for source, _ in other.copies}
+
+
+action = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 3), st.integers(0, 5), st.integers(1, 20), st.integers(1, 10)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("cancel"), st.integers(0, 7)),
+    st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("forget")),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(MODES), st.integers(0, 10), st.lists(action, min_size=5, max_size=60))
+def test_whatever_happens_everything_finishes_and_no_block_is_lost(
+    mode: Mode, seed: int, actions: list[tuple[str, ...]]
+) -> None:
+    driver = Driver(mode, seed)
+    for name, *numbers in actions:
+        getattr(driver, name)(*numbers)
+        driver.check_blocks()
+    for _ in range(2000):
+        if driver.engine.has_requests or driver.under_way:
+            driver.step(1)
+            driver.check_blocks()
+    assert Counter(driver.finished + driver.cancelled) == Counter(driver.submitted)
+    for request in driver.finished:
+        response = request.tokens[request.prompt_length :]
+        assert request.tokens == driver.device.truth[request]
+        assert len(response) == len(request.logprobs)
+        assert STOP not in response[:-1]
+        assert response[-1] == STOP or len(response) == request.sampling.max_tokens
+    driver.engine.forget()
+    assert driver.engine.free_blocks == BLOCKS
+    assert not driver.engine._pool._held
+    assert not driver.engine._being_computed

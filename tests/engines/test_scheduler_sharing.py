@@ -1,0 +1,274 @@
+"""What requests have in common is computed once: they wait for it, share its blocks or copy them, decode it as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.scheduler_steps import CPU, GPU, STOP, both, draws, request, run, scheduler, step
+
+
+@both
+def test_equal_prompts_wait_for_the_one_that_is_being_computed(side: dict[str, Any]) -> None:
+    engine = scheduler(max_batch_tokens=4, **side)
+    group = [request(list(range(10)), session=str(i)) for i in range(3)]
+    other = request(list(range(50, 53)), max_tokens=1, session="other")
+    for each in (*group, other):
+        engine.submit(each)
+    seen = [[(c.request.session, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
+    # 10 tokens in 4 + 4 + 2; who needs nothing of them goes by.
+    assert seen == [[("0", 0, 4)], [("0", 4, 4)], [("0", 8, 2), ("other", 0, 2)]]
+    chunks, _ = step(engine)
+    # Then the others run the last of them: as one where decoding is shared, else side by side.
+    assert [(c.start, c.ids) for c in chunks if c.request in group[1:]] == [(9, [9])] * (1 if side is CPU else 2)
+    assert {r.session for c in chunks for r in c.draws} == {"0", "1", "2", "other"}
+
+
+@both
+def test_prompts_with_the_same_system_prompt_wait_for_its_blocks_and_not_for_what_follows(side: dict[str, Any]) -> None:
+    engine = scheduler(max_batch_tokens=8, **side)
+    system = list(range(10, 20))
+    first, second = (request([*system, *extra], max_tokens=1, session=str(extra)) for extra in ([1, 2, 3], [4, 5]))
+    engine.submit(first)
+    engine.submit(second)
+    assert [(c.request, c.start, c.length) for c in step(engine)[0]] == [(first, 0, 8)]
+    # 2 blocks of 4 tokens are there; the third begins with 2 tokens of the system prompt, but not as a whole.
+    # Each has 8 tokens a step between them: 5 of the first, 3 of the 4 that the second lacks.
+    assert [(c.request, c.start, c.length) for c in step(engine)[0]] == [(first, 8, 5), (second, 8, 3)]
+    assert engine.stats.shared_tokens == 8
+
+
+@both
+def test_when_the_request_that_others_wait_for_is_cancelled_they_go_on(side: dict[str, Any]) -> None:
+    engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
+    gone, *stay = (request(list(range(6)), session=session) for session in ("gone", "stays", "too"))
+    for each in (gone, *stay):
+        engine.submit(each)
+    chunks = engine.plan()
+    assert [chunk.request for chunk in chunks] == [gone]
+    engine.cancel(gone)
+    engine.apply(chunks, *draws(chunks))
+    (chunk,) = engine.plan()  # from the start: nothing that was computed for the other is kept
+    assert (chunk.request, chunk.start, chunk.ids) == (stay[0], 0, [0, 1, 2, 3])
+    engine.apply([chunk], *draws([chunk]))
+    assert run(engine) == stay
+
+
+def test_with_shared_decoding_equal_requests_run_once_until_they_sample_different_tokens() -> None:
+    engine = scheduler(**CPU)
+    engine.submit(request([1, 2, 3, 4, 5], session="first"))
+    run(engine)
+    group = [request([1, 2, 3, 4, 5], max_tokens=4, session=str(i)) for i in range(3)]
+    for each in group:
+        engine.submit(each)
+    (chunk,) = engine.plan()
+    assert (chunk.request, chunk.start, chunk.ids, chunk.draws) == (group[0], 4, [5], group)
+    engine.apply([chunk], [[7], [7], [8]], [[-1.0], [-2.0], [-3.0]])
+    pair, single = engine.plan()
+    assert (pair.ids, pair.draws, single.ids, single.draws) == ([7], group[:2], [8], [group[2]])
+    engine.apply([pair, single], [[9], [9], [9]], [[0.0]] * 3)
+    pair, single = engine.plan()  # the last token is the same, the one before it is not
+    assert (pair.draws, single.draws) == (group[:2], [group[2]])
+    assert [each.logprobs[0] for each in group] == [-1.0, -2.0, -3.0]
+    # 4 found for each of three; the fifth of two twins, then one sampled token of one
+    assert engine.stats.shared_tokens == 3 * 4 + 2 + 1
+    assert engine.stats.prefilled_tokens == 5 + 1
+
+
+def test_when_the_request_that_runs_for_its_twins_is_cancelled_they_go_on() -> None:
+    engine = scheduler(num_blocks=8, **CPU)
+    engine.submit(request([1, 2], max_tokens=1, session="first"))
+    run(engine)
+    gone, stays = request([1, 2], session="gone"), request([1, 2], session="stays")
+    engine.submit(gone)
+    engine.submit(stays)
+    (chunk,) = engine.plan()
+    assert chunk.draws == [gone, stays]
+    engine.cancel(gone)
+    engine.apply([chunk], *draws([chunk]))
+    (chunk,) = engine.plan()
+    assert (chunk.request, chunk.start, chunk.ids) == (stays, 2, [7])
+
+
+@both
+def test_of_a_prompt_that_another_session_holds_only_the_last_token_runs(side: dict[str, Any]) -> None:
+    engine = scheduler(**side)
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
+    run(engine)
+    late = [request([1, 2, 3, 4, 5, 6], session=session) for session in ("late", "too")]
+    for each in late:
+        engine.submit(each)
+    chunks, _ = step(engine)
+    assert {(chunk.start, *chunk.ids) for chunk in chunks} == {(5, 6)}
+    copies = [pair for chunk in chunks for pair in chunk.copies]
+    if side is CPU:  # copies of both blocks for both of them, which run as one
+        assert copies == [(i, each.blocks[i]) for each in late for i in range(2)]
+        assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (6 + 1, 5 + 5 + 1)
+    else:  # the full block is everybody's, the other, to which they write, is copied
+        assert copies == [(1, each.blocks[1]) for each in late]
+        assert [each.blocks[0] for each in late] == [0, 0]
+        assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (6 + 1 + 1, 5 + 5)
+    # In all 2 blocks of the first, and 2 (copies) or 1 (shared) of each of the others.
+    assert engine.free_blocks == 16 - (2 + 2 * (2 if side is CPU else 1))
+
+
+def test_a_prompt_that_ends_with_a_block_shares_all_but_a_copy_of_that_one() -> None:
+    engine = scheduler(**GPU)
+    for session in ("first", "late"):
+        engine.submit(request(list(range(8)), session=session))
+    step(engine)
+    chunks, _ = step(engine)
+    late = next(chunk for chunk in chunks if chunk.request.session == "late")
+    # Its last token has to run, and writes where the first has the same token.
+    assert (late.start, late.ids, late.copies) == (7, [7], [(1, late.blocks[1])])
+    assert late.blocks[0] == 0
+
+
+@both
+def test_what_is_copied_from_stays_until_it_was_copied(side: dict[str, Any]) -> None:
+    engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
+    engine.submit(request([1, 2, 3, 4, 5, 6], max_tokens=1, session="first"))
+    run(engine)
+    engine.submit(request(list(range(20, 28)), max_tokens=1, session="busy"))  # has the budget to itself for a step
+    late = request([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, session="late")
+    engine.submit(late)
+    step(engine)
+    assert (late.running, late.cached) == (True, 4)
+    engine.release("first")
+    engine.submit(request([9], max_tokens=1, session="next"))
+    for chunk in step(engine)[0]:  # busy has the budget again, and next gets a block
+        assert 0 not in chunk.blocks
+    (chunk,) = [chunk for chunk in step(engine)[0] if chunk.request is late]
+    assert chunk.copies == ([(0, late.blocks[0])] if side is CPU else [])
+    for session in ("busy", "late", "next"):
+        engine.release(session)
+    assert engine.free_blocks == 8
+
+
+@both
+def test_a_request_cancelled_before_its_copies_were_made_gives_back_what_they_read_from(side: dict[str, Any]) -> None:
+    engine = scheduler(max_batch_tokens=4, **side)
+    for session in ("first", "late"):
+        engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session=session))
+        run(engine)
+    busy = request(list(range(20, 28)), max_tokens=1, session="busy")  # has the budget to itself for two steps
+    extends = request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session="new")  # in a copy, unless it may share the block
+    rewrites = request([1, 2, 60, 61], max_tokens=1, session="first")  # in a copy, as others share it or will copy it
+    for each in (busy, extends, rewrites):
+        engine.submit(each)
+    step(engine)
+    assert (len(extends.copies), len(rewrites.copies)) == (1 if side is CPU else 0, 1)
+    for each in (busy, extends, rewrites):
+        engine.cancel(each)
+    engine.release("first")
+    engine.release("late")
+    assert engine.free_blocks == 16
+
+
+@both
+def test_a_session_that_rewrites_what_others_share_does_so_in_a_copy(side: dict[str, Any]) -> None:
+    engine = scheduler(**side)
+    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="first"))
+    run(engine)
+    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="late"))
+    run(engine)
+    engine.submit(request([1, 2, 60, 61], max_tokens=1, session="first"))
+    (chunk,), _ = step(engine)
+    # Block 0 is also the late one's, unless that has a copy.
+    assert chunk.start == 2
+    assert chunk.copies == ([] if side is CPU else [(0, chunk.blocks[0])])
+    assert (chunk.blocks[0] == 0) == (side is CPU)
+
+
+@both
+def test_a_prompt_is_not_found_in_blocks_that_were_given_back_or_rewritten(side: dict[str, Any]) -> None:
+    engine = scheduler(**side)
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
+    run(engine)
+    # The same blocks, from the third token on another text.
+    engine.submit(request([1, 2, 60], session="first"))
+    run(engine)
+    engine.submit(request([1, 2, 3, 4, 5, 6], session="late"))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.copies) == (0, [])
+    run(engine)
+    for session in ("first", "late"):
+        engine.release(session)
+    engine.submit(request([1, 2, 60], session="later"))
+    (chunk,), _ = step(engine)
+    assert (chunk.start, chunk.copies) == (0, [])
+
+
+@both
+def test_every_prompt_of_an_episode_can_be_found_in_the_blocks_it_has_grown_into(side: dict[str, Any]) -> None:
+    engine = scheduler(num_blocks=64, **side)
+    turns = [list(range(10, 10 + length)) for length in (3, 9, 10, 22)]
+    for turn in turns:
+        engine.submit(request(turn, max_tokens=1, session="early"))
+        run(engine, turns[-1][len(turn)] if turn != turns[-1] else STOP)
+    for index, turn in enumerate(turns):
+        engine.submit(request(turn, max_tokens=1, session=f"late{index}"))
+        (chunk,), _ = step(engine)
+        assert (chunk.start, chunk.ids) == (len(turn) - 1, turn[-1:])
+        # The early one was alone, so its blocks are the first ones: (3, 9, 10, 22) - 1 tokens are in 1, 2, 3, 6 of 4.
+        held = list(range((1, 2, 3, 6)[index]))
+        copied = [source for source, _ in chunk.copies]
+        # Shared blocks are full; the tokens run are the 3rd, 1st, 2nd, 2nd of theirs, so the second is not written to.
+        assert copied == (held if side is CPU else [[0], [], [2], [5]][index])
+        assert chunk.blocks[: len(held) - len(copied)] == held[: len(held) - len(copied)]
+
+
+@both
+def test_of_equal_prompts_those_that_have_to_start_over_follow_the_one_that_need_not(side: dict[str, Any]) -> None:
+    engine = scheduler(**side)
+    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="ahead"))
+    run(engine)
+    group = [request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session=session) for session in ("ahead", "b", "c", "d")]
+    for each in group:
+        engine.submit(each)
+    (ahead,), _ = step(engine)
+    assert (ahead.ids, ahead.draws) == ([6, 7], group[:1])
+    others, _ = step(engine)
+    assert [request for chunk in others for request in chunk.draws] == group[1:]
+    assert {(chunk.start, *chunk.ids) for chunk in others} == {(6, 7)}
+
+
+@both
+def test_what_preempted_requests_have_in_common_is_computed_again_once(side: dict[str, Any]) -> None:
+    engine = scheduler(**side)
+    pair = [request([1, 2, 3], session=session) for session in ("a", "b")]
+    for each in pair:
+        engine.submit(each)
+    step(engine)
+    step(engine)
+    engine.forget()
+    assert [each.tokens for each in pair] == [[1, 2, 3, 7, 7], [1, 2, 3, 7]]  # b has waited for a's prompt
+    again, last = step(engine)[0], step(engine)[0]
+    assert [(c.request, c.start, c.ids) for c in again] == [(pair[0], 0, [1, 2, 3, 7, 7])]
+    assert [(c.start, c.ids) for c in last] == [(3, [7])]
+
+
+@both
+def test_a_prompt_that_fits_only_without_what_it_would_be_copied_from_still_runs(side: dict[str, Any]) -> None:
+    engine = scheduler(num_blocks=6, **side)
+    for session in ("first", "late"):
+        engine.submit(request(list(range(12)), max_tokens=1, session=session))
+        # 3 blocks; the late one needs room for 13 tokens, 4 blocks, and 3 to copy from: more than 6.
+        assert [each.session for each in run(engine)] == [session]
+
+
+@both
+def test_a_session_that_starts_over_is_not_in_its_own_way(side: dict[str, Any]) -> None:
+    engine = scheduler(num_blocks=6, **side)
+    for start, length in ((0, 12), (50, 15)):  # 3 blocks are kept; the other text needs 4 of 6, and none of these
+        engine.submit(request(list(range(start, start + length)), max_tokens=1))
+        assert len(run(engine)) == 1
+
+
+def test_a_burst_may_grow_into_the_block_that_was_copied_from() -> None:
+    engine = scheduler(num_blocks=6, burst=4, **GPU)
+    engine.submit(request(list(range(19)), max_tokens=1, session="first"))
+    run(engine)
+    late = request(list(range(19)), max_tokens=5, session="late")
+    engine.submit(late)
+    # 4 shared blocks and a copy of the fifth: all six. Its first burst runs tokens up to 18 + 1 + 3, the sixth block.
+    assert run(engine) == [late]

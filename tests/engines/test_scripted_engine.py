@@ -1,0 +1,90 @@
+"""The scripted engine keeps the contract of a real one and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agent_r1.engines.base import Completion, Engine, Sampling
+from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
+from agent_r1.errors import ConfigError, RolloutError
+
+STOP = 9
+
+
+class Letters:
+    """a = 1, b = 2, ..."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+
+def ask(engine: Engine, prompt: list[int], *, max_tokens: int = 8, session: str = "s") -> Completion:
+    sampling = Sampling(max_tokens=max_tokens, stop_ids=(STOP,))
+    return asyncio.run(engine.generate(prompt, sampling, session=session))
+
+
+def test_a_list_is_answered_in_order_of_arrival() -> None:
+    engine = ScriptedEngine([[1, STOP], [2, STOP]])
+    assert [ask(engine, [5]).token_ids, ask(engine, [6], session="other").token_ids] == [[1, STOP], [2, STOP]]
+    assert [(call.prompt_ids, call.session, call.turn) for call in engine.calls] == [([5], "s", 0), ([6], "other", 0)]
+
+
+def test_a_mapping_holds_one_script_per_session() -> None:
+    engine = ScriptedEngine({"x": [[1], [2]], "y": [[3]]})
+    got = [ask(engine, [0], session=session).token_ids for session in ("x", "y", "x")]
+    assert got == [[1], [3], [2]]
+    with pytest.raises(RolloutError, match="session 'y' has 1 responses and was asked for one more"):
+        ask(engine, [0], session="y")
+    with pytest.raises(RolloutError, match=r"no session 'z'; it knows \['x', 'y'\]"):
+        ask(engine, [0], session="z")
+
+
+def test_a_function_sees_the_call() -> None:
+    def echo(call: ScriptedCall) -> list[int]:
+        return [*reversed(call.prompt_ids), call.turn]
+
+    engine = ScriptedEngine(echo)
+    assert ask(engine, [1, 2]).token_ids == [2, 1, 0]
+    assert ask(engine, [1, 2]).token_ids == [2, 1, 1]
+
+
+def test_text_is_encoded_and_ended_by_the_first_stop_id() -> None:
+    completion = ask(ScriptedEngine(["abc"], tokenizer=Letters()), [0])
+    assert (completion.token_ids, completion.logprobs, completion.stop) == ([1, 2, 3, STOP], [0.0] * 4, "stop")
+    with pytest.raises(ConfigError, match=r"'abc'.*needs a tokenizer"):
+        ask(ScriptedEngine(["abc"]), [0])
+
+
+def test_max_tokens_and_stop_ids_cut_the_response_and_its_logprobs() -> None:
+    scripted = Completion(token_ids=[1, 2, STOP, 4], logprobs=[-0.1, -0.2, -0.3, -0.4], stop="stop")
+    whole = ask(ScriptedEngine([scripted]), [0])
+    assert (whole.token_ids, whole.logprobs, whole.stop) == ([1, 2, STOP], [-0.1, -0.2, -0.3], "stop")
+    cut = ask(ScriptedEngine([scripted]), [0], max_tokens=2)
+    assert (cut.token_ids, cut.logprobs, cut.stop) == ([1, 2], [-0.1, -0.2], "length")
+
+
+def test_completions_carry_the_version_of_the_weights_loaded_before_them() -> None:
+    engine = ScriptedEngine([[1], [1]])
+    assert ask(engine, [0]).policy_version == 0
+    engine.load_weights({}, version=7)
+    assert ask(engine, [0]).policy_version == 7
+
+
+def test_releases_are_recorded_and_closing_twice_is_fine() -> None:
+    engine = ScriptedEngine([])
+    engine.release("s")
+    asyncio.run(engine.close())
+    asyncio.run(engine.close())
+    assert engine.released == ["s"]
+
+
+def test_a_delay_lets_a_timeout_cancel_the_request() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine([[1]], delay=60.0)
+        await asyncio.wait_for(engine.generate([0], Sampling(max_tokens=1), session="s"), timeout=0.001)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())

@@ -1,0 +1,291 @@
+"""The env registry, how a row's settings lie on top of the recipe's, and what envs may be made with and return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs
+from agent_r1.errors import ConfigError
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from tests.chatml import collector, renderer, row, tokenizer
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+@AgentEnv.register("count_for_tests")
+class CountEnv(AgentEnv):
+    def __init__(self, *, limit: int = 2) -> None:
+        self.limit = limit
+
+    async def reset(self, row: TaskRow) -> Observation:
+        return Observation(text="0")
+
+    async def step(self, action: Action) -> Transition:
+        return Transition(terminated=True)
+
+
+def test_a_registered_env_is_made_by_name_with_its_settings() -> None:
+    env = make_env(env_class("count_for_tests"), "count_for_tests", {"limit": 5})
+    assert isinstance(env, CountEnv)
+    assert env.limit == 5
+    assert env.tool_schemas == []
+    assert not env.sees_ground_truth
+
+
+def test_unknown_names_and_settings_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match=r"unknown env 'count_for_test'. Did you mean 'count_for_tests'?"):
+        env_class("count_for_test")
+    with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'"):
+        make_env(CountEnv, "count_for_tests", {"limt": 5})
+    with pytest.raises(ConfigError, match=r"'limt'\. Did you mean 'limit'\? Choose one of: limit$"):
+        make_env(CountEnv, "count_for_tests", {"limt": 5})
+
+
+class Set(CountEnv):
+    def __init__(
+        self,
+        *,
+        hints: bool = False,
+        turns: int = 1,
+        share: float = 0.5,
+        name: str | None = None,
+        seed: int = None,  # type: ignore[assignment]  # noqa: RUF013 (as people write it)
+        either: int | list[int] = 1,
+        any_kind: Any = None,
+        **more: int,
+    ) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("hints", "maybe", "true or false, not str 'maybe'"),
+        ("hints", 1, "true or false, not int 1"),
+        ("turns", "abc", "a whole number, not str 'abc'"),
+        ("turns", True, "a whole number, not bool True"),  # a bool is no number here
+        ("turns", 2.0, "a whole number, not float 2.0"),
+        ("turns", None, "a whole number, not NoneType None"),
+        ("share", "half", "a number, not str 'half'"),
+        ("share", False, "a number, not bool False"),
+        ("name", 7, "a text or null, not int 7"),
+        ("name", ["a"], r"a text or null, not list \['a'\]"),
+        ("seed", "x", "a whole number or null, not str 'x'"),
+    ],
+)
+def test_a_setting_of_another_kind_than_its_annotation_is_a_config_error(key: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^env 'task\.Set': env_kwargs\.{key} of Set must be {told}$"):
+        make_env(Set, "task.Set", {key: value})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"hints": True, "turns": 2, "share": 1, "name": None, "seed": None},
+        {"either": "x", "any_kind": "x", "other": "x"},  # these annotations promise nothing simple
+        {"turns": np.int64(3), "share": np.float32(0.5), "hints": np.bool_(True)},  # rows are made by programs
+    ],
+)
+def test_a_setting_that_fits_or_of_which_nothing_simple_is_said_is_taken(kwargs: dict[str, Any]) -> None:
+    assert isinstance(make_env(Set, "task.Set", kwargs), Set)
+
+
+def test_annotations_that_cannot_be_evaluated_check_nothing() -> None:
+    class ForCheckers(CountEnv):
+        def __init__(self, price: Decimal, hints: bool = False) -> None:
+            pass
+
+    assert isinstance(make_env(ForCheckers, "task.ForCheckers", {"price": 1, "hints": "x"}), ForCheckers)
+
+
+# What an env returns
+
+
+class Odd(AgentEnv):
+    """Begins well, and then returns what it is made with."""
+
+    def __init__(self, answer: Transition) -> None:
+        self.answer = answer
+
+    async def reset(self, row: TaskRow) -> Observation:
+        return Observation(messages=[{"role": "user", "content": "?"}])
+
+    async def step(self, action: Action) -> Transition:
+        return self.answer
+
+
+def outcome(env: AgentEnv) -> tuple[StopReason, str]:
+    [group] = asyncio.run(collector(["a", "b"], make_env=lambda _: env, max_steps=2)([row()], seed=0))
+    [trajectory] = group.trajectories
+    return trajectory.stop, trajectory.error or ""
+
+
+def ended(**fields: Any) -> Transition:
+    return Transition(terminated=True, **fields)
+
+
+def shown(**fields: Any) -> Transition:
+    return Transition(observation=Observation(**fields))
+
+
+CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (ended(feedback=None), "Odd.step returned a Transition whose feedback is NoneType None; it must be a text"),
+        (ended(info=[1]), "Odd.step returned a Transition whose info is list [1]; it must be a dict"),
+        (ended(reward="1"), "Odd.step returned a Transition whose reward is str '1'; it must be a number"),
+        (ended(reward=float("nan")), "Odd.step returned reward nan; rewards must be finite numbers"),
+        (ended(calls=["x"]), "whose calls[0] is str 'x'; it must be a ToolCallRecord"),
+        (ended(calls=(CALL, None)), "whose calls[1] is NoneType None; it must be a ToolCallRecord"),
+        (ended(calls=None), "whose calls is NoneType None; it must be a tuple of ToolCallRecord"),
+        (ended(stop="done"), "whose stop is str 'done'; it must be a StopReason, as StopReason.ANSWERED is"),
+        (Transition(terminated="no"), "whose terminated is str 'no'; it must be true or false"),  # type: ignore[arg-type]
+        (
+            ended(calls=(replace(CALL, info={"a": {1}}),)),
+            "what tool 'look' returned cannot be kept with the trajectory",
+        ),
+        (ended(info={"a": {1}}), "what Odd.step returned cannot be kept with the trajectory: info and arguments"),
+        (shown(messages=["hi"]), "Odd returned an Observation whose messages[0] is str 'hi'; it must be a dict with"),
+        (
+            shown(messages=[{"content": "x"}]),
+            "whose messages[0] is dict {'content': 'x'}; it must be a dict with a role",
+        ),
+        (
+            shown(messages=[{"role": "user", "content": 5}]),
+            "whose messages[0]['content'] is int 5; it must be a text or",
+        ),
+        (shown(messages=[]), "whose messages is list []; it must be a list of at least one message"),
+        (shown(messages="hi"), "whose messages is str 'hi'; it must be a list of at least one message"),
+        (shown(messages=[{"role": "assistant", "content": "x"}]), "the next reply is the model's"),
+        (shown(text=5), "Odd returned an Observation whose text is int 5; it must be a text"),
+        (shown(token_ids="x"), "whose token_ids is str 'x'; it must be a list of ids"),
+    ],
+)
+def test_what_an_env_may_not_return_fails_its_episode_with_env_field_and_value(answer: Transition, told: str) -> None:
+    stop, error = outcome(Odd(answer))
+    assert stop is StopReason.ERROR
+    assert told in error
+
+
+def test_what_is_read_only_at_the_end_may_be_anything_before_it() -> None:
+    going_on = Transition(observation=Observation(messages=[{"role": "user", "content": "?"}]), stop=None)  # type: ignore[arg-type]
+    assert outcome(Odd(going_on)) == (StopReason.MAX_STEPS, "")
+    assert outcome(Odd(ended(calls=[CALL], reward=np.float32(1)))) == (StopReason.ANSWERED, "")
+
+
+def test_a_first_observation_is_checked_like_any_other() -> None:
+    class Begins(Odd):
+        async def reset(self, row: TaskRow) -> Observation:
+            return Observation(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+
+    stop, error = outcome(Begins(ended()))
+    assert stop is StopReason.ERROR
+    assert "Begins returned an Observation whose messages[-1] is dict" in error
+
+
+def test_an_env_that_ends_its_episode_as_failed_is_named() -> None:
+    told = "Odd.step ended the episode itself, with StopReason."
+    assert outcome(Odd(ended(stop=StopReason.ERROR))) == (StopReason.ERROR, f"{told}ERROR")
+    assert outcome(Odd(ended(stop=StopReason.TIMEOUT))) == (StopReason.TIMEOUT, f"{told}TIMEOUT")
+
+
+def test_half_a_surrogate_pair_is_mended_for_the_tokenizer_and_for_people() -> None:
+    first = {"role": "user", "content": "a\ud800b"}
+    said, more = {"role": "assistant", "content": "x"}, {"role": "user", "content": "\udfff"}
+
+    class Begins(Odd):
+        async def reset(self, row: TaskRow) -> Observation:
+            return Observation(messages=[first])
+
+    env = Begins(shown(messages=[first, said, more]))
+    [group] = asyncio.run(collector(["x", "y"], make_env=lambda _: env, max_steps=2)([row()], seed=0))
+    [trajectory] = group.trajectories
+    assert (trajectory.stop, trajectory.error) == (StopReason.MAX_STEPS, None)
+    begun, went_on = [tokenizer().decode(step.prompt_ids) for step in trajectory.steps]
+    assert "a?b" in begun
+    assert went_on.startswith(begun)  # appended to, id by id
+    assert "?" in went_on[len(begun) :]
+    assert trajectory.opening == [{"role": "user", "content": "a?b"}]
+    assert renderer().render(Observation(text="a\ud800b")) == tokenizer().encode("a?b")
+
+
+def test_a_reset_or_step_that_cannot_be_awaited_is_named() -> None:
+    class HastyReset(CountEnv):
+        def reset(self, row: TaskRow) -> Observation:  # type: ignore[override]
+            return Observation(text="0")
+
+    class HastyStep(CountEnv):
+        def step(self, action: Action) -> Transition:  # type: ignore[override]
+            return Transition(terminated=True)
+
+    told = "TypeError: Hasty{} gave {}, which cannot be awaited: write `async def {}`"
+    stop, error = outcome(HastyReset())
+    assert stop is StopReason.ERROR
+    assert told.format("Reset.reset", "Observation", "reset") in error
+    stop, error = outcome(HastyStep())
+    assert stop is StopReason.ERROR
+    assert told.format("Step.step", "Transition", "step") in error
+
+
+def test_reset_and_step_may_be_decorated() -> None:
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def inner(*args: Any) -> Any:
+            return method(*args)
+
+        return inner
+
+    class Timed(CountEnv):
+        step = timed(CountEnv.step)
+
+    assert outcome(make_env(Timed, "task.Timed", {})) == (StopReason.ANSWERED, "")
+
+
+def test_a_name_can_be_registered_again_by_the_same_class_only() -> None:
+    AgentEnv.register("count_for_tests")(CountEnv)  # a module imported twice
+
+    class Other(CountEnv):
+        pass
+
+    with pytest.raises(ConfigError, match=r"env name 'count_for_tests' is taken by .*CountEnv"):
+        AgentEnv.register("count_for_tests")(Other)
+
+
+def test_a_row_overrides_key_by_key() -> None:
+    recipe: dict[str, Any] = {"tools": ["a"], "tools_kwargs": {"a": {"x": 1, "y": 2}}, "max_bad_calls": 3}
+    row = TaskRow(prompt=[], env_kwargs={"tools_kwargs": {"a": {"y": 5}, "b": {}}, "tools": ["b"]})
+    assert merge_env_kwargs(recipe, row) == {
+        "tools": ["b"],  # lists are replaced, not joined
+        "tools_kwargs": {"a": {"x": 1, "y": 5}, "b": {}},
+        "max_bad_calls": 3,
+    }
+
+
+settings = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), settings), st.dictionaries(st.sampled_from("abc"), settings))
+def test_merging_keeps_its_inputs_and_the_row_wins(recipe: dict[str, Any], top: dict[str, Any]) -> None:
+    before = repr((recipe, top))
+    merged = merge_env_kwargs(recipe, TaskRow(prompt=[], env_kwargs=top))
+    assert repr((recipe, top)) == before
+    assert merged.keys() == recipe.keys() | top.keys()
+    assert merge_env_kwargs(merged, TaskRow(prompt=[], env_kwargs=top)) == merged
+    for key, value in top.items():
+        if not isinstance(value, dict):
+            assert merged[key] == value

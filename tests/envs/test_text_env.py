@@ -1,0 +1,149 @@
+"""TextEnv: a world of two methods keeps the whole conversation, sync or async."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_r1 import Reply, TextEnv, check_env
+from agent_r1.types import Action, TaskRow
+
+ROW = TaskRow(prompt=[], row_id="r")
+
+
+class Counter(TextEnv):
+    system = "Count."
+
+    def begin(self, row: TaskRow) -> str:
+        self.count = 0
+        return f"{row.row_id}: go"
+
+    def reply(self, said: str) -> Reply:
+        self.count += 1
+        return Reply(text=f"{said}, that is {self.count}", reward=0.5, done=said == "stop", info={"count": self.count})
+
+
+class Slow(TextEnv):
+    async def begin(self, row: TaskRow) -> str:
+        return "begin"
+
+    async def reply(self, said: str) -> Reply:
+        await asyncio.sleep(0)
+        return Reply(text=said.upper())
+
+
+def act(text: str) -> Action:
+    return Action(text=text, token_ids=[])
+
+
+def test_everything_that_was_said_is_in_the_next_observation() -> None:
+    async def play() -> None:
+        env = Counter()
+        first = await env.reset(ROW)
+        assert first.messages == [{"role": "system", "content": "Count."}, {"role": "user", "content": "r: go"}]
+        second = await env.step(act("one"))
+        assert second.observation is not None
+        assert second.observation.messages == [
+            *first.messages,
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "one, that is 1"},
+        ]
+        assert (second.feedback, second.reward, second.info) == ("one, that is 1", 0.5, {"count": 1})
+        last = await env.step(act("stop"))
+        assert last.terminated
+        assert last.observation is None
+        assert last.feedback == "stop, that is 2"
+        again = await env.reset(ROW)
+        assert again.messages == first.messages, "nothing is left of the episode before"
+
+    asyncio.run(play())
+
+
+def test_what_was_shown_once_is_not_edited_later() -> None:
+    async def play() -> None:
+        env = Counter()
+        first = await env.reset(ROW)
+        assert first.messages is not None
+        seen = list(first.messages)
+        await env.step(act("one"))
+        assert first.messages == seen
+
+    asyncio.run(play())
+
+
+def test_both_methods_may_be_async_and_the_system_message_may_be_missing() -> None:
+    async def play() -> None:
+        env = Slow()
+        assert (await env.reset(ROW)).messages == [{"role": "user", "content": "begin"}]
+        assert (await env.step(act("loud"))).feedback == "LOUD"
+
+    asyncio.run(play())
+
+
+def test_it_keeps_the_rules_of_an_env() -> None:
+    asyncio.run(check_env(Counter, ROW, ["a", "b", "stop"]))
+
+
+def test_a_reply_that_is_none_is_refused() -> None:
+    class Wrong(Counter):
+        def reply(self, said: str) -> Reply:
+            return "just text"  # type: ignore[return-value]
+
+    async def play() -> None:
+        env = Wrong()
+        await env.reset(ROW)
+        with pytest.raises(TypeError, match=r"Wrong\.reply returned str instead of a Reply"):
+            await env.step(act("x"))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("text", None, "NoneType None; it must be a text"),
+        ("text", 5, "int 5; it must be a text"),
+        ("info", None, "NoneType None; it must be a dict"),
+        ("reward", "1", "str '1'; it must be a number"),
+        ("done", "false", "str 'false'; it must be true or false"),
+        ("done", None, "NoneType None; it must be true or false"),
+        ("done", np.array([True, False]), r"ndarray array\(\[ True, False\]\); it must be true or false"),
+    ],
+)
+def test_a_field_of_a_reply_that_is_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
+    class Wrong(Counter):
+        def reply(self, said: str) -> Reply:
+            return Reply(**{field: value})
+
+    async def play() -> None:
+        env = Wrong()
+        await env.reset(ROW)
+        with pytest.raises(TypeError, match=rf"^Wrong\.reply returned a Reply whose {field} is {told}$"):
+            await env.step(act("x"))
+
+    asyncio.run(play())
+
+
+def test_a_world_without_its_two_methods_cannot_be_made() -> None:
+    class Half(TextEnv):
+        def begin(self, row: TaskRow) -> str:
+            return ""
+
+    with pytest.raises(TypeError, match="reply"):
+        Half()  # type: ignore[abstract]
+
+
+def test_a_world_may_end_with_the_truth_of_numpy() -> None:
+    class Measured(Counter):
+        def reply(self, said: str) -> Reply:
+            return Reply(done=np.bool_(said == "stop"))  # type: ignore[arg-type]
+
+    async def play() -> list[bool]:
+        env = Measured()
+        await env.reset(ROW)
+        return [(await env.step(act(said))).terminated for said in ("go", "stop")]
+
+    assert asyncio.run(play()) == [False, True]

@@ -1,0 +1,115 @@
+"""Worker processes for environments, and forks: of the process by its env, and of the program that has the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent_r1.envs.processes import EnvCrashed, EnvPool
+from agent_r1.types import Transition
+from tests.envs.worker_pools import pool_of
+from tests.envs.worker_worlds import Sure, action, is_alive, outcome, run, started, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+pool = pool_of(processes=1)
+
+
+def sums(shown: list[Transition | Exception]) -> list[object]:
+    found = [item.observation.messages if isinstance(item, Transition) and item.observation else item for item in shown]
+    return [messages[0]["content"] if isinstance(messages, list) else messages for messages in found]
+
+
+@pytest.mark.parametrize("trick", ["fork", "fork in c", "fork and leave"])
+def test_a_fork_of_an_env_answers_nobody(pool: EnvPool, trick: str) -> None:
+    async def forked() -> None:
+        envs = [await started(pool, Sure, name) for name in "abc"]
+        asked = zip(envs, (trick, "10", "100"), strict=True)
+        shown = await asyncio.gather(*(outcome(env.step(action(text))) for env, text in asked))
+        assert sums(shown) == ["a: 0", "b: 10", "c: 100"]
+        for turn in (1, 2, 3):
+            shown = await asyncio.gather(*(outcome(env.step(action("1"))) for env in envs))
+            assert sums(shown) == [f"a: {turn}", f"b: {10 + turn}", f"c: {100 + turn}"]
+
+    run(forked())
+
+
+def test_a_process_that_dies_is_missed_although_a_fork_of_it_has_its_channel(pool: EnvPool) -> None:
+    async def forked() -> None:
+        bomb, calm = await started(pool, Sure, "bomb"), await started(pool, Sure, "calm", 1)
+        failed, added = await asyncio.gather(
+            outcome(bomb.step(action("fork and die"))), outcome(calm.step(action("2")))
+        )
+        assert isinstance(failed, EnvCrashed)
+        assert str(failed) == "the process of the env was ended by signal 9 (Killed) during step"
+        assert sums([added]) == ["calm: 3"]
+
+    run(forked())
+
+
+def test_and_nobody_is_blamed_who_asks_it_for_something_later(pool: EnvPool) -> None:
+    async def forked() -> None:
+        envs = [await started(pool, Sure, name) for name in "ab"]
+        info = (await envs[0].step(action("fork and stay"))).info
+        os.kill(info["pid"], signal.SIGKILL)
+        assert wait_until(lambda: not is_alive(info["pid"]))
+        assert is_alive(info["child"])
+        # Played again, "a" forks again.
+        shown = await asyncio.gather(*(outcome(env.step(action("1"))) for env in envs))
+        assert sums(shown) == ["a: 1", "b: 1"]
+        assert wait_until(lambda: not is_alive(info["child"]))  # it goes with the process it came from
+
+    run(forked())
+
+
+PARENT = """
+import asyncio, os, time
+from agent_r1.envs.processes import EnvPool
+from tests.envs.worker_worlds import Counting, action, row
+
+pool = EnvPool(processes=1, step_seconds=600)
+
+async def main():
+    env = pool.env(Counting, "counting", {})
+    await env.reset(row())
+    pid = (await env.step(action("0"))).info["pid"]
+    heard, said = os.pipe()
+    fork = os.fork()
+    if fork == 0:  # as a loader of data that outlives us
+        try:
+            await env.step(action("1"))
+        except RuntimeError as error:
+            os.write(said, str(error).encode())
+        pool.close()
+        time.sleep(3600)
+    error = os.read(heard, 1000).decode()
+    print((await env.step(action("0"))).info["pid"] == pid, pid, fork, error, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_fork_of_the_program_does_not_keep_its_processes_alive() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PARENT]
+    parent = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    is_untouched, pid, fork, error = parent.stdout.readline().split(maxsplit=3)
+    parent.kill()
+    parent.wait(30)
+    parent.stdout.close()
+    try:
+        assert is_untouched == "True"
+        assert error.startswith("an EnvPool cannot be used in a fork of the program that made it")
+        assert wait_until(lambda: not is_alive(int(pid)))
+        assert is_alive(int(fork))
+    finally:
+        os.kill(int(fork), signal.SIGKILL)

@@ -1,0 +1,58 @@
+"""Worlds that take memory when they are told to, for tests of worker processes with a limit."""
+
+from __future__ import annotations
+
+import os
+
+from agent_r1.types import Action, Observation, TaskRow, Transition
+from tests.envs.worker_worlds import MIB, Counting
+
+KEPT: list[object] = []
+
+
+class Hungry(Counting):
+    """`keep 50` takes 50 MiB for ever, `use 50` for the length of the call; `claim 50` keeps them and never writes to
+    them; `fill` takes all there is, bit by bit."""
+
+    async def step(self, action: Action) -> Transition:
+        verb, _, size = action.text.partition(" ")
+        if verb == "keep":
+            KEPT.append(bytearray(b"x") * (int(size) * MIB))
+        elif verb == "use":
+            bytearray(b"x") * (int(size) * MIB)
+        elif verb == "claim":
+            KEPT.append(bytes(int(size) * MIB))
+        elif verb == "fill":
+            while True:
+                KEPT.append([float(len(KEPT))])
+        elif verb == "refuse":
+            raise MemoryError("no more")
+        else:
+            return await super().step(action)
+        return Transition(observation=self.shown(), info={"pid": os.getpid()})
+
+
+class SureHungry(Hungry):
+    deterministic = True
+
+
+class Growing(SureHungry):
+    """Needs 300 MiB to add 7 as soon as there is a certain file."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.flag = flag
+
+    async def step(self, action: Action) -> Transition:
+        if action.text == "7" and os.path.exists(self.flag):
+            bytearray(300 * MIB)
+        return await super().step(action)
+
+
+class Loading(SureHungry):
+    """Loads 100 MiB that all episodes of a process share."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        if not KEPT:
+            KEPT.append(bytearray(b"x") * (100 * MIB))
+        return await super().reset(row)

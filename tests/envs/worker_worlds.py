@@ -1,0 +1,447 @@
+"""Worlds for tests of worker processes: one that does what it is told to, and how to play it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from agent_r1 import BaseTool, tool
+from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.processes import EnvPool, WorkerEnv, inside
+from agent_r1.envs.processes.channel import HEADER, Answer, write_answer
+from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from tests.envs.worker_values import Bomb, Custom, Longer, Unprintable
+
+MIB = 1 << 20
+STARTED: list[WorkerEnv] = []
+
+
+@tool
+def double(number: int) -> str:
+    """Twice a number."""
+    return str(2 * number)
+
+
+class Double(BaseTool):
+    name = "double"
+    description = "Twice a number."
+    parameters = {"type": "object", "properties": {"number": {"type": "integer"}}}  # noqa: RUF012
+
+    async def execute(self, args: dict[str, Any], **context: Any) -> str:
+        return str(2 * int(args["number"]))
+
+
+class Counting(AgentEnv):
+    """Adds up numbers, and tells the sum and who it is. A word that is no number is done, see `TRICKS`."""
+
+    hoard: list[bytearray] = []  # noqa: RUF012 (a leak)
+
+    def __init__(self, start: int = 0, bad_close: bool = False) -> None:
+        if start < 0:
+            raise ValueError(f"start must not be negative, got {start}")
+        self.start, self.bad_close = start, bad_close
+        self.schemas: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return self.schemas
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.total, self.row_id = self.start, row.row_id
+        question = str(row.prompt[0]["content"])
+        if question in TRICKS:
+            done: Observation = await TRICKS[question](self)
+            return done
+        return self.shown()
+
+    async def step(self, action: Action) -> Transition:
+        if action.text in TRICKS:
+            done: Transition = await TRICKS[action.text](self)
+            return done
+        if action.text == "end":
+            return Transition(terminated=True, reward=float(self.total), info={"pid": os.getpid()})
+        self.total += int(action.text)
+        return Transition(observation=self.shown(), reward=0.5, info={"pid": os.getpid()})
+
+    def shown(self) -> Observation:
+        return Observation(messages=[{"role": "user", "content": f"{self.row_id}: {self.total}"}])
+
+    async def close(self) -> None:
+        if self.bad_close:
+            raise RuntimeError("stuck door")
+
+
+class Sure(Counting):
+    deterministic = True
+
+
+class Fickle(Counting):
+    """Says that it is deterministic, and is not."""
+
+    deterministic = True
+
+    def shown(self) -> Observation:
+        return Observation(messages=[{"role": "user", "content": str(random.random())}])
+
+
+class Unordered(Sure):
+    """Shows a set of words as it comes."""
+
+    def shown(self) -> Observation:
+        words = {f"{self.total} {number}" for number in range(20)}
+        return Observation(messages=[{"role": "user", "content": ", ".join(words)}])
+
+
+class Stalling(Sure):
+    """Hangs in every step as soon as there is a certain file."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.flag = flag
+
+    async def step(self, action: Action) -> Transition:
+        if os.path.exists(self.flag):
+            time.sleep(3600)
+        return await super().step(action)
+
+
+class Library(Counting):
+    """Needs 100 MiB, which all episodes of a process share."""
+
+    async def reset(self, row: TaskRow) -> Observation:
+        if not Library.hoard:
+            Library.hoard.append(bytearray(b"x") * (100 * MIB))
+        return await super().reset(row)
+
+
+class Knowing(Counting):
+    sees_ground_truth = True
+
+
+async def _die(env: Counting) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def _exit(env: Counting) -> Any:
+    os._exit(3)
+
+
+async def _segfault(env: Counting) -> Any:
+    ctypes.string_at(0)
+
+
+async def _leave(env: Counting) -> Any:
+    sys.exit("bye")
+
+
+async def _hang(env: Counting) -> Any:
+    time.sleep(3600)
+
+
+async def _hang_in_c(env: Counting) -> Any:
+    """Holding the lock of the interpreter, so that no thread of the process can do anything about it."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+async def _leak(env: Counting) -> Any:
+    Counting.hoard.append(bytearray(b"x") * (240 * MIB))
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _grab(env: Counting) -> Any:
+    return Transition(observation=env.shown(), info={"size": len(bytearray(4096 * MIB))})
+
+
+async def _no_transition(env: Counting) -> Any:
+    return {"text": "not a transition"}
+
+
+async def _function(env: Counting) -> Any:
+    return Transition(observation=env.shown(), info={"moves": [{"apply": lambda: None}]})
+
+
+async def _deep(env: Counting) -> Any:
+    info: dict[str, Any] = {}
+    for _ in range(5000):
+        info = {"inner": info}
+    return Transition(observation=env.shown(), info=info)
+
+
+async def _longer(env: Counting) -> Any:
+    return Longer(observation=env.shown())
+
+
+async def _values(env: Counting) -> Any:
+    """All that can be sent back."""
+    call = ToolCallRecord(name="go", arguments={"to": "north"}, result="ok", text_span=(0, 2), info={"n": np.int64(3)})
+    info: Any = {
+        "pair": (1, ("a", None)),
+        7: "seven",
+        "$": "a dollar",
+        "half": "\ud800",
+        "array": [np.float32(0.5), np.True_],
+    }
+    numbers: Any = {"reward": np.float32(0.25), "terminated": np.True_}
+    return Transition(
+        observation=Observation(messages=[{"role": "user", "content": "\ud800 \u20ac"}]),
+        **numbers,
+        stop=StopReason.PARSE_LIMIT,
+        calls=(call,),
+        feedback="fine",
+        info=info,
+    )
+
+
+async def _unprintable(env: Counting) -> Any:
+    raise Unprintable
+
+
+async def _many_notes(env: Counting) -> Any:
+    error = KeyError("no such move")
+    error.__notes__ = 3  # type: ignore[assignment]
+    raise error
+
+
+async def _stop_loop(env: Counting) -> Any:
+    asyncio.get_running_loop().stop()
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _exit_later(env: Counting) -> Any:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _interrupt(env: Counting) -> Any:
+    raise KeyboardInterrupt
+
+
+async def _huge(env: Counting) -> Any:
+    return Transition(observation=Observation(text="x" * (40 * MIB)))
+
+
+async def _garbage(env: Counting) -> Any:
+    _write_to_sockets(b"\xff" * 64)
+    return Transition(observation=env.shown())
+
+
+async def _forge(env: Counting) -> Any:
+    """As a fork would that had learned to answer."""
+    _write_to_sockets(write_answer(Answer(number=0, body=b"null")))
+    return Transition(observation=env.shown())
+
+
+async def _bomb(env: Counting) -> Any:
+    """A pickle where an answer belongs. It goes off in whoever unpickles it."""
+    data = pickle.dumps(Bomb(env.row_id))
+    _write_to_sockets(HEADER.pack(len(data)) + data)
+    return Transition(observation=env.shown())
+
+
+async def _bomb_inside(env: Counting) -> Any:
+    """In place of what the env returned."""
+    vars(inside)["dump"] = lambda *_: pickle.dumps(Bomb(env.row_id))
+    return Transition(observation=env.shown())
+
+
+async def _liar(env: Counting) -> Any:
+    """JSON of something else than an answer has."""
+    vars(inside)["dump"] = lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'
+    return Transition(observation=env.shown())
+
+
+def _write_to_sockets(data: bytes) -> None:
+    """To all there are, as code that guesses descriptors would."""
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(fd, data)
+        except OSError:
+            pass
+
+
+async def _fork(env: Counting) -> Any:
+    """And let both go on."""
+    os.fork()
+    return Transition(observation=env.shown())
+
+
+async def _fork_in_c(env: Counting) -> Any:
+    """Python is not told."""
+    ctypes.PyDLL(None).fork()
+    return Transition(observation=env.shown())
+
+
+async def _fork_and_leave(env: Counting) -> Any:
+    if os.fork() == 0:
+        sys.exit(0)
+    return Transition(observation=env.shown())
+
+
+async def _fork_and_stay(env: Counting) -> Any:
+    """With every descriptor there is, as Python is not told."""
+    child = ctypes.PyDLL(None).fork()
+    if child == 0:
+        time.sleep(3600)
+    return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child})
+
+
+async def _fork_and_die(env: Counting) -> Any:
+    await _fork_and_stay(env)
+    await _die(env)
+
+
+async def _raise(env: Counting) -> Any:
+    raise KeyError("no such move")
+
+
+async def _custom(env: Counting) -> Any:
+    raise Custom("odd", 2)
+
+
+async def _wait(env: Counting) -> Any:
+    await asyncio.sleep(0.05)
+    return Transition(observation=env.shown(), reward=7.0)
+
+
+async def _slow(env: Counting) -> Any:
+    time.sleep(0.2)
+    return Transition(observation=env.shown(), info={"pid": os.getpid()})
+
+
+async def _print(env: Counting) -> Any:
+    print("a line from an env" * 10_000)  # noqa: T201 (this is what it is about)
+    return Transition(observation=env.shown())
+
+
+async def _new_tools(env: Counting) -> Any:
+    env.schemas = [*env.schemas, {"type": "function", "function": {"name": "subtract"}}]
+    return Transition(observation=env.shown())
+
+
+async def _child(env: Counting) -> Any:
+    """Start a process of its own, as envs with servers do."""
+    child = await asyncio.create_subprocess_exec("sleep", "3600")
+    return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child.pid})
+
+
+TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
+    "die": _die,
+    "exit": _exit,
+    "segfault": _segfault,
+    "leave": _leave,
+    "hang": _hang,
+    "hang in c": _hang_in_c,
+    "leak": _leak,
+    "grab": _grab,
+    "no transition": _no_transition,
+    "function": _function,
+    "deep": _deep,
+    "longer": _longer,
+    "values": _values,
+    "unprintable": _unprintable,
+    "many notes": _many_notes,
+    "stop loop": _stop_loop,
+    "exit later": _exit_later,
+    "interrupt": _interrupt,
+    "bomb": _bomb,
+    "bomb inside": _bomb_inside,
+    "liar": _liar,
+    "huge": _huge,
+    "garbage": _garbage,
+    "forge": _forge,
+    "fork": _fork,
+    "fork in c": _fork_in_c,
+    "fork and leave": _fork_and_leave,
+    "fork and stay": _fork_and_stay,
+    "fork and die": _fork_and_die,
+    "raise": _raise,
+    "custom": _custom,
+    "wait": _wait,
+    "slow": _slow,
+    "print": _print,
+    "new tools": _new_tools,
+    "child": _child,
+}
+
+
+def row(row_id: str = "r", question: str = "?") -> TaskRow:
+    return TaskRow(prompt=[{"role": "user", "content": question}], row_id=row_id)
+
+
+def action(text: str) -> Action:
+    return Action(text=text, token_ids=[])
+
+
+async def play(env: AgentEnv, texts: Sequence[str], *, row_id: str = "r") -> list[Observation | Transition]:
+    """All that is shown, until the texts run out."""
+    try:
+        return [await env.reset(row(row_id)), *[await env.step(action(text)) for text in texts]]
+    finally:
+        await env.close()
+
+
+def without_info(shown: Sequence[Observation | Transition]) -> list[object]:
+    """What can be compared: who answered is no part of the answer."""
+    return [
+        (item.observation, item.reward, item.terminated) if isinstance(item, Transition) else item for item in shown
+    ]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return done
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """And close what the test has started."""
+
+    async def closing() -> None:
+        try:
+            await work
+        finally:
+            while STARTED:
+                await STARTED.pop().close()
+
+    asyncio.run(closing())
+
+
+async def started(pool: EnvPool, cls: type[AgentEnv], row_id: str, *numbers: int) -> WorkerEnv:
+    """An env in the middle of an episode."""
+    env = pool.env(cls, cls.__name__, {})
+    STARTED.append(env)
+    await env.reset(row(row_id))
+    for number in numbers:
+        await env.step(action(str(number)))
+    return env
+
+
+async def outcome(work: Coroutine[Any, Any, Transition]) -> Transition | Exception:
+    try:
+        return await work
+    except Exception as error:  # noqa: BLE001 (looked at by the test)
+        return error
+
+
+async def pid_of(env: AgentEnv) -> int:
+    return int((await env.step(action("0"))).info["pid"])
