@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.engines.base import Sampling
-from agent_r1.errors import ConfigError
 from agent_r1.engines.local.attention import running
 from agent_r1.engines.local.gpu.paged_attention import GpuCache, GpuStep, Kernels, key_value_shape
 from agent_r1.engines.local.gpu.state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.engines.local.sampling import nucleus, support_ids
+from agent_r1.errors import ConfigError
 
 # Below this many programs a GPU of 132 multiprocessors is not full, so sequences are divided among several.
 FULL_GPU = 264

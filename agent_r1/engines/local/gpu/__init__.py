@@ -1,0 +1,1 @@
+"""What the local engine does differently on a GPU."""
