@@ -120,7 +120,7 @@ def train_command(
             f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file or a folder with "
             "base.yaml in it"
         )
-    config = load_config(recipe, overrides or ())  # before torch is imported: a misspelt key is told at once
+    config = load_config(recipe, overrides or ())  # before torch is imported, so that a misspelt key fails at once
 
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands import run_training
