@@ -159,7 +159,8 @@ def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
             for item, value in zip(group, group_centered(_returns(group), divide_by_std=False), strict=True)
         ]
 
-    return _per_token(groups, _whitened(centered(groups), centered(_without_kl(groups))))
+    found = centered(groups)
+    return _per_token(groups, _whitened(found, _before_kl(groups, found, centered)))
 
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
@@ -186,7 +187,8 @@ def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> li
         ]
 
     found = returns(groups)
-    numbers = _whitened(found, returns(_without_kl(groups))) if whiten_batch else (each.tolist() for each in found)
+    whitened = _whitened(found, _before_kl(groups, found, returns)) if whiten_batch else None
+    numbers = whitened or (each.tolist() for each in found)
     return [[Credit(advantages=item.spread(next(numbers))) for item in group] for group in groups]
 
 
@@ -286,7 +288,8 @@ def token_return(groups: ScoredGroups, *, gamma: Share) -> list[list[Credit]]:
             for item in chain.from_iterable(groups)
         ]
 
-    return _per_token(groups, _whitened(returns(groups), returns(_without_kl(groups))))
+    found = returns(groups)
+    return _per_token(groups, _whitened(found, _before_kl(groups, found, returns)))
 
 
 def token_gae(
@@ -321,6 +324,14 @@ def _compare(sets: Sequence[tuple[Tensor, Tensor]], scale: Scale) -> list[Tensor
         return [group_centered(own, divide_by_std=scale == "group", before_kl_G=pure) for own, pure in sets]
     returns_N, before_kl_N = (torch.cat(each) for each in zip(*sets, strict=True))
     return [per_std(group_centered(own, divide_by_std=False), returns_N, before_kl_N) for own, _ in sets]
+
+
+def _before_kl(
+    groups: ScoredGroups, found: list[Tensor], compute: Callable[[ScoredGroups], list[Tensor]]
+) -> list[Tensor]:
+    """What `compute` gives without the KL penalty: `found` itself, unless the rewards hold one."""
+    penalized = any(item.before_kl is not None for group in groups for item in group)
+    return compute(_without_kl(groups)) if penalized else found
 
 
 def _without_kl(groups: ScoredGroups) -> ScoredGroups:

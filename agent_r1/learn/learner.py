@@ -352,7 +352,7 @@ class Learner:
         return policy | critic
 
     def _moves_policy(self, batch: MiniBatch) -> bool:
-        """Without anything to learn from it must not step: Adam would go on where earlier batches led."""
+        """Whether the policy takes a step. Without anything to learn from, Adam's momentum alone would move it."""
         is_shared = self.critic is not None and self.critic.critic.shared
         learns = batch.has_advantages or is_shared or self.kl_coef > 0 or self.entropy_coef > 0
         return learns and not self.is_warming_up
