@@ -238,7 +238,7 @@ def advantage_differences() -> list[Comparison]:
             "critic rounding only",
             verl.token_gae,
             "advantages, equal returns and values that are off by 1e-7",
-            "Rounding in the critic is no signal: 0 for us; verl scales it up 10,000 times. Equal when returns differ.",
+            "Critic rounding is not a signal: 0 for us; verl scales it up 10,000 times. Equal when returns differ.",
         ),
         Comparison(
             algorithm="reinforce++",
@@ -246,7 +246,7 @@ def advantage_differences() -> list[Comparison]:
             kinds=("equal rewards",),
             ours=lambda case: parity.kl_in_reward(case, "reinforce++"),
             theirs=verl.kl_in_reward,
-            note="0 for us, because a KL alone is no signal; verl scales it up to size 1. Equal when rewards differ.",
+            note="0 for us, since a KL alone is not a signal; verl scales it up to size 1. Equal when rewards differ.",
             differs=True,
         ),
         advantage_difference(
