@@ -1,11 +1,54 @@
-"""Property tests draw fresh examples for people and fixed ones in CI, so that a change fails only for its own sake."""
+"""Fixtures that every folder shares: the command line as people use it, a private cache, fixed property tests in CI."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True)
+settings.register_profile("ci", derandomize=True)  # in CI a change fails only through its own fault
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The result of a finished command."""
+
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Ended]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    from agent_r1.cli.app import command_line
+
+    def call(*words: str | Path) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["agent-r1", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command_line()
+        assert isinstance(end.value.code, int)
+        return Ended(end.value.code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A private cache, shared by the tests of a file so that they build a warm start once."""
+    import torch
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

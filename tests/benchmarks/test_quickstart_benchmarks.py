@@ -11,7 +11,7 @@ from benchmarks import algorithms, quickstart
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import Job
 
-MINI = str(Path(__file__).parents[1] / "run" / "mini")
+MINI = str(Path(__file__).parents[1] / "mini")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from agent_r1.config import load_config
 from agent_r1.learn import ALGORITHMS
 from agent_r1.runs.run_dir import RunDir
 
-MINI = str(Path(__file__).parents[1] / "run" / "mini")
+MINI = str(Path(__file__).parents[1] / "mini")
 
 
 def rewards(path: Path, *overrides: str) -> list[float]:

@@ -74,7 +74,7 @@ def test_tokens_are_counted_with_a_model_that_is_not_yet_a_directory(
     released: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("gguf", reason="the optional package gguf is not installed")
-    from tests.run.tiny_gguf import Tiny
+    from tests.tiny_gguf import Tiny
 
     monkeypatch.setenv("AGENT_R1_MODELS", str(tmp_path / "models"))
     model, tree = Tiny().write(tmp_path / "tiny.gguf"), write_tree(released, tmp_path / "tree")

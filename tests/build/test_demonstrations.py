@@ -1,0 +1,152 @@
+"""Demonstrations are played in the recipe's own world: those that do not fit are left out and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agent_r1.build.resolve import resolve
+from agent_r1.build.task import build_task
+from agent_r1.config import load_config
+from agent_r1.errors import DataError
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.train.sft import sft_trajectories
+from agent_r1.types import Trajectory
+from tests.chatml import tokenizer
+from tests.mini.task import demos
+
+MINI = str(Path(__file__).parents[1] / "mini")
+RENDERER = Renderer(tokenizer())
+
+
+def played(*overrides: str, recipe: str = MINI) -> tuple[list[Trajectory], list[str]]:
+    config, said = load_config(recipe, overrides), list[str]()
+    trajectories = asyncio.run(sft_trajectories(config, build_task(config), RENDERER, said.append))
+    return trajectories, said
+
+
+def length_of_call(number: int) -> int:
+    _, texts = demos(20, 0)[number]
+    return len(RENDERER.encode_response(texts[0]))
+
+
+def test_all_are_played_to_their_end() -> None:
+    trajectories, said = played("sft.count=12")
+    assert [len(trajectory.steps) for trajectory in trajectories] == [2] * 12
+    assert said == []
+
+
+def test_those_whose_texts_are_too_long_are_left_out_and_counted() -> None:
+    short, long = length_of_call(9), length_of_call(10)  # a number of two digits is one byte longer
+    assert long == short + 1
+    trajectories, said = played("sft.count=12", f"rollout.max_response_tokens={short}")
+    assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in range(10)]
+    assert said == [
+        f"2 of 12 demonstrations do not fit: 2 because rollout.max_response_tokens is {short}. They are left out; the "
+        "first is of row train-10"
+    ]
+    assert len(played("sft.count=12", f"rollout.max_response_tokens={long}")[0]) == 12
+
+
+def test_those_with_too_many_texts_are_left_out_and_if_most_are_it_is_an_error() -> None:
+    with pytest.raises(
+        DataError, match=r"do not fit: 12 because rollout\.max_steps is 1\. The first is of row train-0\. Raise"
+    ):
+        played("sft.count=12", "rollout.max_steps=1")
+
+
+def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
+    [trajectory] = played("sft.count=1")[0]
+    last = trajectory.steps[-1]
+    needed = len(last.prompt_ids) + len(last.response_ids)
+    assert len(played("sft.count=1", f"rollout.max_context_tokens={needed}")[0]) == 1
+    message = rf"1 of 1 demonstrations do not fit: 1 because rollout\.max_context_tokens is {needed - 1}\. The first"
+    with pytest.raises(DataError, match=message):
+        played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("None", r"sft\.demos='task\.mine' returned None, not demonstrations$"),
+        ("[]", r"sft\.demos='task\.mine' gave no demonstrations$"),
+        (
+            "[*good, good[0][0]]",
+            r"demonstration 2 of sft\.demos='task\.mine' is TaskRow TaskRow\(.*; wanted is a pair: ",
+        ),
+        ("[({'prompt': 'x'}, ['a'])]", r"demonstration 0 .* has dict \{'prompt': 'x'\} for a row; wanted is a pair: "),
+        ("[*good, (good[0][0], 'it')]", r"demonstration 2 .* \(train-0\) has str 'it' for a list of texts; wanted"),
+        ("[(good[0][0], ['it', 3])]", r"demonstration 0 .* \(train-0\) has int 3 among its texts; wanted"),
+        ("good[7]", r"sft\.demos='task\.mine' raised IndexError: list index out of range \(task\.py:\d+\)$"),
+        ("(good[i] for i in range(9))", r"sft\.demos='task\.mine' raised IndexError: .* \(task\.py:\d+\)$"),
+    ],
+)
+def test_what_is_no_demonstration_is_refused_with_its_number(tmp_path: Path, made: str, message: str) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(f"def mine(count, seed):\n    good = demos(2, seed)\n    return {made}\n")
+    with pytest.raises(DataError, match=message):
+        played("sft.demos=task.mine", recipe=str(recipe))
+
+
+WAITING = """
+
+class Waiting(Endless):
+    opened, closed = 0, 0
+
+    async def reset(self, row):
+        Waiting.opened += 1
+        return await super().reset(row)
+
+    async def step(self, action):
+        import asyncio
+
+        if action.text == "break":
+            while Waiting.opened < 3:
+                await asyncio.sleep(0)
+            raise KeyError("broken")
+        await asyncio.sleep(60)
+
+    async def close(self):
+        Waiting.closed += 1
+
+
+def mine(count, seed):
+    return [(row, [text]) for row, text in zip(rows("train", 3), ("wait", "break", "wait"))]
+"""
+
+
+def test_when_one_fails_the_others_end_and_close_their_envs(tmp_path: Path) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(WAITING)
+    config = load_config(str(recipe), ["sft.demos=task.mine", "task.env=task.Waiting", "task.tools=[]"])
+    env = resolve("task.Waiting", recipe=str(recipe))
+
+    async def play() -> int:
+        with pytest.raises(DataError, match=r"^demonstration 1 \(train-1\) failed when played: KeyError: 'broken'"):
+            await sft_trajectories(config, build_task(config), RENDERER, print)
+        closed: int = env.closed  # before the loop ends, which would cancel what is left
+        return closed
+
+    assert asyncio.run(play()) == env.opened == 3
+
+
+def test_one_whose_first_prompt_is_too_long_is_left_out_and_counted_too(tmp_path: Path) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(
+            "def mine(count, seed):\n"
+            "    long = TaskRow(prompt=[{'role': 'user', 'content': '1' * 600}], row_id='long')\n"
+            "    return [*demos(3, seed), (long, ['it is long']), *demos(2, seed)]\n"
+        )
+    trajectories, said = played("sft.demos=task.mine", "rollout.max_context_tokens=512", recipe=str(recipe))
+    assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in (0, 1, 2, 0, 1)]
+    assert said == [
+        "1 of 6 demonstrations do not fit: 1 because rollout.max_context_tokens is 512. They are left out; the first "
+        "is of row long"
+    ]
+    assert len({trajectory.trajectory_id for trajectory in trajectories}) == 5  # rows may be shown more than once

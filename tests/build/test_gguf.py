@@ -1,0 +1,174 @@
+"""GGUF files become directories that compute and tokenise as the file says, and nothing is passed over in silence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("gguf", reason="the optional package gguf is not installed")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_r1.build.gguf import convert_gguf
+from agent_r1.build.gguf_tokenizer import CUTTINGS, tokenizer_of
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.tokens.rendering import Renderer, verify_template
+from tests.chatml import TEMPLATE
+from tests.tiny_gguf import CONTROL, MERGES, TOKENS, TYPES, Tiny
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def converted(tiny: Tiny, folder: Path) -> Path:
+    directory = folder / "model"
+    directory.mkdir()
+    convert_gguf(tiny.write(folder / "tiny.gguf"), directory)
+    return directory
+
+
+def load(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+
+
+def logits(network: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = network(input_ids=torch.arange(3, 63).reshape(2, 30)).logits
+    return result
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_unquantised_file_computes_exactly_what_its_weights_do(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    tiny = Tiny(architecture=architecture, tied=tied)
+    directory = converted(tiny, tmp_path)
+    network = load(directory)
+    torch.testing.assert_close(logits(network), logits(tiny.network()), rtol=0, atol=0)
+    assert network.config.tie_word_embeddings is tied
+    assert (network.get_output_embeddings().weight is network.get_input_embeddings().weight) is tied
+    assert json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"] == "float32"
+
+
+def test_a_quantised_file_is_kept_in_bfloat16_and_computes_nearly_the_same(tmp_path: Path) -> None:
+    tiny = Tiny(quantised=True)
+    directory = converted(tiny, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(str(directory)).dtype == torch.bfloat16
+    ours, theirs = load(directory).state_dict(), tiny.network().state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        # Q8_0 rounds to 1/127 of the largest of a block at most half a step off, bfloat16 to 2^-8 of the weight itself.
+        bound = weight.abs().max() * (0.5 / 127 + 2**-8)
+        assert (ours[name] - weight).abs().max() <= bound, name
+
+
+def test_the_directory_says_what_other_readers_look_for(tmp_path: Path) -> None:
+    directory = converted(Tiny(), tmp_path)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    assert config["torch_dtype"] == config["dtype"] == "float32"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "quantization_config" not in config
+    assert "_model_name_or_path" not in config
+    words = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert words["model_max_length"] == 128
+    assert words["model_input_names"] == ["input_ids", "attention_mask"]
+    assert (directory / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATE
+    generation = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
+
+
+def test_the_tokenizer_has_the_files_tokens_ids_and_template(tmp_path: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(converted(Tiny(), tmp_path)))
+    assert tokenizer.convert_ids_to_tokens(list(range(len(TOKENS)))) == TOKENS
+    assert len(tokenizer) == len(TOKENS)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} == {
+        **dict.fromkeys(CONTROL, True),
+        "<tool_call>": False,
+    }
+    assert tokenizer.tokenize("<tool_call>hello<|im_end|>") == ["<tool_call>", "hello", "<|im_end|>"]
+    assert verify_template(Renderer(tokenizer)).extends
+
+
+def metadata(**changes: Any) -> dict[str, Any]:
+    values = {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": TYPES, "merges": MERGES, **changes}
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["hello", "Ġ", "Ġ", "123", "4"]),  # blanks and digits: the last blank goes with the digits
+        ("smollm", ["hello", "ĠĠ", "1", "2", "3", "4"]),  # digits one by one, before anything else is looked at
+        ("qwen2", ["hello", "Ġ", "Ġ", "1", "2", "3", "4"]),  # digits one by one, no blank goes with them
+        ("llama-bpe", ["hello", "Ġ", "Ġ", "123", "4"]),  # up to three digits
+    ],
+)
+def test_text_is_cut_as_the_file_says(pre: str, pieces: list[str]) -> None:
+    assert tokenizer_of(metadata(pre=pre), Path("x.gguf")).tokenize("hello  1234") == pieces
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(), pre=st.sampled_from(sorted(set(CUTTINGS) - {"qwen2"})))
+def test_any_text_comes_back_as_it_was(text: str, pre: str) -> None:
+    tokenizer = tokenizer_of(metadata(pre=pre), Path("x.gguf"))  # qwen2 normalises, so that e + accent becomes one
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_that_asks_for_a_first_token_gets_it() -> None:
+    tokenizer = tokenizer_of(metadata(add_bos_token=True, bos_token_id=1), Path("x.gguf"))
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello")) == ["<|im_start|>", "hello"]
+    assert tokenizer.encode("hello", add_special_tokens=False) == [TOKENS.index("hello")]
+
+
+def test_a_file_without_a_template_makes_a_tokenizer_without_one(tmp_path: Path) -> None:
+    directory = converted(Tiny(chat_template=False), tmp_path)
+    assert AutoTokenizer.from_pretrained(str(directory)).chat_template is None
+    assert not (directory / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    ("tiny", "message"),
+    [
+        (Tiny(tokenizer="llama"), r"tokenizer of kind 'llama'; only gpt2 .* Hugging Face directory instead"),
+        (Tiny(pre="smolm"), r"tokenizer\.ggml\.pre='smolm'\. Did you mean 'smollm'\? Known are: gpt-2, llama-bpe"),
+        (Tiny(without="merges"), r"has no tokenizer\.ggml\.merges"),
+        (Tiny(rope_freqs=True), r"scales its positions"),
+        (Tiny(without="blk.1.ffn_up.weight"), r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj\.weight"),
+        (Tiny(architecture="unheard-of"), r"transformers cannot read the model in .*unheard-of"),
+    ],
+    ids=["sentencepiece", "unknown cut", "no merges", "scaled positions", "a weight is missing", "architecture"],
+)
+def test_what_cannot_be_converted_truly_is_an_error(tiny: Tiny, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        converted(tiny, tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, -500], ids=["empty", "no header", "no end of the header", "no end"])
+def test_a_file_that_is_not_whole_is_an_error(kept: int, tmp_path: Path) -> None:
+    whole = Tiny().write(tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "part.gguf").write_bytes(whole[:kept])
+    with pytest.raises(DataError, match=r"part\.gguf cannot be read as a GGUF file"):
+        convert_gguf(tmp_path / "part.gguf", tmp_path)
+
+
+def test_without_the_gguf_package_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'agent-r1\[gguf\]'"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path)

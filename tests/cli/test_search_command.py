@@ -1,0 +1,152 @@
+"""`agent-r1 search`: an index is built, asked and served; what does nothing, cannot work or failed is told."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent_r1.tools.search.index import Index
+from tests.conftest import Cli
+from tests.tools.search_world import build, free_port, serving
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "passages.jsonl"
+    texts = {"Otter": "An otter swims.", "Mill": "The old mill."}
+    lines = [json.dumps({"title": title, "text": text}) for title, text in texts.items()]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_what_was_built_is_found_by_a_stem_unless_whole_words_were_wanted(
+    cli: Cli, corpus: Path, tmp_path: Path
+) -> None:
+    for option, found in (("--stem", True), ("--no-stem", False)):
+        built = cli("search", "build", corpus, "--to", tmp_path / "index", option)
+        assert (built.code, built.err) == (0, "")
+        assert "2 passages; lexical" in built.out
+        assert ("Otter" in cli("search", "ask", tmp_path / "index", "swimming").out) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "told"),
+    [
+        ("lexical", ["--encoder", "minilm"], "--encoder: nothing dense is built by --kind lexical"),
+        ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path, --method: nothing dense is built"),
+        ("dense", ["--stem"], "--stem: nothing lexical is built by --kind dense"),
+        ("dense", ["--no-stem"], "--no-stem: nothing lexical is built"),
+    ],
+)
+def test_an_option_of_an_index_that_is_not_built_is_an_error(
+    cli: Cli, corpus: Path, tmp_path: Path, kind: str, words: list[str], told: str
+) -> None:
+    ended = cli("search", "build", corpus, "--to", tmp_path / "index", "--kind", kind, *words)
+    assert ended.code == 2
+    assert told in ended.err
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return build(tmp_path_factory.mktemp("search") / "index")
+
+
+@pytest.fixture(scope="module")
+def url(index: Index) -> Iterator[str]:
+    with serving(index) as address:
+        yield address
+
+
+def test_what_is_found_is_one_line_per_passage(cli: Cli, tmp_path: Path) -> None:
+    corpus = tmp_path / "long.jsonl"
+    corpus.write_text(json.dumps({"title": "Otter", "text": "An otter swims. " * 20}), encoding="utf-8")
+    cli("search", "build", corpus, "--to", tmp_path / "index")
+    [line] = cli("search", "ask", tmp_path / "index", "otter").out.splitlines()
+    assert len(line) > 300
+
+
+def test_a_load_test_is_one_line(cli: Cli, url: str) -> None:
+    ended = cli("search", "load", url, "--clients", "2", "--requests", "4")
+    [line] = ended.out.splitlines()
+    assert "4 requests" in line
+    assert (ended.code, "no errors" in line) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--per-request", "600"], 1, "600 queries in one request; at most 512 are taken"),
+        (["--kind", "dense"], 2, "can be searched by lexical, not by 'dense'"),
+        (["--kind", "foo"], 2, "can be searched by lexical, not by 'foo'"),
+        (["--top-k", "101"], 2, "finds 1 to 100 passages per query, got top_k=101"),
+        (["--top-k", "0"], 2, "Invalid value"),
+        (["--clients", "0"], 2, "Invalid value"),
+    ],
+)
+def test_a_load_test_that_fails_says_why_and_ends_with_an_error(
+    cli: Cli, url: str, words: list[str], code: int, told: str
+) -> None:
+    ended = cli("search", "load", url, "--clients", "2", "--requests", "4", *words)
+    assert (ended.code, told in ended.out + ended.err) == (code, True)
+    assert "nan" not in ended.out
+
+
+def test_a_load_test_of_no_server_says_how_to_start_one(cli: Cli) -> None:
+    ended = cli("search", "load", f"http://127.0.0.1:{free_port()}")
+    assert ended.code == 2
+    assert "agent-r1 search serve INDEX" in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port", "99999"], "Invalid value"),
+        (["--seconds", "0"], "seconds must be positive"),
+        (["--max-waiting", "0"], "max_waiting must be positive"),
+        (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1"),
+    ],
+)
+def test_a_server_that_cannot_start_says_so_and_nothing_else(
+    cli: Cli, index: Index, words: list[str], told: str
+) -> None:
+    ended = cli("search", "serve", index.directory, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+def test_a_server_at_a_busy_port_says_so_and_nothing_else(cli: Cli, index: Index) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = cli("search", "serve", index.directory, "--port", str(port))
+    assert (ended.code, ended.out) == (2, "")
+    assert f"cannot listen at 127.0.0.1, port {port}" in " ".join(ended.err.split())
+
+
+def test_a_dead_server_is_found_by_a_dry_run(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "def rows(split, count=None): return []\nasync def reward(row, trajectory): return 0.0\n", encoding="utf-8"
+    )
+    (tmp_path / "base.yaml").write_text(
+        f"""task:
+  rows: task.rows
+  tools: [agent_r1.tools.search.tool.SearchTool]
+  tool_kwargs: {{search: {{url: "http://127.0.0.1:{free_port()}"}}}}
+  reward: task.reward
+model: {{path: builtin:tiny}}
+""",
+        encoding="utf-8",
+    )
+    ended = cli("train", tmp_path / "base.yaml", "--dry-run")
+    assert ended.code == 2
+    assert "agent-r1 search serve INDEX" in " ".join(ended.err.split())
+
+
+def test_nothing_found_is_said_and_is_no_answer(cli: Cli, corpus: Path, tmp_path: Path) -> None:
+    cli("search", "build", corpus, "--to", tmp_path / "index")
+    ended = cli("search", "ask", tmp_path / "index", "volcano")
+    assert (ended.code, ended.out, ended.err) == (0, "", "nothing found in 2 passages\n")

@@ -1,0 +1,93 @@
+"""The global random streams, which user code may draw from: the same in every repetition of a run."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agent_r1.build.plan import build_plan
+from agent_r1.cli.commands import run_training
+from agent_r1.config import load_config
+from agent_r1.errors import DataError, RolloutError
+from agent_r1.runs.run_dir import RunDir
+
+MINI = Path(__file__).parents[1] / "mini"
+CODE = """
+
+import random
+from pathlib import Path
+
+import torch
+
+DOWN = Path(__file__).parent / "down"  # while it is there, only so many more rewards are given
+given = 0
+
+
+async def lucky(row, trajectory):
+    global given
+    given += 1
+    if DOWN.exists() and given > int(DOWN.read_text()):
+        raise RuntimeError("the judge is down")
+    return random.random() + float(torch.rand(()))
+"""
+LUCKY = ("task.reward=task.lucky", "rollout.max_error_fraction=0.1", "eval.rows=1")
+# An evaluation gives 1 reward and a step 4 x 3: the second step begins after 1 + 12.
+FEW = ("rollout.rows_per_step=4", "rollout.group_size=3", "trainer.eval_every=100", "trainer.save_every=100")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+    made = tmp_path / "lucky"
+    shutil.copytree(MINI, made, ignore=shutil.ignore_patterns("__pycache__"))
+    with (made / "task.py").open("a", encoding="utf-8") as file:
+        file.write(CODE)
+    return made
+
+
+def train(recipe: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
+    config = load_config(str(recipe), overrides)
+    run_training(config, build_plan(config), RunDir.create(run, config), Console(file=io.StringIO()), resume=False)
+    return rewards(run)
+
+
+def resume(run: RunDir) -> list[dict[str, Any]]:
+    run_training(run.config, build_plan(run.config), run, Console(file=io.StringIO()), resume=True)
+    return rewards(run.path)
+
+
+def rewards(run: Path) -> list[dict[str, Any]]:
+    kept = ("kind", "step", "reward/mean", "loss")
+    return [{name: record.get(name) for name in kept} for record in RunDir.open(run).read_metrics()]
+
+
+def test_they_do_not_depend_on_whether_the_warm_start_was_there_already(recipe: Path, tmp_path: Path) -> None:
+    settings = (*LUCKY, *FEW, "trainer.steps=1")
+    made = train(recipe, tmp_path / "first", *settings)
+    assert train(recipe, tmp_path / "second", *settings) == made
+
+
+def test_a_step_that_failed_draws_the_same_again_when_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
+    settings = (*LUCKY, *FEW, "sft.demos=null", "trainer.steps=2")
+    whole = train(recipe, tmp_path / "whole", *settings)
+    # That was 1 + 12 + 12 + 1 rewards; the second run gets through its first step and breaks within the second.
+    (recipe / "down").write_text(str(26 + 13 + 5), encoding="utf-8")
+    with pytest.raises(RolloutError, match=r"the judge is down(?s:.*)\nsaved after step 1; continue with: .* --resume"):
+        train(recipe, tmp_path / "broken", *settings)
+    assert rewards(tmp_path / "broken") == whole[:2]
+    (recipe / "down").unlink()
+    assert resume(RunDir.open(tmp_path / "broken")) == whole
+
+
+def test_a_run_whose_reference_is_gone_does_not_take_another_one(recipe: Path, tmp_path: Path) -> None:
+    settings = ("algorithm.kl_coef=0.1", "sft.demos=null", "eval.rows=1", *FEW)
+    train(recipe, tmp_path / "run", *settings, "trainer.steps=1")
+    run = RunDir.open(tmp_path / "run")
+    shutil.rmtree(run.reference)
+    with pytest.raises(DataError, match="reference is gone: the policy before the first step"):
+        resume(run)

@@ -1,0 +1,248 @@
+"""The cache of made models and warm starts: made once, found again, never stale."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent_r1.build.cache import put
+from agent_r1.build.task import build_task
+from agent_r1.config import RunConfig, load_config
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train import start
+from agent_r1.train.start import base_model
+
+MINI = str(Path(__file__).parents[1] / "mini")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def mini(*overrides: str) -> RunConfig:
+    return load_config(MINI, overrides)
+
+
+def key(*overrides: str) -> str:
+    config = mini(*overrides)
+    return start._warm_start_key(config, base_model(config))
+
+
+def test_a_model_is_made_once_per_seed(cache: Path) -> None:
+    first = base_model(mini())
+    before = (Path(first) / "model.safetensors").stat().st_mtime_ns
+    assert base_model(mini("trainer.steps=9")) == first
+    assert (Path(first) / "model.safetensors").stat().st_mtime_ns == before
+    assert base_model(mini("seed=1")) != first
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "sft.lr=1e-4",
+        "sft.count=7",
+        "learner.betas=[0.8,0.9]",
+        "learner.weight_decay=0.1",
+        "learner.max_grad_norm=0.5",
+        "task.env_kwargs.max_bad_calls=7",
+        "model.template_kwargs.enable_thinking=false",
+        "rollout.max_steps=2",
+    ],
+)
+def test_what_changes_a_warm_start_changes_its_key(override: str) -> None:
+    assert key(override) != key()
+
+
+@pytest.mark.parametrize("override", ["learner.lr=1e-5", "trainer.steps=9", "rollout.group_size=2", "eval.rows=3"])
+def test_what_concerns_rl_alone_does_not(override: str) -> None:
+    assert key(override) == key()
+
+
+def test_other_trajectories_under_the_same_path_give_another_key(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    settings = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null")
+    (folder / "train_000001.jsonl").write_text("one", encoding="utf-8")
+    before = key(*settings)
+    (folder / "train_000001.jsonl").write_text("two more", encoding="utf-8")
+    assert key(*settings) != before
+
+
+def test_another_chat_template_under_the_same_name_gives_another_key(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}", encoding="utf-8")
+    before = key(f"model.chat_template={template}")
+    template.write_text("{{ messages[0] }}", encoding="utf-8")
+    assert key(f"model.chat_template={template}") != before
+
+
+def test_other_data_under_the_same_path_give_another_key(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("one", encoding="utf-8")
+    before = key(f"data.path={tmp_path}")
+    (tmp_path / "train.jsonl").write_text("two more", encoding="utf-8")
+    assert key(f"data.path={tmp_path}") != before
+
+
+def copied(folder: Path) -> Path:
+    """A recipe that reads its demonstrations from a file."""
+    shutil.copytree(MINI, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "task.py").open("a", encoding="utf-8") as file:
+        file.write("\n\ndef written(count, seed):\n    return Path(__file__).with_name('demos.json').read_text()\n")
+    (folder / "demos.json").write_text("one", encoding="utf-8")
+    return folder
+
+
+def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept = copied(tmp_path / "mine"), tmp_path / "data" / "mine_data"
+    (folder / "data.py").write_text("FOLDER = 'mine_data'\n", encoding="utf-8")
+    monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
+    config = load_config(str(folder), ["sft.demos=task.written"])
+
+    def now() -> str:
+        return start._warm_start_key(config, "owner/model")
+
+    seen = [now()]
+    (folder / "demos.json").write_text("two", encoding="utf-8")
+    seen.append(now())
+    kept.mkdir(parents=True)
+    (kept / "train.jsonl").write_text("one", encoding="utf-8")
+    seen.append(now())
+    (kept / "train.jsonl").write_text("other", encoding="utf-8")
+    seen.append(now())
+    assert len(set(seen)) == 4
+    monkeypatch.setattr(start, "READ_WHOLE", 2)  # of files that are large, the size is enough
+    large = now()
+    (folder / "demos.json").write_text("three", encoding="utf-8")
+    assert now() != large
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sft.demos={}.demos",
+        "task.env={}.World",
+        "task.flow={}.Flow",
+        "task.tools=[{}.shout]",
+        "context={{policy: rewrite, function: {}.rewrite}}",
+        "context={{policy: summary, max_tokens: 200, demo_summary: {}.rewrite}}",
+        "model.make={}.make",
+    ],
+)
+def test_code_elsewhere_that_the_config_names_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    module = f"elsewhere_{uuid.uuid4().hex[:8]}"
+    file = tmp_path / f"{module}.py"
+    file.write_text("demos = World = Flow = shout = rewrite = make = print\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = mini(setting.format(module))
+    before = start._warm_start_key(config, "owner/model")
+    assert start._warm_start_key(config, "owner/model") == before
+    file.write_text("# with another answer\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert start._warm_start_key(config, "owner/model") != before
+
+
+def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(tmp_path / "mine")
+    monkeypatch.setenv("AGENT_R1_CACHE", str(folder / "cache"))
+    config = load_config(str(folder))
+    before = start._warm_start_key(config, base_model(config))
+    RunDir.create(folder / "out", config)
+    (folder / "README.md").write_text("how to", encoding="utf-8")
+    (folder / "run.log").write_text("said", encoding="utf-8")
+    (folder / "other.yaml").write_text("base: base.yaml\ntrainer: {steps: 9}\n", encoding="utf-8")
+    assert start._warm_start_key(config, base_model(config)) == before
+
+
+def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+
+    def slow(part: Path) -> None:
+        (part / "mine").write_text("late", encoding="utf-8")
+        os.makedirs(folder)  # meanwhile another run has finished the same
+        (folder / "theirs").write_text("first", encoding="utf-8")
+
+    put(folder, slow)
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def broken(part: Path) -> None:
+        (part / "half").write_text("x", encoding="utf-8")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        put(tmp_path / "made", broken)
+    assert list(tmp_path.glob("*made*")) == []
+    (tmp_path / "made").mkdir()  # an empty folder, which a user may have chosen, hides no error
+    with pytest.raises(OSError, match="disk full"):
+        put(tmp_path / "made", broken)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from agent_r1.build.cache import put
+
+def write(part):
+    (part / "half").write_text("x")
+    print("writing", flush=True)
+    sys.stdin.readline()
+
+put(Path(sys.argv[1]), write)
+"""
+
+
+def start_writing(folder: Path) -> subprocess.Popen[str]:
+    """Another process that has written half of a folder, and goes on when it is told to."""
+    words = [sys.executable, "-c", WRITER, str(folder)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_what_a_killed_process_left_is_deleted_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
+    with start_writing(tmp_path / "killed") as killed, start_writing(tmp_path / "live") as live:
+        try:
+            killed.kill()
+            killed.wait()
+            old = tmp_path / ".warm-old.4711.part"  # as versions before this one called them
+            for others in (old, tmp_path / ".not-ours.part", tmp_path / "kept.0.part"):
+                others.mkdir()
+            assert len(list(tmp_path.glob(".killed.*.part"))) == 1
+            put(tmp_path / "mine", lambda part: (part / "whole").write_text("x", encoding="utf-8"))
+            found = sorted(path.name.partition(".")[0] or path.name.split(".")[1] for path in tmp_path.iterdir())
+            assert found == ["kept", "live", "mine", "not-ours"]
+            live.communicate("go on\n", timeout=60)
+        finally:
+            live.kill()
+            killed.kill()
+    assert [path.name for path in (tmp_path / "live").iterdir()] == ["half"]
+    assert list(tmp_path.glob(".live.*")) == []
+
+
+def test_leftovers_of_killed_warm_starts_are_deleted_when_the_next_run_starts(cache: Path) -> None:
+    config = mini("sft.demos=null")
+    base_model(config)  # made already: this start makes nothing
+    left = cache / ".warm-mini-0123456789abcdef.4711.part"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    asyncio.run(start.starting_model(config, build_task(config), Console(quiet=True)))
+    assert not left.exists()

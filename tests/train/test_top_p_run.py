@@ -1,0 +1,56 @@
+"""Training with top-k and top-p, from the recipe to the metrics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent_r1.build.plan import build_plan, build_task
+from agent_r1.cli.commands import run_sft, run_training
+from agent_r1.config import RunConfig, load_config
+from agent_r1.runs.records import read_trajectories
+from agent_r1.runs.run_dir import RunDir
+
+MINI = str(Path(__file__).parents[1] / "mini")
+SAMPLING = ("rollout.temperature=0.8", "rollout.top_p=0.9", "rollout.top_k=12")
+KL = ("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01")
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def trained(path: Path, *overrides: str) -> list[dict[str, float]]:
+    config: RunConfig = load_config(MINI, ("trainer.steps=2", *overrides))
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        run_training(config, build_plan(config), RunDir.create(path, config), Console(file=nowhere), resume=False)
+    return [record for record in RunDir.open(path).read_metrics() if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    "overrides", [KL, ("correction.kind=truncate",), ("algorithm.name=remax",)], ids=["kl", "correction", "remax"]
+)
+def test_a_run_with_top_p_agrees_with_its_sampler(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    metrics = trained(tmp_path / "run", *SAMPLING, *overrides)
+    assert len(metrics) == 2
+    assert all(record["mismatch_max"] < 1e-4 for record in metrics)
+    steps = [step for t in read_trajectories(tmp_path / "run" / "trajectories", "train_*") for step in t.steps]
+    supports = [step.support for step in steps]
+    assert {(step.temperature, step.top_p, step.top_k) for step in steps} == {(0.8, 0.9, 12)}
+    assert all(support is not None and 0 < len(support.ids) <= 12 * len(support.counts) for support in supports)
+    for step, support in zip(steps, supports, strict=True):
+        assert support is not None
+        assert all(token in kept for token, kept in zip(step.response_ids, support.per_token(), strict=True))
+    [evaluated, *_] = read_trajectories(tmp_path / "run" / "trajectories", "eval_*")
+    assert (evaluated.steps[0].temperature, evaluated.steps[0].support) == (0.0, None)
+
+
+def test_its_trajectories_can_be_imitated(tmp_path: Path) -> None:
+    trained(tmp_path / "run", *SAMPLING)
+    source = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null", "sft.min_reward=-9", "sft.epochs=1")
+    config = load_config(MINI, (*SAMPLING, *source))
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        run_sft(config, build_task(config), RunDir.create(tmp_path / "sft", config), Console(file=nowhere))
+    records = [record for record in RunDir.open(tmp_path / "sft").read_metrics() if record["kind"] == "sft"]
+    assert sum(record["trajectories"] for record in records) > 0
