@@ -22,6 +22,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
+from agent_r1.text import sanitize
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -157,7 +159,7 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # noqa: BLE001 (an exception that cannot be printed must not hide that something failed)
         text = "(its message cannot be printed)"
-    return mended(f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}")
+    return sanitize(f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}")
 
 
 def trace(error: BaseException) -> str:
@@ -182,7 +184,7 @@ def _noted(error: BaseException, beginning: str) -> str:
         notes = [text for text in error.__notes__ if isinstance(text, str) and text.startswith(beginning)]
     except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
         return ""
-    return mended(notes[-1].removeprefix(beginning)) if notes else ""
+    return sanitize(notes[-1].removeprefix(beginning)) if notes else ""
 
 
 def place(error: BaseException) -> str:
@@ -203,23 +205,3 @@ def is_library(file: str | Path) -> bool:
         return False
     installed = path.is_relative_to(_STANDARD_LIBRARY) or {"site-packages", "dist-packages"} & set(path.parts)
     return bool(installed) or not path.is_absolute()  # not absolute: "<string>", "<frozen ...>"
-
-
-def mended(text: str) -> str:
-    """`text` without halves of surrogate pairs, which no UTF-8 file can hold and no tokenizer takes."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
-    """Whether lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
-
-    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early."""
-    if text.count("[") + text.count("{") <= levels:
-        return False
-    layer = [value]
-    for _ in range(levels + 1):
-        inside = [list(item.values()) if isinstance(item, dict) else item for item in layer]
-        layer = [item for items in inside if isinstance(items, list) for item in items]
-        if not layer:
-            return False
-    return True

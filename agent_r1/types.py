@@ -17,11 +17,6 @@ from typing import Any, Literal
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
-# Choices that a recipe names and the learner makes: the config, which knows no torch, has them from here.
-KLEstimator = Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"]
-Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
-ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
-MAX_SUPPORT = 1024  # ids kept per token: a fixed bound on what a trajectory stores and a GPU returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agent_r1.learn import ALGORITHMS, get_algorithm
 from agent_r1.learn.correction import Correction
-from agent_r1.types import KLEstimator
+from agent_r1.learn.losses import KLEstimator
 from benchmarks import parity
 from benchmarks import verl_side as verl
 from benchmarks.parity import Comparison, Outcome

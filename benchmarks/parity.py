@@ -24,9 +24,9 @@ from agent_r1.learn import Algorithm, assign_credit, get_algorithm
 from agent_r1.learn.batch.minibatch import MiniBatch, prepare, with_own_logprobs
 from agent_r1.learn.batch.packs import column, column_with_gaps, nested
 from agent_r1.learn.correction import Correction
-from agent_r1.learn.losses import KL_PENALTIES, value_loss
+from agent_r1.learn.losses import KL_PENALTIES, KLEstimator, value_loss
 from agent_r1.learn.rewards import KLInReward, RewardShaper
-from agent_r1.types import CreditedTrajectory, KLEstimator
+from agent_r1.types import CreditedTrajectory
 from benchmarks.machine import RESULTS, machine
 from benchmarks.parity_cases import USUAL, Case, make_case
 from benchmarks.recipes import ROOT, fill

@@ -24,11 +24,11 @@ from agent_r1.bench.results import Figures, Row
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
-from agent_r1.flows.flow import stable_seed
 from agent_r1.learn.algorithms import assign_credit, get_algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.rollout.scoring import Scorer
+from agent_r1.seeds import stable_seed
 from agent_r1.train.garbage import set_parts_aside
 from agent_r1.types import TaskRow, Trajectory
 

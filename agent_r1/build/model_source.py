@@ -21,13 +21,14 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
+from rich.console import Console
 from rich.text import Text
 
-from agent_r1 import terminal
 from agent_r1.build.cache import cache_root, put
 from agent_r1.data.downloads import Report
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
+from agent_r1.text import visible
 
 PYPI = "pypi:"
 CONVERSION = 1  # goes up when the same source gives other files, so that what was kept is not used again
@@ -73,7 +74,7 @@ class Requirement:
 
 def tell(line: str) -> None:
     """On stderr: what a command answers is on stdout."""
-    terminal.tell(Text(line, style="dim"))
+    Console(stderr=True).print(Text(visible(line), style="dim"), soft_wrap=True)
 
 
 def is_source(path: str) -> bool:

@@ -43,7 +43,7 @@ from agent_r1.learn.model.layers import require_compiler
 from agent_r1.learn.model.lora import LoRA, require_peft
 from agent_r1.learn.model.memory import estimate
 from agent_r1.learn.model.policy import PolicyModel
-from agent_r1.learn.optimizer import Schedule, schedule
+from agent_r1.learn.optimizer import Decay, Schedule, schedule
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.places import anchored
 from agent_r1.rollout.collect import Collector
@@ -51,7 +51,7 @@ from agent_r1.runs.records import EVALUATED, TRAINED, trajectories_of, trajector
 from agent_r1.tokens.infer_format import TemplateFormat, asked_format, template_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.tool_calls import AUTO
-from agent_r1.types import Decay, TaskRow
+from agent_r1.types import TaskRow
 
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack takes the host as long for a small
 # one as for a large one, so on a GPU small packs are launched more slowly than they are computed.

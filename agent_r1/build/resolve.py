@@ -29,9 +29,10 @@ import yaml
 from agent_r1.build.cache import cache_root
 from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
-from agent_r1.guard import describe, mended
+from agent_r1.guard import describe
 from agent_r1.places import anchored
 from agent_r1.runs.run_dir import is_run
+from agent_r1.text import sanitize
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = PACKAGE / "templates"
@@ -247,7 +248,7 @@ def _import_failed(what: str, error: BaseException, folder: Path | None = None) 
         return ConfigError(f"cannot import {error.filename}: {line}{error.msg}{source}")
     place = _raised_at(error, folder)
     if isinstance(error, ModuleNotFoundError):
-        return ConfigError(f"importing {what} failed: {mended(error.msg)} (imported in {place})")
+        return ConfigError(f"importing {what} failed: {sanitize(error.msg)} (imported in {place})")
     return ConfigError(f"importing {what} failed: {describe(error)} ({place})")
 
 

@@ -23,11 +23,11 @@ from typer.core import TyperGroup
 from agent_r1 import __version__
 from agent_r1.cli.data_command import app as data
 from agent_r1.cli.search_command import app as search
+from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
 from agent_r1.config.layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import started_here
-from agent_r1.terminal import Terminal, exit_despite_threads, steady_streams, tell
 
 if TYPE_CHECKING:
     from agent_r1.build.plan import Plan

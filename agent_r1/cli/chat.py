@@ -24,7 +24,7 @@ from agent_r1.flows.flow import AgentFlowBase, Episode
 from agent_r1.guard import runner
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.records import answerer
-from agent_r1.terminal import visible
+from agent_r1.text import visible
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
 HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."

@@ -35,7 +35,6 @@ from agent_r1.cli.signals import interruptible
 from agent_r1.config import EvalConfig, RunConfig, recipe_name
 from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError, RolloutError
-from agent_r1.flows.flow import stable_seed
 from agent_r1.places import shown
 from agent_r1.rollout.collect import OnEpisode
 from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_state, save_checkpoint
@@ -43,6 +42,7 @@ from agent_r1.runs.metrics import Metrics, rollout_metrics
 from agent_r1.runs.outcomes import EvalRecord, Outcomes, Subject, eval_file, is_success, keep, row_outcomes, stem_of
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.runs.statistics import standard_error
+from agent_r1.seeds import stable_seed
 from agent_r1.train.display import (
     Display,
     clock,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from agent_r1.terminal import Terminal
+from agent_r1.cli.terminal import Terminal
 
 app = typer.Typer(help="Fetch what runs read: models, and the data of recipes.", no_args_is_help=True)
 console = Terminal()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent_r1.errors import RolloutError
 from agent_r1.places import shown
-from agent_r1.terminal import visible
+from agent_r1.text import visible
 
 PRINTED_CHARS = 16 * 2**20  # kept of what env processes print; it may be without end
 FAILED_CHARS = 64 * 2**20  # kept of warnings and tracebacks; then only their first lines

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from agent_r1.cli.terminal import Terminal, tell
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.terminal import Terminal, tell
 
 if TYPE_CHECKING:
     from agent_r1.tools.search.dense import DenseSettings

@@ -16,9 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agent_r1.config.errors import explain
 from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
+from agent_r1.engines.base import MAX_SUPPORT
 from agent_r1.errors import ConfigError, did_you_mean, nearest
 from agent_r1.places import anchored
-from agent_r1.types import MAX_SUPPORT, Decay, KLEstimator, ProcessScaling
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -41,6 +41,7 @@ def _switch(value: Any) -> Any:
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -117,7 +118,7 @@ class AlgorithmConfig(Section):
     settings: dict[str, Any] = {}  # of that algorithm, e.g. {clip_high: 0.28}; learn/algorithms.py has the defaults
     kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy; 0 keeps no reference model
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: KLEstimator = "k3"  # in the loss
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"] = "k3"  # in the loss
     kl_target: float | None = Field(default=None, gt=0)  # in the reward: KL per token that kl_coef adapts to
     kl_horizon: int = Field(default=10_000, ge=1)  # trajectories over which it adapts
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -128,7 +129,7 @@ class RewardsConfig(Section):
 
     # raw: as paid; ignored: not trained on; largest_return: divided by the batch's largest absolute sum of them to the
     # end of an episode (as published); running_std: divided by the standard deviation of these sums so far
-    process: ProcessScaling = "raw"
+    process: Literal["raw", "ignored", "largest_return", "running_std"] = "raw"
     process_weight: float = Field(default=1.0, gt=0)
 
 

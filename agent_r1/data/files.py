@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.errors import DataError
-from agent_r1.guard import is_nested_deeper
 
 MAX_NESTING = 100  # levels of lists and mappings in a file that users give
 MAX_REASON_CHARS = 300
@@ -36,6 +35,21 @@ def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
     if max_nesting is not None and is_nested_deeper(value, max_nesting, text=text):
         raise ValueError(f"it is nested more than {max_nesting} levels deep")
     return value
+
+
+def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
+    """Whether lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
+
+    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early."""
+    if text.count("[") + text.count("{") <= levels:
+        return False
+    layer = [value]
+    for _ in range(levels + 1):
+        inside = [list(item.values()) if isinstance(item, dict) else item for item in layer]
+        layer = [item for items in inside if isinstance(items, list) for item in items]
+        if not layer:
+            return False
+    return True
 
 
 def dump_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:

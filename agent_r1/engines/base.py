@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from agent_r1.types import MAX_SUPPORT, Support
+from agent_r1.types import Support
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MAX_SUPPORT = 1024  # ids kept per token: a fixed bound on what a trajectory stores and a GPU returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from typing import Any
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.text_env import Reply, check_reply
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.guard import RAISED_BY, mended, note
+from agent_r1.guard import RAISED_BY, note
+from agent_r1.text import sanitize
 from agent_r1.tokens.call_format import MAX_CALLS
 from agent_r1.tokens.tool_calls import (
     AUTO,
@@ -205,7 +206,7 @@ class ToolEnv(AgentEnv):
         )
 
     def _cut(self, text: str) -> str:
-        kept = mended(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
+        kept = sanitize(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
         dropped = len(text) - self._max_result_chars
         return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
+from agent_r1.data.files import is_nested_deeper
 from agent_r1.envs.base import check_transition
-from agent_r1.guard import is_nested_deeper, mended
+from agent_r1.text import sanitize
 from agent_r1.types import Step, ToolCallRecord, Transition
 
 MAX_INFO_CHARS = 100_000
@@ -28,7 +29,7 @@ def attach(
         step,
         reward=step.reward + _finite(transition.reward, source),
         calls=step.calls + tuple(_plain_call(call, source, token_span) for call in transition.calls),
-        feedback="\n".join(filter(None, (step.feedback, mended(transition.feedback)))),
+        feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
         env_seconds=step.env_seconds + seconds,
         info={**step.info, **_plain(transition.info, source)},
     )
@@ -39,7 +40,7 @@ def _plain_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None)
         call,
         token_span=None if token_span is None else token_span(*call.text_span),
         reward=_finite(call.reward, source),
-        result=mended(call.result),
+        result=sanitize(call.result),
         arguments=_plain(call.arguments, source),
         info=_plain(call.info, f"tool {call.name!r}" if call.name else source),
     )
@@ -62,7 +63,7 @@ def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ValueError(
             f"{source} returned info of {len(text)} characters; {MAX_INFO_CHARS} at most are kept with the trajectory"
         )
-    plain: dict[str, Any] = json.loads(mended(text))
+    plain: dict[str, Any] = json.loads(sanitize(text))
     if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
         raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
     return plain

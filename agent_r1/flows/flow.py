@@ -11,7 +11,6 @@ enforces every limit, so no flow can train on something other than what was samp
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -26,8 +25,10 @@ from agent_r1.envs.base import AgentEnv, ask, check_observation
 from agent_r1.errors import DataError
 from agent_r1.flows.attach import attach
 from agent_r1.flows.context import Author, ContextPolicy, Shown, spoken
-from agent_r1.guard import CANCEL_SECONDS, Signal, guarded, mended, trace
+from agent_r1.guard import CANCEL_SECONDS, Signal, guarded, trace
 from agent_r1.registry import Registry
+from agent_r1.seeds import stable_seed
+from agent_r1.text import sanitize
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import (
@@ -360,12 +361,6 @@ class AgentEnvLoop(AgentFlowBase):
                 observation = transition.observation
 
 
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every machine and Python (unlike `hash`)."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 def _messages_of(observation: Observation) -> list[Message]:
     if observation.messages is None:
         raise DataError(
@@ -387,7 +382,7 @@ def _text_size(value: object) -> int:
 def _kept(value: Any) -> Any:
     """A copy of messages for people, with all text fit to be printed."""
     if isinstance(value, str):
-        return mended(value)
+        return sanitize(value)
     if isinstance(value, Mapping):
         return {key: _kept(item) for key, item in value.items()}
     return [_kept(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)

@@ -35,12 +35,12 @@ from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.correction import Correction
 from agent_r1.learn.credit import Values
 from agent_r1.learn.critic import Critic, value_report, with_last_state
-from agent_r1.learn.losses import KL_PENALTIES, LossInputs, LossOutput, value_loss
+from agent_r1.learn.losses import KL_PENALTIES, KLEstimator, LossInputs, LossOutput, value_loss
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.tally import Tally
-from agent_r1.types import CreditedTrajectory, KLEstimator, PerToken, Trajectory
+from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
 MAX_NAMED = 8  # trajectories an error message lists
 Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step

@@ -17,10 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agent_r1.types import KLEstimator
-
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; beyond it one stale token could turn the loss into inf
 
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"]
 Aggregation = Literal["token", "step", "trajectory", "constant"]
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from agent_r1.types import Decay
-
 # (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, refused or
 # stopped early takes fewer steps than planned: a warm-up waits for the steps, a decay must not wait.
+Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Schedule = Callable[[int, int], float]
 State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
 BUCKET_BYTES = 2**28  # of parameters whose offloaded state visits the device together

@@ -16,11 +16,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from agent_r1.types import PerToken, Step, Trajectory
-from agent_r1.types import ProcessScaling as ProcessScaling
 
+ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
 
 

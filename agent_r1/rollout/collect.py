@@ -21,8 +21,9 @@ from typing import TypeVar
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import own_row
 from agent_r1.errors import RolloutError
-from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, Limits, stable_seed
+from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, Limits
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
+from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 

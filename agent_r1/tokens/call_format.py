@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from agent_r1.guard import is_nested_deeper
+from agent_r1.data.files import is_nested_deeper
 from agent_r1.types import Message
 
 MAX_CALLS = 32  # default of `max_calls`

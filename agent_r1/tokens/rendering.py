@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from agent_r1.errors import DataError
-from agent_r1.guard import mended
+from agent_r1.text import sanitize
 from agent_r1.tokens.control_tokens import CUT, SLOT, ControlTokens, scrub
 from agent_r1.tokens.messages import follows, is_from_tool, joined, says, schema_as_json, told_apart, with_slot
 from agent_r1.tokens.remember import remembering
@@ -310,7 +310,7 @@ class Renderer:
         return list(self._ids_of(text))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        return tuple(token for piece in mended(text).split(CUT) if piece for token in self._encoder(piece))
+        return tuple(token for piece in sanitize(text).split(CUT) if piece for token in self._encoder(piece))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._text_of(tuple(ids))

@@ -23,7 +23,6 @@ from agent_r1.data.rows import rows_for_step
 from agent_r1.engines.base import Engine
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.errors import ConfigError
-from agent_r1.flows.flow import stable_seed
 from agent_r1.learn.algorithms import assign_credit, is_uniform
 from agent_r1.learn.learner import MAX_NAMED, Learner
 from agent_r1.learn.rewards import RewardShaper
@@ -32,6 +31,7 @@ from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.checkpoint import save_checkpoint
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, rollout_metrics
 from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.seeds import stable_seed
 from agent_r1.train.display import Display, eval_summary, step_summary
 from agent_r1.train.evaluate import evaluate
 from agent_r1.train.rng import restore_rng, rng_state

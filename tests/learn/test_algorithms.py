@@ -26,8 +26,8 @@ from agent_r1.learn.algorithms import (
 )
 from agent_r1.learn.credit import Values
 from agent_r1.learn.losses import Counts, LossInputs
-from agent_r1.learn.rewards import RewardShaper
-from agent_r1.types import Group, PerToken, ProcessScaling, StopReason, Trajectory
+from agent_r1.learn.rewards import ProcessScaling, RewardShaper
+from agent_r1.types import Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import group, steady_kl, step, trajectory
 from tests.learn.episodes import Batch, batches, critic, episode, flat
 

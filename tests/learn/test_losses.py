@@ -15,6 +15,7 @@ from agent_r1.learn.losses import (
     MAX_LOG_RATIO,
     Aggregation,
     Counts,
+    KLEstimator,
     LossInputs,
     LossOutput,
     cispo,
@@ -27,7 +28,6 @@ from agent_r1.learn.losses import (
     value_loss,
     weighted_likelihood,
 )
-from agent_r1.types import KLEstimator
 
 LN2 = math.log(2)
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}

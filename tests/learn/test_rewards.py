@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agent_r1.learn.rewards import (
     KLInReward,
+    ProcessScaling,
     RewardShaper,
     RunningStd,
     largest_return,
@@ -19,7 +20,7 @@ from agent_r1.learn.rewards import (
     overlong_penalties,
     process_rewards,
 )
-from agent_r1.types import ProcessScaling, ToolCallRecord, Trajectory
+from agent_r1.types import ToolCallRecord, Trajectory
 from tests.learn.builders import steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, call, episode, flat
 

@@ -25,9 +25,10 @@ from typing import Any
 import httpx
 
 from agent_r1.errors import ConfigError
-from agent_r1.guard import describe, guarded, mended
+from agent_r1.guard import describe, guarded
 from agent_r1.rollout.rewards.attempts import Attempts, PerLoop, ScoringError, TransientError
 from agent_r1.rollout.scoring import MAX_CONCURRENT
+from agent_r1.text import sanitize
 from agent_r1.types import Message, TaskRow, Trajectory
 
 MAX_SHOWN_CHARS = 500  # of a server's text in an error
@@ -56,7 +57,7 @@ def judge_prompt(rubric: str = RUBRIC, *, max_chars: int = 24_000) -> JudgePromp
             named.append(("assistant_notes" if step.is_summary else "assistant", step.action_text))
             if step.feedback:
                 named.append(("environment", step.feedback))
-        mark = sha256(mended("\0".join(text for _, text in named)).encode()).hexdigest()[:16]
+        mark = sha256(sanitize("\0".join(text for _, text in named)).encode()).hexdigest()[:16]
         texts = _cut_longest([text for _, text in named], max_chars)
         shown = "\n".join(
             f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for (name, _), text in zip(named, texts, strict=True)
@@ -157,7 +158,7 @@ class LLMJudge:
             async with client.gate:
                 request = client.http.post(
                     f"{self.base_url.rstrip('/')}/chat/completions",
-                    content=mended(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode(),
+                    content=sanitize(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode(),
                     headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
                 )
                 response = await guarded(request, seconds=self.seconds_per_attempt)

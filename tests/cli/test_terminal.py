@@ -15,7 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agent_r1.terminal import Terminal, visible
+from agent_r1.cli.terminal import Terminal
+from agent_r1.text import visible
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_terminal_sanitises_whatever_it_renders_and_keeps_its_own_styles() -> 
 
 STREAMS = """
 import os, sys
-from agent_r1.terminal import steady_streams
+from agent_r1.cli.terminal import steady_streams
 steady_streams()
 {}
 print("after", flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 import threading
 import time
@@ -20,14 +19,9 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
+from agent_r1.text import visible
+
 EXIT_SECONDS = 2.0  # time for threads of tools to finish
-# Control characters except tab and newline, marks that reorder or break lines, halves of surrogate pairs.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    r"""Escape characters that would move the cursor, change colours or reorder text, for example as `\x1b`."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 class Terminal(Console):
