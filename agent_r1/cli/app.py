@@ -21,6 +21,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from agent_r1 import __version__
+from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.data_command import app as data
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
@@ -66,15 +67,9 @@ RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
 RunArg = Annotated[Path, typer.Argument(help="A run directory.")]
 
-bench = typer.Typer(help="Measure speed and memory on this machine, and compare with stored results.")
 app.add_typer(bench, name="bench", no_args_is_help=True)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and small sizes: does it run at all?")]
-Repeats = Annotated[int, typer.Option(help="Measurements of each side; medians are reported.")]
-Out = Annotated[Path | None, typer.Option(help="Folder of the results; by default the repository's, or the cache's.")]
-Only = Annotated[str | None, typer.Option(help="Measure this group of rows alone.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -123,7 +118,7 @@ def train_command(
     config = load_config(recipe, overrides or ())  # before torch is imported, so that a misspelt key fails at once
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands import run_training
+    from agent_r1.cli.commands.train import run_training
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
@@ -138,7 +133,7 @@ def train_command(
 
 def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands import run_training
+    from agent_r1.cli.commands.train import run_training
     from agent_r1.runs.checkpoint import list_checkpoints
     from agent_r1.runs.run_dir import RunDir
 
@@ -166,7 +161,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     config = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands import run_sft
+    from agent_r1.cli.commands.sft import run_sft
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     if config.sft.demos is None and config.sft.trajectories is None:
@@ -199,7 +194,7 @@ def collect_command(
     given = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_task, check_beginning
-    from agent_r1.cli.commands import collect_config, run_collect
+    from agent_r1.cli.commands.collect import collect_config, run_collect
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     config = collect_config(given, model=model, rows=rows, samples=samples)
@@ -225,7 +220,7 @@ def eval_command(
     name: Annotated[str | None, typer.Option(help="Keep the result as RUN/evals/NAME.json.")] = None,
 ) -> None:
     """Evaluate a run's newest checkpoint on a panel of rows: mean, standard error, pass@k; kept for compare."""
-    from agent_r1.cli.commands import run_eval
+    from agent_r1.cli.commands.eval import run_eval
     from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(run)
@@ -267,7 +262,7 @@ def chat_command(
     ask: Annotated[str | None, typer.Option(help="Ask one question and end; '' asks the row's own.")] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
-    from agent_r1.cli.chat import ask_once, chat_loop, open_chat
+    from agent_r1.cli.commands.chat import ask_once, chat_loop, open_chat
     from agent_r1.cli.log import logging_to
     from agent_r1.guard import runner
     from agent_r1.runs.run_dir import RunDir
@@ -287,62 +282,6 @@ def chat_command(
                 running.run(ask_once(chat, ask or chat.question, console))
         else:
             chat_loop(chat, console)
-
-
-@bench.command("engine")
-def bench_engine_command(
-    device: Device = "auto", quick: Quick = False, repeats: Repeats = 3, out: Out = None, only: Only = None
-) -> None:
-    """Sampling: pure decoding, tool episodes, growing episodes, a soak. Groups: decode, episodes, append, soak."""
-    from agent_r1.bench.command import Options, bench_engine
-
-    bench_engine(Options(device=device, quick=quick, repeats=repeats, out=out, only=only), console)
-
-
-@bench.command("learner")
-def bench_learner_command(
-    device: Device = "auto", quick: Quick = False, repeats: Repeats = 3, out: Out = None, only: Only = None
-) -> None:
-    """Optimizer steps: packed, merged, as a token tree. Groups: packed, steps, shared, sharing."""
-    from agent_r1.bench.command import Options, bench_learner
-
-    bench_learner(Options(device=device, quick=quick, repeats=repeats, out=out, only=only), console)
-
-
-@bench.command("step")
-def bench_step_command(
-    device: Device = "auto",
-    quick: Quick = False,
-    repeats: Repeats = 3,
-    out: Out = None,
-    against: Annotated[str | None, typer.Option(help="Another trainer to take turns with, such as trl.")] = None,
-) -> None:
-    """One whole GRPO step of multi-step tool use."""
-    from agent_r1.bench.command import Options, bench_step
-
-    bench_step(Options(device=device, quick=quick, repeats=repeats, out=out, only=None), console, against=against)
-
-
-@bench.command("show")
-def bench_show_command(
-    file: Annotated[Path, typer.Argument(help="A results file.")],
-    only: Only = None,
-) -> None:
-    """Print stored results as markdown tables."""
-    from agent_r1.bench.command import show
-
-    show(file, only, console)
-
-
-@bench.command("page")
-def bench_page_command(
-    page: Annotated[Path, typer.Argument(help="A markdown file with lines <!-- FILE GROUP --> and <!-- end -->.")],
-    out: Out = None,
-) -> None:
-    """Write stored results into a page, between its markers."""
-    from agent_r1.bench.command import fill_page
-
-    fill_page(page, console, out=out)
 
 
 def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[str, ...], form: str) -> RunConfig:

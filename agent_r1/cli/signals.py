@@ -1,13 +1,19 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first signal saves and stops, a second stops at once, a third always works."""
+"""Run the work of a command: react to Ctrl-C, SIGTERM and SIGHUP, to a full disk, and to environments that block.
+
+The first signal saves and stops, a second stops at once, a third always works.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -16,8 +22,8 @@ from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 
-from agent_r1.cli.stalls import blocking_told
 from agent_r1.config import RunConfig
+from agent_r1.envs.base import ask
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import started_here
@@ -27,6 +33,8 @@ from agent_r1.train.rng import deterministic
 T = TypeVar("T")
 
 SAME_SECONDS = 1.0  # signals this close together count as one: terminals and launchers may both send it
+BLOCKED_SECONDS = 20.0
+_PACKAGE = Path(__file__).parents[1]
 
 
 class Interrupted(Exception):
@@ -64,7 +72,11 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
             loop.add_signal_handler(number, stop, number)
             signal.signal(number, second)  # the loop still gets the signal when it runs again
     try:
-        with started_here(), deterministic(config.trainer.deterministic), blocking_told(loop, partial(_warn, console)):
+        with (
+            started_here(),
+            deterministic(config.trainer.deterministic),
+            watch_for_blocking(loop, partial(_warn, console)),
+        ):
             return run_through(loop, task)
     except asyncio.CancelledError:
         if not received:
@@ -76,7 +88,11 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         raise DiskError(f"{error}\n{kept()}") from error
     finally:
         _close(loop)
-        second.give_way()
+        second.restore()
+
+
+def _warn(console: Console, line: str) -> None:
+    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 class _Second:
@@ -86,7 +102,7 @@ class _Second:
     again. So the signal after that has the system's default action."""
 
     def __init__(self) -> None:
-        self._first: float | None = None  # when it came
+        self._first: float | None = None  # time of the first signal
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -98,17 +114,13 @@ class _Second:
             raise Abort
         signal.raise_signal(number)
 
-    def give_way(self) -> None:
-        with suppress(ValueError):  # not the main thread: it was never in charge
+    def restore(self) -> None:
+        with suppress(ValueError):  # not the main thread: it was never installed
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is self:
                     signal.signal(number, signal.SIG_DFL)
             if signal.getsignal(signal.SIGINT) in (self, signal.SIG_DFL):
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _warn(console: Console, line: str) -> None:
-    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
@@ -120,3 +132,52 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+
+
+@contextmanager
+def watch_for_blocking(
+    loop: asyncio.AbstractEventLoop, warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
+) -> Iterator[None]:
+    """Warn once, from another thread, if an environment keeps this thread's event loop from running.
+
+    It holds up every other episode, and no time limit can end it here."""
+    watched, ended = threading.get_ident(), threading.Event()
+    last_beat = time.monotonic()
+
+    def beat() -> None:
+        nonlocal last_beat
+        last_beat = time.monotonic()
+        loop.call_later(1.0, beat)
+
+    def watch() -> None:
+        while not ended.wait(min(1.0, seconds / 4)):
+            blocked = time.monotonic() - last_beat > seconds
+            if blocked and (place := _env_at_work(sys._current_frames().get(watched))):
+                warn(
+                    f"{place} blocks: nothing else has run for {seconds:.0f} s, and no time limit can end it here. "
+                    "task.workers.processes=4 plays envs in processes of their own"
+                )
+                return
+
+    loop.call_soon(beat)
+    watcher = threading.Thread(target=watch, name="watch for blocking envs", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _env_at_work(frame: FrameType | None) -> str | None:
+    """The method of an environment that is running, with file and line; None if no environment is (learning may also
+    take long, but is expected to)."""
+    frames: list[FrameType] = []
+    while frame is not None and frame.f_code is not ask.__code__:
+        frames.append(frame)
+        frame = frame.f_back
+    if frame is None or not frames:
+        return None
+    own = [each for each in frames if not Path(each.f_code.co_filename).is_relative_to(_PACKAGE)]
+    method = (own or frames)[-1]  # the outermost: `TextEnv.step` calls the user's `reply`
+    return f"{method.f_code.co_qualname} ({Path(method.f_code.co_filename).name}, line {method.f_lineno})"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from agent_r1.build.model import model_device, model_dtype
 from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, load_model, rehearse
-from agent_r1.cli.commands import run_eval
+from agent_r1.cli.commands.eval import run_eval
 from agent_r1.compiling import repeated_layers
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError

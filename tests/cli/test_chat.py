@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agent_r1 import Reply, TextEnv, ToolEnv, tool
 from agent_r1.build.resolve import resolve
-from agent_r1.cli.chat import Chat, answer, chat_loop, open_chat
+from agent_r1.cli.commands.chat import Chat, answer, chat_loop, open_chat
 from agent_r1.config import load_config
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode

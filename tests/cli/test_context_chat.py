@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agent_r1 import ToolEnv, tool
-from agent_r1.cli.chat import Chat, answer
+from agent_r1.cli.commands.chat import Chat, answer
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.cli.stalls import blocking_told
+from agent_r1.cli.signals import watch_for_blocking
 from agent_r1.envs.base import AgentEnv, ask
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.types import Action, Observation, TaskRow, Transition
@@ -45,7 +45,7 @@ def rest() -> None:
 def told(work: Coroutine[Any, Any, Any]) -> list[str]:
     lines: list[str] = []
     loop = asyncio.new_event_loop()
-    with blocking_told(loop, lines.append, SECONDS):
+    with watch_for_blocking(loop, lines.append, SECONDS):
         loop.run_until_complete(work)
     loop.close()
     return lines
@@ -56,10 +56,10 @@ async def one_episode(env: AgentEnv) -> None:
     await ask(env, ACTION)
 
 
-@pytest.mark.parametrize("env", [Blocks(), BlocksInReply()])
-def test_an_env_that_blocks_is_named_once_with_its_line(env: AgentEnv) -> None:
+@pytest.mark.parametrize(("env", "method"), [(Blocks(), "step"), (BlocksInReply(), "reply")])
+def test_an_env_that_blocks_is_named_once_with_its_line(env: AgentEnv, method: str) -> None:
     (line,) = told(one_episode(env))
-    assert line.startswith(f"{type(env).__name__}.step (test_watch.py, line ")
+    assert line.startswith(f"{type(env).__name__}.{method} (test_watch.py, line ")
     assert "task.workers.processes=4" in line
 
 

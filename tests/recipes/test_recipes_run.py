@@ -21,7 +21,7 @@ from rich.console import Console
 from agent_r1.build.model import load_model
 from agent_r1.build.plan import build_plan, build_task
 from agent_r1.build.task import recipe_function
-from agent_r1.cli.commands import run_training
+from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, bundled_presets, bundled_recipes, load_config
 from agent_r1.guard import call
 from agent_r1.rollout.scoring import RewardFunction, named_components

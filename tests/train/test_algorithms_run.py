@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agent_r1.build.plan import build_algorithm, build_plan, greedy_collector
 from agent_r1.build.resolve import resolve
-from agent_r1.cli.commands import run_training
+from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.flows.flow import AgentFlowBase

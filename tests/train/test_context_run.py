@@ -16,7 +16,8 @@ from rich.console import Console
 
 from agent_r1.build.plan import build_plan, eval_collector, greedy_collector, load_model, train_collector
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands import run_eval, run_training
+from agent_r1.cli.commands.eval import run_eval
+from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.engines.base import Completion, Sampling
 from agent_r1.engines.scripted import ScriptedEngine

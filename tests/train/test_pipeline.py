@@ -23,8 +23,10 @@ import torch
 from rich.console import Console
 
 from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
-from agent_r1.cli.chat import answer, open_chat
-from agent_r1.cli.commands import Outcome, run_eval, run_sft, run_training
+from agent_r1.cli.commands.chat import answer, open_chat
+from agent_r1.cli.commands.eval import run_eval
+from agent_r1.cli.commands.sft import run_sft
+from agent_r1.cli.commands.train import Outcome, run_training
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.learner import CriticTraining
@@ -195,7 +197,7 @@ def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_pat
 def test_a_run_whose_checkpoints_are_gone_does_not_forget_what_was_measured(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(DataError, match="4 steps were made: its checkpoints are gone"):
+    with pytest.raises(DataError, match="checkpoints are gone"):
         resumed(RunDir.open(tmp_path / "run"))
     assert numbers(tmp_path / "run") == numbers(finished)
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from agent_r1.build.plan import build_plan
-from agent_r1.cli.commands import run_training
+from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
 from agent_r1.errors import DataError, RolloutError
 from agent_r1.runs.run_dir import RunDir

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from agent_r1.build.plan import build_plan, build_task
-from agent_r1.cli.commands import run_sft, run_training
+from agent_r1.cli.commands.sft import run_sft
+from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, load_config
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agent_r1.build.plan import build_plan
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands import run_training
+from agent_r1.cli.commands.train import run_training
 from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig, load_config
 from agent_r1.envs.processes import EnvPool

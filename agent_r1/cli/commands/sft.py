@@ -1,0 +1,82 @@
+"""`agent-r1 sft`: the supervised warm start as a run of its own, whose checkpoint `model.path=` can name."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from agent_r1.build.plan import Task, load_model
+from agent_r1.cli.commands.eval import evaluate_model
+from agent_r1.cli.log import logging_to
+from agent_r1.cli.signals import interruptible
+from agent_r1.config import RunConfig
+from agent_r1.runs.checkpoint import list_checkpoints, save_checkpoint
+from agent_r1.runs.metrics import Metrics
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.display import Display, eval_summary, program
+from agent_r1.train.sft import warm_start
+from agent_r1.train.start import base_model, sft_progress
+
+
+def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, given: Sequence[str] = ()) -> Path:
+    """`given`: the overrides that were typed; the proposed next command repeats them."""
+
+    def kept() -> str:
+        if list_checkpoints(run.checkpoints):
+            return f"the warm start is in {run}"
+        return "nothing was kept: a warm start is saved only when it is complete"
+
+    with run.locked(), logging_to(run.log_file), closing(task):
+        return interruptible(_sft(config, task, run, console, given), config, console, kept)
+
+
+async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, given: Sequence[str]) -> Path:
+    base, rows = base_model(config), task.test_rows()
+
+    async def evaluate_on_disk(step: int, model: str | Path) -> None:
+        # Loaded as a user would: a network prepared for learning is different and may have adapters.
+        run.write_evaluation(step, await evaluate_model(config, task, rows, load_model(config, model), console))
+
+    await evaluate_on_disk(0, base)
+    path, updates = await _imitate(config, task, base, run, console)
+    await evaluate_on_disk(updates, path)
+    before, after = run.read_metrics("eval")
+    lines = [
+        f"train from it  {program()} train {typed_words(config, given)} model.path={run} "
+        "sft.demos=null sft.trajectories=null",
+        f"talk to it     {program()} chat {run}",
+        f"how sure?      {program()} compare {run} --step first,last",
+    ]
+    console.print(f"\n[bold]held-out success {eval_summary(before)} -> {eval_summary(after)}[/]", highlight=False)
+    console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    return path
+
+
+async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir, console: Console) -> tuple[Path, int]:
+    """Return the checkpoint of the warm start and the number of updates it took."""
+    model = load_model(config, base)
+    with Display(console, "warm start", total=1) as display:
+        show = sft_progress(display, at_most=config.sft.target_loss is not None)
+
+        def on_update(update: int, total: int, metrics: Metrics) -> None:
+            run.append_metrics("sft", update, metrics)
+            show(update, total, metrics)
+
+        learner = await warm_start(config, task, model, on_update, display.note)
+    updates = len(run.read_metrics("sft"))
+    state = {"step": updates, "learner": learner.state_dict()}
+    path = save_checkpoint(
+        run.checkpoints, updates, model=learner.policy, tokenizer=model.tokenizer, state=state, keep=1
+    )
+    return path, updates
+
+
+def typed_words(config: RunConfig, given: Sequence[str]) -> str:
+    """The recipe and the typed overrides, without those that say where training begins."""
+    begins = ("sft.", "context.demo_summary", "model.path", "model.make")
+    return " ".join([config.recipe, *(shlex.quote(word) for word in given if not word.startswith(begins))])

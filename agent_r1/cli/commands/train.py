@@ -1,0 +1,168 @@
+"""`agent-r1 train`: warm start, reinforcement learning, and what to do next."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from agent_r1.build.plan import Plan, Task, load_model
+from agent_r1.cli.commands.eval import describe_sampling
+from agent_r1.cli.log import logging_to
+from agent_r1.cli.remarks import has_text, remarks
+from agent_r1.cli.signals import interruptible
+from agent_r1.config import RunConfig, recipe_name
+from agent_r1.errors import ConfigError, DataError, RolloutError
+from agent_r1.places import shown
+from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_state
+from agent_r1.runs.metrics import Metrics
+from agent_r1.runs.outcomes import is_success
+from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.train.display import Display, clock, curve_picture, program, transcript_panel
+from agent_r1.train.garbage import parts_set_aside
+from agent_r1.train.loop import train
+from agent_r1.train.rng import seed_all
+from agent_r1.train.start import needs_reference, reference_model, starting_model
+from agent_r1.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a training run."""
+
+    run: RunDir
+    before: Metrics
+    after: Metrics
+
+
+def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+    def kept() -> str:
+        saved = list_checkpoints(run.checkpoints)
+        what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
+        return f"{what}; continue with: {program()} train --resume {run}"
+
+    try:
+        with run.locked(), logging_to(run.log_file), closing(plan.task):
+            return interruptible(_train(config, plan, run, console, resume=resume), config, console, kept)
+    except RolloutError as error:  # a server that is down, say: nothing is lost
+        if not list_checkpoints(run.checkpoints):
+            raise
+        raise RolloutError(f"{error}\n{kept()}") from error
+
+
+async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+    began = time.monotonic()
+    if run.read_metrics("collect"):
+        raise ConfigError(f"{run} holds collected episodes, not a training run: train in another directory")
+    checkpoint = _resume_point(config, run) if resume else None
+    if checkpoint is None:
+        start = done = 0
+        weights = await seeded_start(config, plan.task, console)
+    else:
+        start = done = checkpoint[0]
+        # Adapters continue on the weights they were made for; a checkpoint has them merged already.
+        weights = run.reference if config.lora is not None else checkpoint[1]
+    model = load_model(config, weights)
+    with Display(console, "training", total=config.trainer.steps, done=done) as display:
+        reference = reference_model(config, model, run.reference)
+        trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
+        if config.task.tools:
+            for problem in model.template.problems:
+                display.note(f"warning: chat template: {problem}")
+        if checkpoint is not None:
+            trainer.restore(load_state(checkpoint[1]))
+            if done < config.trainer.steps:
+                display.note(f"continuing {run} after step {done}")
+        trainer.rehearse()
+        run.forget_after(done)
+        with parts_set_aside():
+            if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
+                await trainer.evaluate(done)
+            done = await train(
+                trainer,
+                start=done,
+                steps=config.trainer.steps,
+                eval_every=config.trainer.eval_every,
+                save_every=config.trainer.save_every,
+                max_minutes=config.trainer.max_minutes,
+            )
+        if config.trainer.steps == 0:
+            trainer.save(0)  # so that there is something to talk to
+        await trainer.engine.close()
+    took = time.monotonic() - began
+    return _conclude(run, trainer.last_evaluation, console, config, start=start, steps=done, seconds=took)
+
+
+def _eval_due(config: RunConfig, step: int) -> bool:
+    return step % config.trainer.eval_every == 0 or step == config.trainer.steps
+
+
+async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
+    """Where training begins. Seeds again afterwards, so that a cached warm start leaves the same random streams."""
+    seed_all(config.seed)
+    start = await starting_model(config, task, console)
+    seed_all(config.seed)
+    return start
+
+
+def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
+    """Step and path of the newest checkpoint; None if the run stopped before its first save and starts over."""
+    if not list_checkpoints(run.checkpoints):
+        done = max((record["step"] for record in run.read_metrics("train")), default=0)
+        if done > config.trainer.save_every:  # so there was one; starting over would delete the metrics
+            raise DataError(
+                f"{run.checkpoints} is empty, but the run made {done} steps: its checkpoints are gone. Put one back, "
+                "or start a new run"
+            )
+        return None
+    if run.read_metrics("sft"):
+        raise ConfigError(f"{run} is a supervised warm start, not a training run: start from it with model.path={run}")
+    if needs_reference(config) and not run.reference.is_dir():
+        raise DataError(
+            f"{run.reference} is gone: the policy before the first step, which this run's KL penalty or adapters need. "
+            f"Put it back, or start a new run from the weights with model.path={run}"
+        )
+    return latest_checkpoint(run.checkpoints)
+
+
+def _conclude(
+    run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, *, start: int, steps: int, seconds: float
+) -> Outcome:
+    records = run.read_metrics()
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    before, after = evaluations[0], evaluations[-1]
+    title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
+    curve_picture(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
+    if last is not None:
+        console.print(_example(last, config.task.success_reward))
+    went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} steps"
+    if before.get("panel") != after.get("panel"):  # never compare numbers of different rows
+        went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than at the start"
+    console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)
+    logged = f", {shown(run.log_file)}" if has_text(run.log_file) else ""
+    trained = [record for record in records if record["kind"] == "train"]
+    lines = [
+        *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
+        f"picture     {run}/curve.png",
+        f"talk to it  {program()} chat {run}",
+        f"evaluate    {program()} eval {run}",
+        f"how sure?   {program()} compare {run} --step first,last",
+        f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
+    ]
+    console.print(
+        Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True
+    )  # Text: messages may contain [brackets]
+    return Outcome(run=run, before=before, after=after)
+
+
+def _example(evaluation: Evaluation, success_reward: float) -> Panel:
+    """The success with the most steps; without any success, the first episode."""
+    played = [(group, group.trajectories[0]) for group in evaluation.groups]
+    won = [pair for pair in played if is_success(pair[1], success_reward)]
+    chosen = max(won, key=lambda pair: len(pair[1].steps)) if won else played[0]
+    return transcript_panel(*chosen)
