@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agent_r1.envs.tool_env import ToolEnv
     from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode, EpisodeLimit, Limits, SingleStepFlow
     from agent_r1.flows.replay import replay
+    from agent_r1.resources import Resource
     from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
     from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
@@ -28,6 +29,7 @@ _HOME = {
     "envs.tool_env": ["ToolEnv"],
     "flows.flow": ["AgentEnvLoop", "AgentFlowBase", "Episode", "EpisodeLimit", "Limits", "SingleStepFlow"],
     "flows.replay": ["replay"],
+    "resources": ["Resource"],
     "tools.base": ["BaseTool", "FromRow", "ToolError", "ToolResult", "tool"],
     "types": ["Action", "Observation", "StopReason", "TaskRow", "Trajectory", "Transition"],
 }
@@ -45,6 +47,7 @@ __all__ = [
     "Limits",
     "Observation",
     "Reply",
+    "Resource",
     "SingleStepFlow",
     "StopReason",
     "TaskRow",

@@ -6,11 +6,11 @@ Names become objects here (`resolve.py` finds them), and are called with what th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
 from agent_r1.build.resolve import import_recipe, make_importable, recipe_folder, resolve
@@ -24,10 +24,13 @@ from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow, flow_class
 from agent_r1.guard import cause
 from agent_r1.places import anchored
+from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
 from agent_r1.tokens.infer_format import TemplateFormat, asked_format
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.types import TaskRow
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,15 @@ class Task:
     calls_tools: bool  # the env is a ToolEnv
     scorer: Scorer
     success_reward: float
-    close: Callable[[], None]  # ends the env processes, where there are some; nothing can be played afterwards
+    resources: Sequence[Resource]  # what must be open while episodes are played: `task.resources`, tools, env processes
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` with the resources open."""
+        try:
+            async with opened(self.resources):
+                return await work
+        finally:
+            work.close()  # not awaited if a resource could not be opened
 
 
 def build_task(config: RunConfig) -> Task:
@@ -52,7 +63,7 @@ def build_task(config: RunConfig) -> Task:
     _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
-    players, close = _players(config)
+    players, resources = _players(config)
     return Task(
         train_rows=partial(_load, config, source, split=task.train_split, count=task.train_count),
         test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
@@ -61,14 +72,14 @@ def build_task(config: RunConfig) -> Task:
         calls_tools=players.call_tools,
         scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
         success_reward=task.success_reward,
-        close=close,
+        resources=resources,
     )
 
 
 def warm_start_code(config: RunConfig) -> list[str]:
     """The module paths that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
-    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools]
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools, *task.resources]
     if isinstance(context, SummaryContext):
         names.append(context.demo_summary)
     if isinstance(context, RewriteContext):
@@ -128,10 +139,17 @@ class _Players:
             raise ConfigError(
                 "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
             )
+        if issubclass(env, ToolEnv) and isinstance(kwargs.get("tools"), list):
+            self._check_opened(kwargs["tools"])
         check_env_repeats(env, kwargs, self.config)
         if template is not None and issubclass(env, ToolEnv):
             self._set_tool_format(env, name, kwargs, template)
         return self.make_env(env, name, kwargs)
+
+    def _check_opened(self, tools: Sequence[str | BaseTool]) -> None:
+        for tool in map(get_tool, tools):
+            if tool not in self.tools and type(tool).open is not Resource.open:
+                raise ConfigError(f"tool {tool.name!r} must be opened before a run: add it to task.tools")
 
     def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
         """Set the template's format. Raises ConfigError if the env has its own, contradicting format."""
@@ -147,8 +165,8 @@ class _Players:
             self.checked.add((env, template))
 
 
-def _players(config: RunConfig) -> tuple[_Players, Callable[[], None]]:
-    """Return the factory for flows and envs, and a function that stops everything that the envs need."""
+def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
+    """Return the factory for flows and envs, and everything that must be open while they play."""
     task, tools = config.task, _tools(config)
     default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
     default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
@@ -166,7 +184,7 @@ def _players(config: RunConfig) -> tuple[_Players, Callable[[], None]]:
         make_env=make_env if pool is None else pool.env,
         make_context=make_context,
     )
-    return players, (lambda: None) if pool is None else pool.close
+    return players, [*_resources(config), *tools, *([] if pool is None else [_EnvProcesses(pool)])]
 
 
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
@@ -184,6 +202,26 @@ def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
         memory_mb=workers.memory_mb,
         prepare=partial(make_importable, config.recipe),
     )
+
+
+class _EnvProcesses(Resource):
+    """The pool starts its processes with the first episodes."""
+
+    def __init__(self, pool: EnvPool) -> None:
+        self._pool = pool
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+def _resources(config: RunConfig) -> list[Resource]:
+    found = [resolve(name, recipe=config.recipe) for name in config.task.resources]
+    for name, resource in zip(config.task.resources, found, strict=True):
+        if not isinstance(resource, Resource):
+            raise ConfigError(
+                f"task.resources: {name!r} is {resource!r}, not an object of a class derived from Resource"
+            )
+    return found
 
 
 def _tools(config: RunConfig) -> list[BaseTool]:

@@ -24,8 +24,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 class Section(BaseModel):
-    # Strict: true is no number, 1 no switch, text neither. A whole number may stand for any other, as in algorithm
-    # settings. No setting of ours may be infinite; one of a user's env may, and is read back as such.
+    # Strict: `true` is not a number, 1 is not a boolean. Only settings of a user's env may be infinite.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -69,6 +68,7 @@ class TaskConfig(Section):
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
     tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
+    resources: list[str] = []  # objects of the recipe that a run opens before its first episode and closes at its end
     workers: WorkersConfig | None = None  # None: envs run in the event loop of the run
 
 

@@ -20,6 +20,7 @@ from agent_r1.envs.base import AgentEnv, ask, make_env, merge_env_kwargs
 from agent_r1.envs.check_parallel import State, different_results, different_states, overlapping, plain, taking_turns
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.guard import cause
+from agent_r1.resources import opened
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.tools.runner import run_tool
 from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transition
@@ -144,13 +145,21 @@ async def check_tool(
     hidden = sorted((tool.row_keys.required | tool.row_keys.optional) & set(parameters["properties"]))
     assert not hidden, f"the model of tool {name!r} could set {hidden[0]!r}, which is the row's to fill in"
 
-    outcome = await run_tool(tool, arguments, context or {})
+    async with opened([tool]):
+        await _check_calls(tool, arguments, context or {}, deterministic=deterministic)
+
+
+async def _check_calls(
+    tool: BaseTool, arguments: Mapping[str, Any], context: Mapping[str, Any], *, deterministic: bool
+) -> None:
+    name = tool.name
+    outcome = await run_tool(tool, arguments, context)
     assert not outcome.refused, f"tool {name!r} refuses the example arguments {dict(arguments)}: {outcome.error}"
     assert outcome.error is None, f"tool {name!r} fails on the example arguments {dict(arguments)}: {outcome.error}"
-    unknown = await run_tool(tool, {**arguments, "no_such_argument": 1}, context or {})
+    unknown = await run_tool(tool, {**arguments, "no_such_argument": 1}, context)
     assert unknown.refused, f"tool {name!r} accepts an argument that its schema does not have"
     if deterministic:
-        again = await run_tool(tool, arguments, context or {})
+        again = await run_tool(tool, arguments, context)
         same = (outcome.text, outcome.reward) == (again.text, again.reward)
         assert same, f"tool {name!r} is not deterministic: first {outcome.text[:200]!r}, then {again.text[:200]!r}"
 

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from agent_r1.errors import ConfigError
 from agent_r1.guard import call
 from agent_r1.registry import Registry
+from agent_r1.resources import Resource
 from agent_r1.tools.schema import (
     Arguments,
     RowKeys,
@@ -68,7 +69,7 @@ class ToolCall:
     context: dict[str, Any] = field(default_factory=dict)  # the row's values for this tool
 
 
-class BaseTool(ABC):
+class BaseTool(Resource, ABC):
     """A tool with a hand-written schema. Give it a name, a description, parameters and `execute`.
 
     Override `batch_execute` too, and concurrent calls of all episodes are gathered into one: when no new call has come

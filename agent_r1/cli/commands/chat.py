@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.build.plan import Task, build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.build.plan import build_engine, build_task, eval_collector, find_model, load_model
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.flow import AgentFlowBase, Episode
 from agent_r1.guard import runner
+from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.records import answerer
 from agent_r1.text import visible
@@ -76,15 +78,16 @@ class ChatEpisode(Episode):
 
 
 class Chat:
-    """A conversation about one row, played by `collector`. Its sampler, `engine`, and `task` are closed with it."""
+    """A conversation about one row, played by `collector`. `engine` and `resources` are closed with it."""
 
     def __init__(
-        self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], task: Task | None = None
+        self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], resources: Sequence[Resource] = ()
     ) -> None:
         self._collector = replace(collector, make_flow=self._flow)
         self._make_flow = collector.make_flow
         self._engine = engine
-        self._task = task
+        self._resources = resources
+        self._open = AsyncExitStack()
         self._rows = rows
         self._asked = 0
         self.enter(0)
@@ -126,17 +129,19 @@ class Chat:
         flow.context = self._context = self._context or flow.context
         return flow
 
+    async def open(self) -> None:
+        self._open.push_async_callback(self._engine.close)
+        await self._open.enter_async_context(opened(self._resources))
+
     async def close(self) -> None:
-        await self._engine.close()
-        if self._task is not None:
-            self._task.close()
+        await self._open.aclose()
 
 
 def open_chat(config: RunConfig, model_path: str) -> Chat:
     model = load_model(config, find_model(model_path))
     task, engine = build_task(config), build_engine(config, model)
     play = eval_collector(config, task, model.renderer, engine)
-    return Chat(play, engine=engine, rows=task.test_rows(), task=task)
+    return Chat(play, engine=engine, rows=task.test_rows(), resources=task.resources)
 
 
 def chat_loop(chat: Chat, console: Console) -> None:
@@ -148,6 +153,7 @@ def chat_loop(chat: Chat, console: Console) -> None:
     _introduce(chat, console)
     with runner() as running:
         try:
+            running.run(chat.open())
             while (text := _typed(console)) not in ("/quit", "/exit"):
                 if text.startswith("/"):
                     _command(chat, text, console)
@@ -169,6 +175,7 @@ def _typed(console: Console) -> str:
 async def ask_once(chat: Chat, text: str, console: Console) -> None:
     """The chat of a single question."""
     try:
+        await chat.open()
         await answer(chat, text, console)
     finally:
         await chat.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
 
 from rich.console import Console
 from rich.text import Text
@@ -50,8 +49,9 @@ def run_collect(
         episodes = sum(int(record["episodes"]) for record in run.read_metrics("collect"))
         return f"{episodes} episodes are in {run}" if episodes else "no episodes were kept"
 
-    with run.locked(), logging_to(run.log_file), closing(task):
-        return interruptible(_collect(config, task, rows, run, console, given), config, console, kept)
+    with run.locked(), logging_to(run.log_file):
+        work = task.run(_collect(config, task, rows, run, console, given))
+        return interruptible(work, config, console, kept)
 
 
 async def _collect(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -41,8 +40,9 @@ def run_eval(
     config: RunConfig, run: RunDir, console: Console, *, model: str | None = None, name: str | None = None
 ) -> Evaluation:
     """Evaluate the run's newest checkpoint, or another `model` in its place, and keep the result in `run`."""
-    with logging_to(run.log_file), closing(build_task(config)) as task:
-        work = _eval(config, task, run, console, model=model, name=name)
+    with logging_to(run.log_file):
+        task = build_task(config)
+        work = task.run(_eval(config, task, run, console, model=model, name=name))
         return interruptible(work, config, console, lambda: "the evaluation was not kept")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -31,8 +30,8 @@ def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, giv
             return f"the warm start is in {run}"
         return "nothing was kept: a warm start is saved only when it is complete"
 
-    with run.locked(), logging_to(run.log_file), closing(task):
-        return interruptible(_sft(config, task, run, console, given), config, console, kept)
+    with run.locked(), logging_to(run.log_file):
+        return interruptible(task.run(_sft(config, task, run, console, given)), config, console, kept)
 
 
 async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, given: Sequence[str]) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +46,9 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         return f"{what}; continue with: {program()} train --resume {run}"
 
     try:
-        with run.locked(), logging_to(run.log_file), closing(plan.task):
-            return interruptible(_train(config, plan, run, console, resume=resume), config, console, kept)
+        with run.locked(), logging_to(run.log_file):
+            work = plan.task.run(_train(config, plan, run, console, resume=resume))
+            return interruptible(work, config, console, kept)
     except RolloutError as error:  # a server that is down, say: nothing is lost
         if not list_checkpoints(run.checkpoints):
             raise
