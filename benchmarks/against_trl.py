@@ -26,8 +26,7 @@ from transformers.utils import logging
 
 from agent_r1.bench.models import TINY, make_network, make_tokenizer
 from agent_r1.learn import get_algorithm
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.losses import KLEstimator
+from agent_r1.learn.losses import Correction, KLEstimator
 from benchmarks.parity import (
     KL_COEF,
     Comparison,

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from agent_r1.learn import ALGORITHMS, get_algorithm
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.losses import KLEstimator
+from agent_r1.learn.losses import Correction, KLEstimator
 from benchmarks import parity
 from benchmarks import verl_side as verl
 from benchmarks.parity import Comparison, Outcome

@@ -23,8 +23,7 @@ from torch import Tensor
 from agent_r1.learn import Algorithm, assign_credit, get_algorithm
 from agent_r1.learn.batch.minibatch import MiniBatch, prepare, with_own_logprobs
 from agent_r1.learn.batch.packs import column, column_with_gaps, nested
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.losses import KL_PENALTIES, KLEstimator, value_loss
+from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, value_loss
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.types import CreditedTrajectory
 from benchmarks.machine import RESULTS, machine
@@ -61,7 +60,7 @@ def differentiate(at_R: Tensor, function: Callable[[Tensor], Tensor]) -> Outcome
 
 
 def credit(case: Case, algorithm: Algorithm) -> list[CreditedTrajectory]:
-    return assign_credit(case.groups, algorithm, values=case.critic if algorithm.needs_critic else None)
+    return assign_credit(case.groups, algorithm, values=case.values if algorithm.needs_critic else None)
 
 
 def trained_case(case: Case, algorithm: Algorithm) -> Case:
@@ -116,7 +115,7 @@ def kl_in_reward(case: Case, name: str) -> Outcome:
     """Advantages with a KL penalty on the reward of every token."""
     ratios = nested(case.old_R - case.reference_R, case.trajectories)
     shaper = RewardShaper(kl=KLInReward(coef=KL_COEF, target=None, horizon=1))
-    credited = assign_credit(case.groups, get_algorithm(name), shaper=shaper, kl=lambda _: ratios)
+    credited = assign_credit(case.groups, get_algorithm(name), shaper=shaper, kl=ratios)
     return Outcome(column([item.advantages for item in credited]).double())
 
 

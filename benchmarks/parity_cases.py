@@ -119,9 +119,9 @@ class Case:
         """The first token of each step."""
         return self.step_of_R.diff(prepend=torch.tensor([-1])).bool()
 
-    def critic(self, trajectories: Sequence[Trajectory]) -> list[Values]:
-        assert len(trajectories) == len(self.trajectories)
-        return [Values(per_token=rows, bootstrap=rows[-1][-1]) for rows in nested(self.values_R, trajectories)]
+    @property
+    def values(self) -> list[Values]:
+        return [Values(per_token=rows, bootstrap=rows[-1][-1]) for rows in nested(self.values_R, self.trajectories)]
 
     def to(self, dtype: torch.dtype) -> Case:
         return self._map(lambda tensor_R: tensor_R.to(dtype))

@@ -35,10 +35,10 @@ from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.flows.flow import AgentEnvLoop, Limits
 from agent_r1.guard import cause
-from agent_r1.learn.algorithms import Algorithm, get_algorithm, supervised_loss
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.critic import Critic
+from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.learn.learner import CriticTraining, Learner
+from agent_r1.learn.losses import Correction, supervised_loss
+from agent_r1.learn.model.critic import Critic
 from agent_r1.learn.model.layers import require_compiler
 from agent_r1.learn.model.lora import LoRA, require_peft
 from agent_r1.learn.model.memory import estimate

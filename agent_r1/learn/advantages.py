@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-12  # what rewards of size 1 differ by when they were added up in another order is well below it
+from agent_r1.learn.rewards import differ_by_rounding
+
 # Lower bound of every standard deviation used as a divisor, in units of the reward (as in verl's whitening and TRL's
 # group scale). Smaller differences stay small instead of being scaled up to 1.
 MIN_STD = 1e-4
@@ -63,7 +64,7 @@ def leave_one_out(returns_G: Tensor) -> Tensor:
 
 
 def discounted_return(rewards_K: Tensor, *, gamma: float | Sequence[float]) -> Tensor:
-    """G_k = r_k + gamma_k * G_{k+1}: what follows from each decision on."""
+    """G_k = r_k + gamma_k * G_{k+1}: the return from each decision on."""
     return gae(rewards_K, torch.zeros_like(rewards_K), bootstrap=0.0, gamma=gamma, lam=1.0)
 
 
@@ -72,8 +73,8 @@ def gae(rewards_K: Tensor, values_K: Tensor, *, bootstrap: float, gamma: float |
 
     `values_K[k]` is V of the state in which decision k was taken. `bootstrap` is V of the state after the last one: 0
     if the episode terminated, the critic's estimate if we cut it off. Decisions are the tokens of the policy (PPO) or
-    its whole responses (StepPO, arXiv:2604.18401); what a tool wrote in between is not a decision and has no place
-    here. `gamma` may differ from decision to decision: gamma[k] discounts what follows decision k.
+    its whole responses (StepPO, arXiv:2604.18401), never text of a tool. `gamma` may be a list: gamma[k] discounts what
+    follows decision k.
     """
     rewards, values = rewards_K.tolist(), values_K.tolist()  # a Python loop over tensor elements is far slower
     gammas = [gamma] * len(rewards) if isinstance(gamma, float | int) else list(gamma)
@@ -109,15 +110,12 @@ def match_states(states: Sequence[Hashable], *, similarity: float | None) -> lis
 
 
 def all_equal(values_N: Tensor) -> bool:
-    """No two numbers differ by more than rounding: there is nothing to compare.
+    """Return True if no two numbers differ by more than rounding, so that there is nothing to compare.
 
-    Tested rather than computed: the mean of equal floats may differ from them by rounding, and 0.1 + 0.2 + 0.3 differs
-    from 0.3 + 0.2 + 0.1. Dividing such a residue by a standard deviation of its own size would make it a signal.
+    Tested rather than computed: the mean of equal floats may differ from them by rounding. Dividing such a residue by a
+    standard deviation of its own size would make it a signal.
     """
-    if values_N.numel() == 0:
-        return True
-    low, high = float(values_N.min()), float(values_N.max())
-    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
+    return values_N.numel() == 0 or differ_by_rounding(float(values_N.min()), float(values_N.max()))
 
 
 def _first_alike(firsts: Sequence[Any], state: Any, threshold: float) -> int | None:

@@ -32,10 +32,9 @@ from agent_r1.learn.batch.minibatch import (
 from agent_r1.learn.batch.packs import Pack, column_with_gaps, merge_steps, nested, pack, split_evenly
 from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
-from agent_r1.learn.correction import Correction
 from agent_r1.learn.credit import Values
-from agent_r1.learn.critic import Critic, value_report, with_last_state
-from agent_r1.learn.losses import KL_PENALTIES, KLEstimator, LossInputs, LossOutput, value_loss
+from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput, value_loss
+from agent_r1.learn.model.critic import Critic, value_report, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess

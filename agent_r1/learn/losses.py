@@ -1,5 +1,8 @@
 """Losses: pure functions of per-token tensors.
 
+The first part are the building blocks, each checkable by hand; `token_clip` and its neighbours combine them into the
+losses that the table of algorithms names, whose keyword arguments are settings.
+
 Every loss is a weighted sum over its tokens, and the weights come from counts that the caller takes over the whole
 optimizer step, all packs and ranks together. So the shares of any split add up to the same loss, and packing,
 micro-batching and data parallelism cannot change the gradient. Nothing here knows models, packs or which algorithm
@@ -10,17 +13,21 @@ Shape suffixes: T = trained (response) tokens of one pack, S = steps of one pack
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32; beyond it one stale token could turn the loss into inf
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"]
 Aggregation = Literal["token", "step", "trajectory", "constant"]
+Share = Annotated[float, Field(ge=0, le=1)]
+AboveOne = Annotated[float, Field(gt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +122,18 @@ def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor
     token would get the step's average weight instead.
     """
     own_T = log_ratio_T.detach()
-    sums_S = torch.zeros_like(own_T).index_add(0, step_ids_T, own_T)  # there are at most as many steps as tokens
-    return sums_S[step_ids_T] / step_sizes_T + log_ratio_T - own_T
+    return _step_sums(own_T, step_ids_T) / step_sizes_T + log_ratio_T - own_T
+
+
+def _step_sums(values_T: Tensor, step_ids_T: Tensor) -> Tensor:
+    """The sum over each step, at each of its tokens."""
+    sums_S = torch.zeros_like(values_T).index_add(0, step_ids_T, values_T)  # there are at most as many steps as tokens
+    return sums_S[step_ids_T]
 
 
 def weighted_likelihood(logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor) -> Tensor:
     """REINFORCE: minus the advantage-weighted log-likelihood."""
     return -(weights_T * advantages_T * logprobs_T).sum()
-
-
-def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor, *, cap: float) -> Tensor:
-    """CISPO (arXiv:2506.13585): REINFORCE whose importance weights are capped and carry no gradient, so that no
-    token is ever dropped from the update."""
-    log_ratio_T = (logprobs_T - old_logprobs_T).detach()
-    importance_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
-    return weighted_likelihood(logprobs_T, importance_T * advantages_T, weights_T)
 
 
 def value_loss(
@@ -206,3 +210,101 @@ KL_PENALTIES: dict[KLEstimator, KLPenalty] = {
     "k1_weighted": lambda lp, ref, old: _weighted(kl_k1, lp, ref, old),
     "k3_weighted": lambda lp, ref, old: _weighted(kl_k3, lp, ref, old),  # DeepSeek-V3.2's
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Importance weights for tokens drawn by a policy that is not quite the one being trained.
+
+    Sampler and learner compute the same log-probs with different kernels, number formats or older weights. Weighting a
+    token by learner / sampler makes its gradient unbiased again; truncating (TIS) or rejecting large weights bounds the
+    variance. The old log-probs of the loss are then the learner's own, from before the first optimizer step.
+    """
+
+    kind: Literal["truncate", "reject"]  # weights above the cap: cut to it, or the token is left out
+    level: Literal["token", "step"]  # one weight per token, or the product over the response
+    cap: float
+    floor: float  # reject only: weights below it are left out too
+
+    def weights(self, learner_T: Tensor, sampler_T: Tensor, step_ids_T: Tensor) -> Tensor:
+        log_ratio_T = learner_T - sampler_T
+        if self.level == "step":
+            log_ratio_T = _step_sums(log_ratio_T, step_ids_T)
+        ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if self.kind == "truncate":
+            return ratio_T.clamp(max=self.cap)
+        keep_T = (ratio_T >= self.floor) & (ratio_T <= self.cap)
+        return torch.where(keep_T, ratio_T, torch.zeros_like(ratio_T))
+
+
+# The losses of the table.
+
+
+def token_clip(
+    inputs: LossInputs,
+    *,
+    clip_low: Share,
+    clip_high: NonNegativeFloat,
+    dual_clip: AboveOne | None,
+    aggregation: Aggregation,
+    horizon: PositiveInt,
+) -> LossOutput:
+    """PPO-clip with a ratio per token."""
+    return clipped_surrogate(
+        inputs.logprobs_T - inputs.old_logprobs_T,
+        inputs.advantages_T,
+        token_weights(inputs, aggregation=aggregation, horizon=horizon),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+def step_clip(
+    inputs: LossInputs,
+    *,
+    clip_low: Share,
+    clip_high: NonNegativeFloat,
+    aggregation: Aggregation,
+    horizon: PositiveInt,
+) -> LossOutput:
+    """PPO-clip with one length-normalised ratio per step, shared by its tokens."""
+    log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
+    output = clipped_surrogate(
+        step_log_ratio(log_ratio_T, inputs.step_ids_T, inputs.step_sizes_T),
+        inputs.advantages_T,
+        token_weights(inputs, aggregation=aggregation, horizon=horizon),
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    sums, maxima = ratio_report(log_ratio_T)  # of tokens: comparable between algorithms
+    return LossOutput(loss=output.loss, sums=output.sums | sums, maxima=maxima)
+
+
+def reinforce(inputs: LossInputs, *, aggregation: Aggregation, horizon: PositiveInt) -> LossOutput:
+    """No ratio and no clip: only right for the policy that sampled, so for one optimizer step per batch."""
+    weights_T = token_weights(inputs, aggregation=aggregation, horizon=horizon)
+    loss = weighted_likelihood(inputs.logprobs_T, inputs.advantages_T, weights_T)
+    sums, maxima = ratio_report(inputs.logprobs_T - inputs.old_logprobs_T)
+    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+
+
+def capped_weight(
+    inputs: LossInputs, *, weight_cap: PositiveFloat, aggregation: Aggregation, horizon: PositiveInt
+) -> LossOutput:
+    """CISPO (arXiv:2506.13585): REINFORCE whose importance weights are capped and carry no gradient, so that no
+    token is ever dropped from the update."""
+    weights_T = token_weights(inputs, aggregation=aggregation, horizon=horizon)
+    log_ratio_T = (inputs.logprobs_T - inputs.old_logprobs_T).detach()
+    importance_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=weight_cap)
+    loss = weighted_likelihood(inputs.logprobs_T, importance_T * inputs.advantages_T, weights_T)
+    sums, maxima = ratio_report(log_ratio_T)
+    capped = (log_ratio_T > math.log(weight_cap)).sum()
+    return LossOutput(loss=loss, sums=sums | {"clip_fraction": capped}, maxima=maxima)
+
+
+def supervised_loss(inputs: LossInputs) -> LossOutput:
+    """Cross-entropy, for supervised fine-tuning; the trajectories come from `as_demonstrations`."""
+    weights_T = token_weights(inputs, aggregation="token", horizon=1)
+    loss = weighted_likelihood(inputs.logprobs_T, inputs.advantages_T, weights_T)
+    return LossOutput(loss=loss, sums={"nll": -inputs.logprobs_T.detach().sum()})

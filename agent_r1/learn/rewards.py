@@ -3,25 +3,32 @@
     process reward of a tool call    on the last token of that call
     the rest of a step's reward      on the last token of the step
     outcome reward                   on the last token of the trajectory
-    overlong penalty                 on the last token of the response that was nearly cut off, once per episode
+    overlong penalty                 on the last token of the longest response, once per episode
     KL to the reference, if wanted   on every token, its own share
 
-Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models and no algorithms. Two
-pieces of state, saved with the run: the running scale of process rewards and the adaptive KL coefficient.
+Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models, no algorithms and no
+torch. Two pieces of state, saved with the run: the running scale of process rewards and the adaptive KL coefficient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, Literal
 
-from agent_r1.types import PerToken, Step, Trajectory
+from agent_r1.types import Group, PerToken, Step, Trajectory
 
 ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
+ROUNDING = 1e-12  # rewards of size 1 that were added up in a different order differ by far less
+
+
+def differ_by_rounding(low: float, high: float) -> bool:
+    """Return True if two returns are equal up to rounding: 0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1."""
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
 
 
 def zeros(trajectory: Trajectory) -> PerToken:
@@ -33,7 +40,7 @@ def total(placed: PerToken) -> float:
 
 
 def process_rewards(trajectory: Trajectory) -> PerToken:
-    """What env and tools paid on the way."""
+    """What the environment and tools paid on the way."""
     placed = zeros(trajectory)
     for index, step in enumerate(trajectory.steps):
         for call in step.calls:
@@ -71,11 +78,6 @@ def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, pen
     if penalty and any(shares):
         _put(placed, shares.index(max(shares)), -penalty * max(shares))
     return placed
-
-
-def largest_return(batch: Sequence[PerToken]) -> float:
-    """The published scale: the largest absolute sum of process rewards from any token of the batch to its end."""
-    return max((abs(value) for placed in batch for value in _sums_to_end(placed)), default=0.0)
 
 
 @dataclass(slots=True)
@@ -132,15 +134,20 @@ class RewardShaper:
     def place(self, batch: Sequence[Trajectory]) -> list[PerToken]:
         """All rewards on their tokens, before a KL penalty."""
         process = [process_rewards(trajectory) for trajectory in batch]
-        scale = self.process_weight * self._scale(process)
-        self.metrics = {"process_scale": scale} if any(map(_any, process)) else {}
+        scale = FIXED_SCALES.get(self.process)
+        scale = self.process_weight * (BATCH_SCALES[self.process](process, self.running) if scale is None else scale)
+        is_paid = any(value for placed in process for step in placed for value in step)
+        self.metrics = {"process_scale": scale} if is_paid else {}
+        overlong = partial(
+            overlong_penalties, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
+        )
         return [
-            _add(_scaled(steps, scale), outcome_rewards(trajectory), self._overlong(trajectory))
-            for trajectory, steps in zip(batch, process, strict=True)
+            _add(_times(placed, scale), outcome_rewards(trajectory), overlong(trajectory))
+            for trajectory, placed in zip(batch, process, strict=True)
         ]
 
     def penalize(self, rewards: list[PerToken], kl: Sequence[PerToken | None] | None) -> list[PerToken]:
-        """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards as they are.
+        """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
         `kl` is log pi - log reference of every response token. It is None for a trajectory that was not sampled from pi
         (a greedy one), whose log-ratios would estimate nothing.
@@ -149,49 +156,54 @@ class RewardShaper:
             raise ValueError("pass `kl` if and only if the KL is in the reward")
         if kl is None or self.kl is None:
             return rewards
-        penalised = [
-            one if other is None else _add(one, _scaled(other, -self.kl.coef))
-            for one, other in zip(rewards, kl, strict=True)
+        penalized = [
+            one if ratios is None else _add(one, _times(ratios, -self.kl.coef))
+            for one, ratios in zip(rewards, kl, strict=True)
         ]
-        sampled = [placed for placed in kl if placed is not None]
-        flat = [value for placed in sampled for step in placed for value in step]
+        sampled = [ratios for ratios in kl if ratios is not None]
+        flat = [value for ratios in sampled for step in ratios for value in step]
         mean = sum(flat) / max(1, len(flat))
         self.metrics |= {"reward_kl": mean, "reward_kl_coef": self.kl.coef}
         self.kl.adapt(mean, len(sampled))
-        return penalised
+        return penalized
 
     def earned(self, trajectory: Trajectory) -> tuple[float, ...]:
-        """What tells attempts at a row apart: the return they are compared by, before penalties, which alone must not
-        make equal answers worth comparing. Where the scale of process rewards follows the batch, both parts of the
-        return: only by chance would different ones make up for each other.
+        """The return that attempts at a row are compared by, before penalties: penalties alone must not make equal
+        answers worth comparing. If the scale of process rewards depends on the batch, return process and outcome
+        separately, because only by chance would differences in both cancel.
         """
         process, outcome = total(process_rewards(trajectory)), total(outcome_rewards(trajectory))
-        if self.process not in _FIXED_SCALES:
+        if self.process not in FIXED_SCALES:
             return process, outcome
-        return (self.process_weight * _FIXED_SCALES[self.process] * process + outcome,)
+        return (self.process_weight * FIXED_SCALES[self.process] * process + outcome,)
 
     def state_dict(self) -> dict[str, Any]:
-        running = {"count": self.running.count, "mean": self.running.mean, "squares": self.running.squares}
-        return {"running": running, "kl_coef": None if self.kl is None else self.kl.coef}
+        return {"running": asdict(self.running), "kl_coef": None if self.kl is None else self.kl.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.running = RunningStd(**state["running"])
         if self.kl is not None and state["kl_coef"] is not None:
             self.kl.coef = state["kl_coef"]
 
-    def _scale(self, process: Sequence[PerToken]) -> float:
-        if self.process in _FIXED_SCALES:
-            return _FIXED_SCALES[self.process]
-        return _BATCH_SCALES[self.process](process, self.running)
 
-    def _overlong(self, trajectory: Trajectory) -> PerToken:
-        return overlong_penalties(
-            trajectory, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
-        )
+def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
+    """Return True if all attempts that count earned the same return, so that comparing them teaches nothing.
+
+    Returns are computed by `shaper`; the default takes rewards as paid.
+    """
+    shaper = shaper or RewardShaper()
+    earned = [shaper.earned(trajectory) for trajectory in group.trajectories if is_valid(trajectory)]
+    return all(differ_by_rounding(min(part), max(part)) for part in zip(*earned, strict=True))
+
+
+def is_valid(trajectory: Trajectory) -> bool:
+    """Return True if the policy sampled something and the machinery around it did not fail."""
+    return not trajectory.stop.is_failure and trajectory.num_response_tokens > 0
 
 
 def _by_largest_return(process: Sequence[PerToken], running: RunningStd) -> float:
-    return 1.0 / (largest_return(process) + TINY)
+    """The published scale: the largest absolute sum of process rewards from any token of the batch to its end."""
+    return 1.0 / (max((abs(value) for placed in process for value in _sums_to_end(placed)), default=0.0) + TINY)
 
 
 def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
@@ -201,16 +213,16 @@ def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
     return 1.0 / running.value if running.value > TINY else 1.0
 
 
-_FIXED_SCALES: dict[ProcessScaling, float] = {"raw": 1.0, "ignored": 0.0}
-_BATCH_SCALES: dict[ProcessScaling, Callable[[Sequence[PerToken], RunningStd], float]] = {
+FIXED_SCALES: dict[ProcessScaling, float] = {"raw": 1.0, "ignored": 0.0}
+BATCH_SCALES: dict[ProcessScaling, Callable[[Sequence[PerToken], RunningStd], float]] = {
     "largest_return": _by_largest_return,
     "running_std": _by_running_std,
 }
 
 
 def _put(placed: PerToken, index: int, amount: float, at: int = -1) -> None:
-    """On token `at` of step `index`. A step without tokens took no decision: what it earned goes to the last decision
-    before it, and is nobody's if there was none."""
+    """Add a reward to token `at` of step `index`. If nothing was sampled in that step, the last decision before it gets
+    the reward; without one it is dropped."""
     while index >= 0 and not placed[index]:
         index -= 1
     if index >= 0:
@@ -224,18 +236,10 @@ def _last_token(span: tuple[int, int] | None, step: Step) -> int:
 
 
 def _sums_to_end(placed: PerToken) -> list[float]:
-    sums, running = [], 0.0
-    for value in reversed(list(chain.from_iterable(placed))):
-        running += value
-        sums.append(running)
-    return sums
+    return list(accumulate(reversed(list(chain.from_iterable(placed))), initial=0.0))[1:]
 
 
-def _any(placed: PerToken) -> bool:
-    return any(map(any, placed))
-
-
-def _scaled(placed: PerToken, factor: float) -> PerToken:
+def _times(placed: PerToken, factor: float) -> PerToken:
     return placed if factor == 1 else [[factor * value for value in step] for step in placed]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
-from agent_r1.learn.algorithms import is_uniform
+from agent_r1.learn.rewards import is_uniform
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.statistics import standard_error
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory

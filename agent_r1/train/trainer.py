@@ -23,9 +23,9 @@ from agent_r1.data.rows import rows_for_step
 from agent_r1.engines.base import Engine
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import assign_credit, is_uniform
+from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
 from agent_r1.learn.learner import MAX_NAMED, Learner
-from agent_r1.learn.rewards import RewardShaper
+from agent_r1.learn.rewards import RewardShaper, is_uniform
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.checkpoint import save_checkpoint
@@ -140,15 +140,13 @@ class Trainer:
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
         """The scales of rewards follow the batch; if anything goes wrong, they are as before."""
-        before = self.shaper.state_dict()
+        algorithm, before = self.plan.algorithm, self.shaper.state_dict()
+        groups = trainable(groups, algorithm, self.shaper)
+        attempts = attempts_of(groups)
+        values = self.learner.values(attempts) if algorithm.needs_critic else None
+        kl = self.learner.kl_to_reference(attempts) if self.shaper.kl is not None else None
         try:
-            credited = assign_credit(
-                groups,
-                self.plan.algorithm,
-                shaper=self.shaper,
-                values=self.learner.values if self.plan.algorithm.needs_critic else None,
-                kl=self.learner.kl_to_reference if self.shaper.kl is not None else None,
-            )
+            credited = assign_credit(groups, algorithm, shaper=self.shaper, values=values, kl=kl)
         except BaseException:
             self.shaper.load_state_dict(before)
             raise

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agent_r1.learn.algorithms import Algorithm, assign_credit, trainable
+from agent_r1.learn.algorithms import Algorithm
+from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
 from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper
 from agent_r1.types import CreditedTrajectory, Group
@@ -37,9 +38,11 @@ def credit(
     groups: Sequence[Group], algorithm: Algorithm, *, shaper: RewardShaper, values: ValueFunction | None
 ) -> list[CreditedTrajectory]:
     """As the trainer does it, dynamic sampling included."""
+    groups = trainable(groups, algorithm, shaper)
     if algorithm.sampling_rounds > 1:
-        groups = trainable(groups, varied_by=shaper)[:ROWS_PER_BATCH]
-    return assign_credit(groups, algorithm, shaper=shaper, values=values if algorithm.needs_critic else None)
+        groups = groups[:ROWS_PER_BATCH]
+    asked = values(attempts_of(groups)) if values is not None and algorithm.needs_critic else None
+    return assign_credit(groups, algorithm, shaper=shaper, values=asked)
 
 
 def loss_of(world: World, policy_PA: Tensor, credited: Sequence[CreditedTrajectory], algorithm: Algorithm) -> Tensor:

@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_r1.learn.algorithms import Algorithm, is_uniform
+from agent_r1.learn.algorithms import Algorithm
+from agent_r1.learn.rewards import is_uniform
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from benchmarks.credit_lab.exact import token_logits
 from benchmarks.credit_lab.worlds import ACTIONS, Array, World

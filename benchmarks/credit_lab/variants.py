@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.credit import Values
-from agent_r1.learn.critic import with_last_state
 from agent_r1.learn.losses import value_loss
+from agent_r1.learn.model.critic import with_last_state
 from agent_r1.learn.optimizer import Optimizer, warmup
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
 from benchmarks.credit_lab.exact import exact_values

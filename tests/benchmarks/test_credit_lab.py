@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm, is_uniform
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
+from agent_r1.learn.rewards import is_uniform
 from agent_r1.types import StopReason
 from benchmarks.credit_lab import report
 from benchmarks.credit_lab.__main__ import arguments

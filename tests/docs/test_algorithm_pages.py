@@ -16,7 +16,7 @@ from agent_r1.learn import ALGORITHMS, get_algorithm
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("README.md", "parity.md"))
-NAMED = re.compile(r"`(\w+)`\s+in\s+`learn/(\w+)\.py`")
+NAMED = re.compile(r"`(\w+)`\s+in\s+`learn/([\w/]+)\.py`")
 
 
 def page_of(name: str) -> Path:
@@ -82,7 +82,9 @@ def test_the_functions_named_under_our_lines_exist(page: Path) -> None:
     text = own_lines(page)
     named = NAMED.findall(text)
     for function, module in named:
-        assert hasattr(import_module(f"agent_r1.learn.{module}"), function), f"learn/{module}.py has no {function}"
+        assert hasattr(import_module(f"agent_r1.learn.{module.replace('/', '.')}"), function), (
+            f"learn/{module}.py has no {function}"
+        )
     outside = re.findall(r"`[^`]+`", NAMED.sub("", text))
     # What is left in backticks is a setting such as `aggregation: constant`, not a function without its file.
     assert [word for word in outside if ":" not in word] == []

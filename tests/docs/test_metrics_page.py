@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.types import Trajectory
@@ -43,7 +43,9 @@ def test_everything_an_update_reports_is_explained() -> None:
     paid = trajectory(replace(step([1, 2], [3, 4]), reward=0.2), name="paid")  # a process reward
     groups = [group(episode("right", 1.0), episode("wrong", 0.0), paid)]
     shaper = RewardShaper(process="running_std", kl=KLInReward(coef=0.1, target=0.1, horizon=100))
-    credited = assign_credit(groups, algorithm, shaper=shaper, values=learner.values, kl=learner.kl_to_reference)
+    played = attempts_of(groups)
+    values, kl = learner.values(played), learner.kl_to_reference(played)
+    credited = assign_credit(groups, algorithm, shaper=shaper, values=values, kl=kl)
     reported = {*learner.update(credited), *rollout_metrics(groups, success_reward=1.0), *shaper.metrics}
     explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))
     assert {name for name in reported - explained - LAYOUT if not name.startswith(FAMILIES)} == set()

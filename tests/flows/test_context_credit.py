@@ -114,7 +114,7 @@ def test_nothing_follows_where_an_episode_outgrew_its_context_after_a_summary_or
     cut = attempt("t", step(1), step(2, summary=last), stop=StopReason.MAX_TOKENS)
     made = get_algorithm(name, gamma=0.5, lam=0.0, whiten_batch=False)
     values = Values(per_token=[[8.0], [8.0]])
-    [credited] = assign_credit([Group(row=row(), trajectories=[cut])], made, values=lambda asked: [values])
+    [credited] = assign_credit([Group(row=row(), trajectories=[cut])], made, values=[values])
     assert credited.advantages == [[-4.0], [-8.0]]  # 0.5 * 8 - 8, then 0 - 8
 
 

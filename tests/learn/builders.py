@@ -20,12 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm, trainable
 from agent_r1.learn.batch.minibatch import on_columns
 from agent_r1.learn.batch.packs import merge_steps, pack, step_sizes
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.critic import Critic
 from agent_r1.learn.learner import CriticTraining
+from agent_r1.learn.losses import Correction
+from agent_r1.learn.model.critic import Critic
 from agent_r1.learn.rewards import KLInReward
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
@@ -226,7 +226,8 @@ def steady_kl(coef: float) -> KLInReward:
 
 def credit_for(name: str, groups: list[Group], learner: Learner) -> list[CreditedTrajectory]:
     algorithm = get_algorithm(name)
-    return assign_credit(groups, algorithm, values=learner.values if algorithm.needs_critic else None)
+    values = learner.values(attempts_of(trainable(groups, algorithm))) if algorithm.needs_critic else None
+    return assign_credit(groups, algorithm, values=values)
 
 
 def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, assign_credit
+from agent_r1.learn.algorithms import ALGORITHMS, Algorithm
+from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
 from agent_r1.learn.credit import Values
+from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, Step, StopReason, ToolCallRecord, Trajectory
 from tests.learn.builders import group, step, trajectory
-
-Critic = Callable[[Sequence[Trajectory]], list[Values]]
 
 
 def call(reward: float, span: tuple[int, int] | None) -> ToolCallRecord:
@@ -38,10 +38,10 @@ def episode(
     return trajectory(*steps, reward=outcome, name=name, stop=stop)
 
 
-def critic(*per_token: PerToken, bootstrap: Sequence[float] | None = None) -> Critic:
-    """Says these values, one trajectory after the other, whatever it is asked about."""
+def critic(*per_token: PerToken, bootstrap: Sequence[float] | None = None) -> list[Values]:
+    """These values, one trajectory after the other."""
     after = [0.0] * len(per_token) if bootstrap is None else bootstrap
-    return lambda asked: [Values(per_token=v, bootstrap=b) for v, b in zip(per_token, after, strict=True)]
+    return [Values(per_token=v, bootstrap=b) for v, b in zip(per_token, after, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,23 @@ class Batch:
     values: Mapping[str, Values]
     kl: Mapping[str, PerToken]
 
-    def critic(self, asked: Sequence[Trajectory]) -> list[Values]:
-        return [self.values[one.trajectory_id] for one in asked]
-
-    def credit(self, algorithm: Algorithm | str, groups: Sequence[Group] | None = None) -> list[CreditedTrajectory]:
+    def credit(
+        self,
+        algorithm: Algorithm | str,
+        groups: Sequence[Group] | None = None,
+        *,
+        shaper: RewardShaper | None = None,
+        kl: Mapping[str, PerToken] | None = None,
+    ) -> list[CreditedTrajectory]:
         row = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
+        groups = self.groups if groups is None else groups
+        asked = attempts_of(trainable(groups, row, shaper))
         return assign_credit(
-            self.groups if groups is None else groups, row, values=self.critic if row.needs_critic else None
+            groups,
+            row,
+            shaper=shaper,
+            values=[self.values[one.trajectory_id] for one in asked] if row.needs_critic else None,
+            kl=None if kl is None else [kl[one.trajectory_id] for one in asked],
         )
 
 

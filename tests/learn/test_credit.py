@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from agent_r1.learn.algorithms import ALGORITHMS, assign_credit, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
+from agent_r1.learn.assignment import assign_credit
 from agent_r1.learn.credit import Values
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
@@ -186,7 +187,7 @@ def test_an_episode_that_left_no_prompt_unanswered_is_worth_what_it_earned(name:
     # 1 - 4 at the second token
     cut = episode([2], 1.0, stop=stop)
     row = get_algorithm(name, gamma=1.0, whiten_batch=False)
-    (got,) = assign_credit([group(cut)], row, values=lambda _: [Values(per_token=[[2.0, 4.0]])])
+    (got,) = assign_credit([group(cut)], row, values=[Values(per_token=[[2.0, 4.0]])])
     assert got.advantages == ([[-1.0, -3.0]] if name == "ppo" else [[-1.0, -1.0]])
     assert got.value_targets is not None
     assert got.value_targets[0][0] == 1.0
@@ -201,7 +202,7 @@ def test_to_run_over_a_budget_is_never_better_than_to_take_what_there_is(
     row = get_algorithm(name, gamma=gamma, lam=lam, whiten_batch=False)
     took, ran_over = episode([1], paid), episode([1], 0.0, stop=StopReason.MAX_TOKENS)
     said = [Values(per_token=[[hope]]), Values(per_token=[[hope]])]
-    first, second = assign_credit([group(took, ran_over)], row, values=lambda _: said)
+    first, second = assign_credit([group(took, ran_over)], row, values=said)
     assert second.advantages[0][0] <= first.advantages[0][0]
 
 
@@ -238,8 +239,8 @@ def test_a_kl_penalty_alone_is_not_blown_up_to_a_full_size_advantage(name: str) 
             [played],
             algorithm,
             shaper=RewardShaper(kl=steady_kl(1e-3)),
-            kl=lambda asked: [[[0.1, 0.3]], [[-0.2, 0.5]]],
-            values=(lambda _: [Values(per_token=[[0.0, 0.0]])] * 2) if algorithm.needs_critic else None,
+            kl=[[[0.1, 0.3]], [[-0.2, 0.5]]],
+            values=[Values(per_token=[[0.0, 0.0]])] * 2 if algorithm.needs_critic else None,
         )
         return max(abs(value) for each in credited for row in each.advantages for value in row)
 

@@ -32,37 +32,37 @@ def algorithm(made: Made, **change: Any) -> Algorithm:
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
-        (lambda item: Credit(advantages=item.spread([1.0])), r"Scored\.spread got 1 numbers for 2 decisions"),
-        (lambda item: Credit(advantages=item.spread([1.0] * 3)), r"Scored\.spread got 3 numbers for 2 decisions"),
-        (lambda item: Credit(advantages=item.unflatten([1.0] * 2)), r"unflatten got 2 numbers for 3 response tokens"),
-        (lambda item: Credit(advantages=item.unflatten([1.0] * 4)), r"unflatten got 4 numbers for 3 response tokens"),
-        (lambda item: Credit(advantages=[[1.0], [], [1.0]]), r"returned advantages for \[1, 0, 1\] .* has \[2, 0, 1\]"),
+        (lambda item: Credit(advantages=item.spread([1.0])), "1 .* 2 decisions"),
+        (lambda item: Credit(advantages=item.spread([1.0] * 3)), "3 .* 2 decisions"),
+        (lambda item: Credit(advantages=item.unflatten([1.0] * 2)), "2 .* 3 response tokens"),
+        (lambda item: Credit(advantages=item.unflatten([1.0] * 4)), "4 .* 3 response tokens"),
+        (lambda item: Credit(advantages=[[1.0], [], [1.0]]), r"'a' .*\[2, 0, 1\] .* \[1, 0, 1\]"),
         (
             lambda item: Credit(advantages=item.spread([1.0, 2.0]), value_targets=[[1.0, 2.0]]),
-            r"returned value_targets for \[2\] response tokens of each step of trajectory 'a', which has \[2, 0, 1\]",
+            r"'a' .*\[2, 0, 1\] .* value_targets \[2\]",
         ),
     ],
 )
 def test_a_credit_function_that_miscounts_is_named_with_both_counts(made: Made, problem: str) -> None:
-    with pytest.raises(DataError, match=f"credit function 'own_credit': .*{problem}"):
+    with pytest.raises(DataError, match=f"credit function 'own_credit'.*{problem}"):
         assign_credit([group(ATTEMPT)], algorithm(made))
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    "change",
     [
-        (lambda made: made[:1], "it returned 1 groups for 2 groups"),
-        (lambda made: [made[0], made[1][:1]], "for group 1 it returned 1 credits for 2 trajectories"),
-        (lambda made: [[*made[0], *made[1]], []], "for group 0 it returned 3 credits for 1 trajectories"),
+        lambda made: made[:1],
+        lambda made: [made[0], made[1][:1]],
+        lambda made: [[*made[0], *made[1]], []],
     ],
 )
 def test_credit_for_other_groups_than_were_given_is_refused(
-    change: Callable[[list[list[Credit]]], list[list[Credit]]], problem: str
+    change: Callable[[list[list[Credit]]], list[list[Credit]]],
 ) -> None:
     def regrouped(groups: ScoredGroups) -> list[list[Credit]]:
         return change([[Credit(advantages=i.spread([0.0] * len(i.decisions))) for i in each] for each in groups])
 
-    with pytest.raises(DataError, match=f"credit function 'regrouped': {problem}"):
+    with pytest.raises(DataError, match="credit function 'regrouped'"):
         assign_credit(
             [group(ATTEMPT), group(ATTEMPT, OTHER)], algorithm(lambda i: Credit(advantages=[]), credit=regrouped)
         )
@@ -75,10 +75,7 @@ def test_a_setting_that_two_functions_read_has_one_value() -> None:
     def nothing(item: Scored) -> Credit:
         return Credit(advantages=item.spread([0.0] * len(item.decisions)))
 
-    message = (
-        "algorithm 'own': the setting 'scale' is 1.0 in own_credit and 2.0 in own_loss. Give both the same default"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"'own': .*'scale' .*1\.0 and 2\.0"):
         algorithm(nothing, loss=own_loss)
     both = algorithm(nothing, loss=partial(own_loss, scale=1.0)).with_settings(scale=3.0)
     for part in (both.credit, both.loss):
@@ -88,5 +85,5 @@ def test_a_setting_that_two_functions_read_has_one_value() -> None:
     def hidden(groups: ScoredGroups, *, overlong_penalty: float = 1.0) -> list[list[Credit]]:
         raise AssertionError(overlong_penalty)
 
-    with pytest.raises(ConfigError, match=r"setting 'overlong_penalty' is 1\.0 in hidden and 0\.0 in Algorithm"):
+    with pytest.raises(ConfigError, match=r"'overlong_penalty' .*1\.0 and 0\.0"):
         algorithm(nothing, credit=hidden)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
-from agent_r1.learn.critic import Critic, RunningMoments, explained_variance, with_last_state
+from agent_r1.learn.model.critic import Critic, RunningMoments, explained_variance, with_last_state
 from agent_r1.learn.rewards import zeros
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
@@ -110,7 +110,7 @@ def test_the_bootstrap_enters_the_advantages_of_truncated_episodes_alone(shared:
     row = get_algorithm("steppo", whiten_batch=False, bootstrap_truncated=True)
     for stop in (StopReason.MAX_STEPS, StopReason.ANSWERED):
         attempt = replace(trajectory(step([1, 2], [3, 4]), reward=1.0, stop=stop), next_prompt_ids=[1, 2, 3, 4, 5])
-        (item,) = assign_credit([group(attempt)], row, values=learner.values)
+        (item,) = assign_credit([group(attempt)], row, values=learner.values([attempt]))
         after = value_of(critic_in(learner), [1, 2, 3, 4, 5]) if stop.is_truncated else 0.0
         before = value_of(critic_in(learner), [1, 2])
         assert item.advantages == [pytest.approx([1 + after - before] * 2, abs=1e-5)]

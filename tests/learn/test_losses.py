@@ -18,7 +18,7 @@ from agent_r1.learn.losses import (
     KLEstimator,
     LossInputs,
     LossOutput,
-    cispo,
+    capped_weight,
     clipped_surrogate,
     kl_k1,
     kl_k2,
@@ -246,7 +246,17 @@ def test_cispo_by_hand() -> None:
     # The importance is a number: slopes are -importance * A, without a term for the derivative of the ratio.
     logprobs = leaf(-1, -3)
     old = numbers(-1 - LN2, -3 - 3 * LN2)
-    loss = cispo(logprobs, old, numbers(1, -1), numbers(1, 1), cap=5.0)
+    inputs = LossInputs(
+        logprobs_T=logprobs,
+        old_logprobs_T=old,
+        advantages_T=numbers(1, -1),
+        importance_T=numbers(1, 1),
+        step_ids_T=torch.tensor([0, 0]),
+        step_sizes_T=numbers(2, 2),
+        trajectory_sizes_T=numbers(2, 2),
+        counts=Counts(tokens=1, steps=1, trajectories=1),
+    )
+    loss = capped_weight(inputs, weight_cap=5.0, aggregation="token", horizon=1).loss
     assert loss.item() == pytest.approx(2 - 15)
     assert slope(loss, logprobs) == approx(-2, 5)
 

@@ -11,20 +11,21 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from agent_r1.learn.rewards import (
+    BATCH_SCALES,
+    FIXED_SCALES,
     KLInReward,
     ProcessScaling,
     RewardShaper,
     RunningStd,
-    largest_return,
     outcome_rewards,
     overlong_penalties,
     process_rewards,
 )
-from agent_r1.types import ToolCallRecord, Trajectory
+from agent_r1.types import PerToken, ToolCallRecord, Trajectory
 from tests.learn.builders import steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, call, episode, flat
 
-SCALINGS: tuple[ProcessScaling, ...] = get_args(ProcessScaling)
+SCALINGS = (*FIXED_SCALES, *BATCH_SCALES)
 
 
 def one_step(size: int, reward: float, *calls: ToolCallRecord) -> Trajectory:
@@ -127,10 +128,16 @@ def test_without_a_penalty_no_response_is_too_long() -> None:
 
 def test_the_published_scale_is_the_largest_absolute_sum_to_the_end() -> None:
     # to the end from each token: 1 - 3 + 1 = -1, -2, 1 and 2, 2; the largest without sign is 2
-    assert largest_return([[[1.0, -3.0], [1.0]], [[0.0, 2.0]]]) == 2.0
-    assert largest_return([[[1.0, -4.0], [1.0]], [[0.0, 2.0]]]) == 3.0
-    assert largest_return([]) == 0.0
-    assert largest_return([[[]]]) == 0.0
+    def scale(*batch: PerToken) -> float:
+        return BATCH_SCALES["largest_return"](batch, RunningStd())
+
+    assert scale([[1.0, -3.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 2)
+    assert scale([[1.0, -4.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 3)
+    assert scale() == scale([[]]) == 1e6  # no rewards to scale
+
+
+def test_the_scalings_are_those_of_the_tables() -> None:
+    assert get_args(ProcessScaling) == SCALINGS
 
 
 def test_scaling_touches_process_rewards_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import stdev
 
@@ -12,9 +11,9 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, assign_credit, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper
-from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
+from agent_r1.types import CreditedTrajectory, Trajectory
 from tests.learn.builders import steady_kl
 from tests.learn.episodes import SOUND, Batch, batches, flat, settings
 from tests.numerics.credit_reference import (
@@ -98,12 +97,7 @@ def test_shaped_credit_is_what_the_plain_loops_say(
     ratios = batch.kl if data.draw(st.booleans()) else None
     scales = {"raw": lambda rows: 1.0, "ignored": lambda rows: 0.0, "largest_return": published_scale}
 
-    def kl(asked: Sequence[Trajectory]) -> list[PerToken]:
-        assert ratios is not None
-        return [ratios[one.trajectory_id] for one in asked]
-
-    got = assign_credit(
-        batch.groups,
+    got = batch.credit(
         algorithm,
         shaper=RewardShaper(
             process=scaling,
@@ -113,8 +107,7 @@ def test_shaped_credit_is_what_the_plain_loops_say(
             overlong_penalty=penalty,
             kl=None if ratios is None else steady_kl(coef),
         ),
-        values=batch.critic if algorithm.needs_critic else None,
-        kl=None if ratios is None else kl,
+        kl=ratios,
     )
     shaping = Shaping(
         process_scale=lambda rows: weight * scales[scaling](rows),

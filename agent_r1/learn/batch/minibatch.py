@@ -28,8 +28,7 @@ from agent_r1.learn.batch.packs import (
 )
 from agent_r1.learn.batch.support import Supports
 from agent_r1.learn.batch.tree import PrefixSharing
-from agent_r1.learn.correction import Correction
-from agent_r1.learn.losses import Counts, LossInputs, ratio_report
+from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
 from agent_r1.types import CreditedTrajectory
 
 
