@@ -17,6 +17,7 @@ from typing import Any, Literal
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
+Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, tokens it sampled), in order of the tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +172,7 @@ class Step:
     calls: tuple[ToolCallRecord, ...] = ()
     action_text: str = ""
     feedback: str = ""  # the env's reply, for people
-    policy_version: int = 0  # learner step whose weights sampled this
+    versions: Versions = ()  # policy versions (learner steps) whose weights sampled this; (): not sampled
     is_cut: bool = False  # a token limit ended the response, not the policy
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
@@ -190,6 +191,13 @@ class Step:
                 f"Step needs one entry of support per response token: got {len(self.response_ids)} tokens and "
                 f"{len(self.support)} entries"
             )
+        if self.versions and sum(count for _, count in self.versions) != len(self.response_ids):
+            raise ValueError(f"Step.versions={self.versions} do not add up to {len(self.response_ids)} response tokens")
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that sampled any of the tokens: what staleness is measured from. 0 if not sampled."""
+        return min((version for version, _ in self.versions), default=0)
 
     @property
     def is_restricted(self) -> bool:
@@ -198,7 +206,7 @@ class Step:
 
     def without_sampling(self) -> Step:
         """Return the step as a demonstration, without the record of how it was sampled."""
-        return replace(self, temperature=None, top_p=1.0, top_k=0, support=None)
+        return replace(self, temperature=None, top_p=1.0, top_k=0, support=None, versions=())
 
     @property
     def is_summary(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent_r1.bench.results import Figures
-from agent_r1.engines.base import Sampling
+from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.engine import LocalEngine
 
 
@@ -34,7 +34,7 @@ class Append:
         sampling, figures = Sampling(max_tokens=self.response_tokens), []
         for _ in range(self.steps):
             before, began = engine.stats.prefilled_tokens, time.perf_counter()
-            calls = [engine.generate(ids, sampling, session=session) for session, ids in contexts.items()]
+            calls = [engine.generate(Prompt(ids), sampling, session=session) for session, ids in contexts.items()]
             completions = await asyncio.gather(*calls)
             seconds = time.perf_counter() - began
             figures.append({"seconds": seconds, "prefilled_tokens": engine.stats.prefilled_tokens - before})

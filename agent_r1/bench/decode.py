@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from agent_r1.bench.measure import spend
-from agent_r1.engines.base import Sampling
+from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.engine import LocalEngine
 
 
@@ -55,7 +55,7 @@ class Decoding:
 
         async def extend(new_tokens: int) -> None:
             sampling = Sampling(max_tokens=new_tokens)
-            calls = [engine.generate(ids, sampling, session=session) for session, ids in contexts.items()]
+            calls = [engine.generate(Prompt(ids), sampling, session=session) for session, ids in contexts.items()]
             for session, completion in zip(contexts, await asyncio.gather(*calls), strict=True):
                 assert len(completion.token_ids) == new_tokens  # without stop ids
                 contexts[session] = contexts[session] + completion.token_ids

@@ -14,7 +14,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from agent_r1.bench.models import TURN_END, TURN_START, make_tokenizer
-from agent_r1.engines.base import Completion, Sampler, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.flow import AgentEnvLoop, Limits
@@ -109,8 +109,8 @@ class FixedLength:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        completion = await self._sampler.generate(prompt_ids, sampling, session=session)
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        completion = await self._sampler.generate(prompt, sampling, session=session)
         return replace(completion, stop="stop")
 
     def release(self, session: str) -> None:

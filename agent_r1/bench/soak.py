@@ -15,7 +15,7 @@ import torch
 from agent_r1.bench.episodes import AnsweringEnv, Workload, episode_seed, make_collector
 from agent_r1.bench.measure import allocated_bytes, resident_bytes
 from agent_r1.bench.results import Figures
-from agent_r1.engines.base import Sampling
+from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.types import Action, StopReason, Transition
 
@@ -113,7 +113,7 @@ async def _impatient(engine: LocalEngine, vocabulary: int, patience: float, inde
     prompt = [(index * 31 + position) % vocabulary for position in range(24)]
     session = f"impatient-{index}"
     try:
-        await asyncio.wait_for(engine.generate(prompt, Sampling(max_tokens=64), session=session), 0.05 * patience)
+        await asyncio.wait_for(engine.generate(Prompt(prompt), Sampling(max_tokens=64), session=session), 0.05 * patience)
     except TimeoutError:
         return "cancelled"
     finally:

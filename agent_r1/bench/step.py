@@ -134,7 +134,7 @@ class OurStep:
         credited = assign_credit(groups, self._algorithm)
         metrics = self._learner.update(credited)
         marks.append(self._now())
-        self._engine.load_weights(self._learner.weights(), self._steps)
+        asyncio.run(self._engine.load_weights(self._learner.weights().items(), self._steps))
         marks.append(self._now())
         check_lengths(groups, self._sizes.workload, self._sizes.shape.vocabulary)
         if metrics["skipped_updates"] or metrics["empty_update"]:

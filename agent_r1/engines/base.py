@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from agent_r1.types import Support
+from agent_r1.types import Support, Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,36 +44,88 @@ class Sampling:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads before it responds."""
+
+    ids: list[int]
+    media: tuple[Any, ...] = ()  # images, for engines that take them; an engine that does not refuses them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled response: the exact ids, and the log-prob of each under the distribution it was drawn from."""
 
     token_ids: list[int]
     logprobs: list[float]
-    stop: Literal["stop", "length"]  # a stop id was sampled, or max_tokens ran out
-    policy_version: int = 0
+    # A stop id was sampled, max_tokens ran out, or the engine ended the request: the tokens so far are exact.
+    stop: Literal["stop", "length", "abort"]
+    versions: Versions = ()  # the policy versions that sampled the tokens
     support: Support | None = None  # what each token was chosen from, if `Sampling.keep_support` asked for it
+
+    def then(self, rest: Completion) -> Completion:
+        """This response, continued by `rest`."""
+        support = None
+        if self.support is not None and rest.support is not None:
+            support = Support(counts=self.support.counts + rest.support.counts, ids=self.support.ids + rest.support.ids)
+        return Completion(
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            stop=rest.stop,
+            versions=self.versions + rest.versions,
+            support=support,
+        )
 
 
 class Sampler(Protocol):
     """Token ids in, token ids out."""
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
         """Sample one response. Calls of one `session` usually extend each other, so an engine may keep their cache."""
         ...
 
     def release(self, session: str) -> None:
-        """The episode is over; whatever was kept for it may go. Unknown sessions are ignored."""
+        """Free what is kept for an episode that has ended. Unknown sessions are ignored."""
         ...
 
 
 class Engine(Sampler, Protocol):
-    """Token ids in, token ids out, under weights that carry a version."""
+    """A sampler whose weights can be replaced."""
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample with these weights from now on; completions carry `version`. Not allowed while requests run."""
+    @property
+    def startup_seconds(self) -> float:
+        """Time spent on compiling and other preparation."""
+        ...
+
+    async def load_weights(self, source: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sample with these weights, by the model's parameter names, from now on; completions carry `version`.
+
+        May be called while requests run. An engine that cannot swap weights inside a request waits for running requests
+        and holds new ones back. If the call fails, the engine refuses requests until a later call succeeds.
+        """
+        ...
+
+    def abort(self, session: str | None = None) -> None:
+        """End the running requests of a session, or all of them: they return what they have with `stop="abort"`."""
         ...
 
     async def close(self) -> None:
         """Free what the engine holds. May be called twice."""
         ...
+
+
+async def generate_all(sampler: Sampler, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+    """Sample a whole response: one that the engine aborts is continued from its own tokens until it ends.
+
+    Each token is sampled given exactly those before it, so ids and log-probs stay exact; `Completion.versions` says
+    which weights sampled which of them.
+    """
+    completion = await sampler.generate(prompt, sampling, session=session)
+    while completion.stop == "abort":
+        await asyncio.sleep(0)  # lets the caller cancel, even if the engine aborts again at once
+        done = len(completion.token_ids)
+        seed = None if sampling.seed is None else sampling.seed + done  # not the noise of the first tokens again
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
+        longer = replace(prompt, ids=prompt.ids + completion.token_ids)
+        completion = completion.then(await sampler.generate(longer, rest, session=session))
+    return completion

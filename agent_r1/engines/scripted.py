@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class ScriptedCall:
     sampling: Sampling
     session: str
     turn: int  # how many requests of this session came before
+    media: tuple[Any, ...] = ()
 
 
 Script = Callable[[ScriptedCall], Response] | Sequence[Response] | Mapping[str, Sequence[Response]]
@@ -44,14 +45,21 @@ class ScriptedEngine:
     def __init__(self, responses: Script, *, tokenizer: TextEncoder | None = None, delay: float = 0.0) -> None:
         self.calls: list[ScriptedCall] = []
         self.released: list[str] = []
+        self.startup_seconds = 0.0
         self.version = 0
         self._responses = responses
         self._tokenizer = tokenizer
         self._delay = delay
         self._turns: Counter[str] = Counter()
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        call = ScriptedCall(prompt_ids=list(prompt_ids), sampling=sampling, session=session, turn=self._turns[session])
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        call = ScriptedCall(
+            prompt_ids=list(prompt.ids),
+            sampling=sampling,
+            session=session,
+            turn=self._turns[session],
+            media=prompt.media,
+        )
         index, version = len(self.calls), self.version
         self.calls.append(call)
         self._turns[session] += 1
@@ -62,8 +70,11 @@ class ScriptedEngine:
     def release(self, session: str) -> None:
         self.released.append(session)
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def load_weights(self, source: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = version
+
+    def abort(self, session: str | None = None) -> None:
+        """Nothing to do: a script says itself which responses are aborted, as a `Completion` with `stop="abort"`."""
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -104,5 +115,5 @@ def _limited(completion: Completion, sampling: Sampling, version: int) -> Comple
         logprobs=completion.logprobs[:kept],
         support=None if completion.support is None else completion.support.first(kept),
         stop="length" if kept < end else completion.stop,
-        policy_version=version,
+        versions=((version, kept),) if kept else (),
     )

@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from agent_r1.engines.base import Completion, Sampler, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
 from agent_r1.envs.base import AgentEnv, ask, check_observation
 from agent_r1.errors import DataError
 from agent_r1.flows.attach import attach
@@ -179,7 +179,7 @@ class Episode:
         return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
 
     async def _sample(self, prompt_ids: list[int], max_tokens: int, hidden: int | None) -> tuple[Completion, str]:
-        """A response of at most `max_tokens`, recorded as a step."""
+        """A response of at most `max_tokens`, recorded as a step. If the engine aborts it, it is continued."""
         room = self.limits.max_context_tokens - len(prompt_ids)
         if room < 1:
             reason = f"the prompt has {len(prompt_ids)} tokens, max_context_tokens is {self.limits.max_context_tokens}"
@@ -187,7 +187,7 @@ class Episode:
         if self._closed:  # while a context policy was thinking
             raise RuntimeError("the episode had ended before anything was sampled")
         started, sampling = time.perf_counter(), self._next_sampling(min(room, max_tokens))
-        completion = await self._sampler.generate(prompt_ids, sampling, session=self.episode_id)
+        completion = await generate_all(self._sampler, Prompt(prompt_ids), sampling, session=self.episode_id)
         text = self.renderer.decode(completion.token_ids)
         step = Step(
             prompt_ids=prompt_ids,
@@ -198,7 +198,7 @@ class Episode:
             top_k=sampling.top_k,
             support=completion.support,
             action_text=text,
-            policy_version=completion.policy_version,
+            versions=completion.versions,
             is_cut=completion.stop == "length",
             generate_seconds=time.perf_counter() - started,
             hidden_messages=hidden,

@@ -114,6 +114,8 @@ def answerer(step: Step) -> str:
 def _step_from_json(record: Mapping[str, Any]) -> Step:
     fields = {key: value for key, value in record.items() if key != "advantages"}
     fields["response_logprobs"] = list(map(float, record["response_logprobs"]))
+    version = fields.pop("policy_version", 0)  # older records have one for the whole step
+    fields["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
     fields["calls"] = tuple(
         ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
         for call in record["calls"]

@@ -25,7 +25,7 @@ from agent_r1.build.task import recipe_function, told_in_a_line
 from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.data.downloads import Report
 from agent_r1.data.rows import Demo
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.envs.tool_env import no_tool
 from agent_r1.errors import DataError
 from agent_r1.flows.context import Author, ContextPolicy, Shown
@@ -218,7 +218,7 @@ class _Replay:
         """What to say next, in place of a text for the env."""
         self._summary = text
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
         is_summary = self._summary is not None
         text, self._summary = self._summary if is_summary else next(self._texts, None), None
         if text is None:

@@ -21,7 +21,6 @@ from agent_r1.build.plan import (
 from agent_r1.config import RunConfig
 from agent_r1.data.rows import rows_for_step
 from agent_r1.engines.base import Engine
-from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.errors import ConfigError
 from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
 from agent_r1.learn.learner import MAX_NAMED, Learner
@@ -68,7 +67,7 @@ class Trainer:
     ) -> Trainer:
         """`reference` is the policy as it was before the first step, for the KL penalty."""
         engine = build_engine(config, model)
-        if isinstance(engine, LocalEngine) and engine.startup_seconds > 1:
+        if engine.startup_seconds > 1:
             display.note(f"engine: ready after {engine.startup_seconds:.0f} s of compiling and capturing")
         return cls(
             config=config,
@@ -162,8 +161,8 @@ class Trainer:
     def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
         return self.learner.update(credited)
 
-    def sync_weights(self, version: int) -> None:
-        self.engine.load_weights(self.learner.weights(), version)
+    async def sync_weights(self, version: int) -> None:
+        await self.engine.load_weights(self.learner.weights().items(), version)
 
     async def evaluate(self, step: int) -> None:
         self.streams = rng_state()
@@ -206,7 +205,7 @@ class Trainer:
         """Say what training will take, and find out before the first step if that is too much."""
         self.display.note(rehearse(self.config, self.learner))
 
-    def restore(self, state: dict[str, Any]) -> None:
+    async def restore(self, state: dict[str, Any]) -> None:
         """Continue exactly where the checkpoint was taken."""
         if state.get("format") != STATE_FORMAT:
             raise ConfigError(
@@ -221,7 +220,7 @@ class Trainer:
         self.learner.load_state_dict(state["learner"])
         self.shaper.load_state_dict(state["shaper"])
         restore_rng(state["rng"])
-        self.sync_weights(state["step"])
+        await self.sync_weights(state["step"])
 
     def _state(self, step: int) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.engines.local.gpu import reference
 
@@ -43,7 +43,7 @@ def generate(local: LocalEngine, asked: list[list[int]], sampling: Sampling) -> 
 
     async def main() -> list[Completion]:
         return await asyncio.gather(
-            *(local.generate(prompt, sampling, session=str(i)) for i, prompt in enumerate(asked))
+            *(local.generate(Prompt(prompt), sampling, session=str(i)) for i, prompt in enumerate(asked))
         )
 
     return asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_new_weights_reach_the_head_in_float32_and_the_rest_in_bfloat16(family: 
             weight.add_(0.01)
     masters = PolicyModel(copy.deepcopy(other)).weights()  # tied ones once
     with engine(in_bfloat16(model, fp32_head=True), **side) as local:
-        local.load_weights(masters, 1)
+        asyncio.run(local.load_weights(masters.items(), 1))
         sampler = local._runner.model
         expected = other.get_output_embeddings().weight
         assert torch.equal(sampler.get_output_embeddings().weight.cpu(), expected)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local import engine as local_module
 from agent_r1.engines.local.engine import ANSWERS_AT_ONCE, LocalEngine
 from agent_r1.engines.local.gpu import reference
@@ -90,7 +90,8 @@ def test_bursts_do_not_change_what_is_sampled(burst: int) -> None:
 
 
 async def mixed(local: LocalEngine, asked: list[list[int]], settings: list[Sampling]) -> list[Completion]:
-    runs = [local.generate(*each, session=str(i)) for i, each in enumerate(zip(asked, settings, strict=True))]
+    pairs = enumerate(zip(asked, settings, strict=True))
+    runs = [local.generate(Prompt(prompt), sampling, session=str(i)) for i, (prompt, sampling) in pairs]
     return await asyncio.gather(*runs)
 
 
@@ -170,13 +171,13 @@ def test_a_request_cancelled_with_two_steps_under_way_leaves_nothing_behind(turn
         expected = [one.token_ids for one in generate(local, [stays, follows], GREEDY)]
 
     async def main(local: LocalEngine) -> list[Completion]:
-        doomed = asyncio.create_task(local.generate(gone, ENDLESS, session="gone"))
-        other = asyncio.create_task(local.generate(stays, GREEDY, session="stays"))
+        doomed = asyncio.create_task(local.generate(Prompt(gone), ENDLESS, session="gone"))
+        other = asyncio.create_task(local.generate(Prompt(stays), GREEDY, session="stays"))
         for _ in range(30 + 2 * turns):
             await asyncio.sleep(0)
         doomed.cancel()
         # Takes the blocks that the cancelled one still writes to.
-        return [await local.generate(follows, GREEDY, session="follows"), await other]
+        return [await local.generate(Prompt(follows), GREEDY, session="follows"), await other]
 
     with engine(model, **GPU, max_cached_tokens=48) as local:
         read_late(local)
@@ -251,7 +252,7 @@ def test_a_kernel_that_raises_fails_what_runs_and_loses_nothing(kernel: str, cal
 
 
 async def outcomes(local: LocalEngine, asked: list[list[int]]) -> list[Any]:
-    runs = [local.generate(prompt, GREEDY, session=str(index)) for index, prompt in enumerate(asked)]
+    runs = [local.generate(Prompt(prompt), GREEDY, session=str(index)) for index, prompt in enumerate(asked)]
     return await asyncio.gather(*runs, return_exceptions=True)
 
 
@@ -282,12 +283,12 @@ def test_answers_that_wait_to_be_handed_out_outlive_new_weights_cancelled_neighb
     weights = {name: parameter.detach() + 0.1 for name, parameter in model.named_parameters()}
 
     async def main(local: LocalEngine) -> list[Any]:
-        runs = [asyncio.create_task(local.generate(ids, sampling, session=str(i))) for i, ids in enumerate(asked)]
+        runs = [asyncio.create_task(local.generate(Prompt(ids), sampling, session=str(i))) for i, ids in enumerate(asked)]
         await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
         waiting = [run for run in runs if not run.done()]
         assert len(waiting) >= len(asked) - 2 * ANSWERS_AT_ONCE
         waiting[-1].cancel()
-        local.load_weights(weights, version=1)
+        await local.load_weights(weights.items(), version=1)
         await local.close()
         return await asyncio.gather(*runs, return_exceptions=True)
 
@@ -298,4 +299,4 @@ def test_answers_that_wait_to_be_handed_out_outlive_new_weights_cancelled_neighb
         assert local.num_requests == 0
     assert isinstance(cancelled, asyncio.CancelledError)
     assert [one.token_ids for one in answers] == [one.token_ids for one in expected[:-1]]
-    assert {one.policy_version for one in answers} == {0}  # under which they were sampled
+    assert {one.versions for one in answers} == {((0, 1),)}  # under which they were sampled

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.cpu_attention import Placed, alike
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.engines.local.kv_cache import KVCache
@@ -48,7 +48,7 @@ def test_a_session_of_several_steps_computes_only_what_is_new(side: dict[str, An
     async def episode(local: LocalEngine) -> list[tuple[list[int], Completion]]:
         steps, seen = [], prompt
         for addition in [*additions, []]:
-            completion = await local.generate(seen, sampling, session="episode")
+            completion = await local.generate(Prompt(seen), sampling, session="episode")
             steps.append((seen, completion))
             seen = seen + completion.token_ids + addition
         return steps
@@ -139,7 +139,7 @@ def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side(side: dict[str
         first = generate(local, asked, GREEDY)
         # The seven idle sessions before the last hold the low blocks, so its own are a small part of what lies below.
         extended = [*asked[7], *first[7].token_ids, 5, 6]
-        again = asyncio.run(local.generate(extended, GREEDY, session="7"))
+        again = asyncio.run(local.generate(Prompt(extended), GREEDY, session="7"))
     assert_logprobs_match(model, extended, again)
 
 
@@ -175,8 +175,8 @@ def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str, s
     settings = [Sampling(max_tokens=10, temperature=0.5, seed=seed) for seed in range(6)]
 
     async def group(local: LocalEngine) -> list[Completion]:
-        members = [local.generate(prompt, each, session=str(i)) for i, each in enumerate(settings)]
-        return (await asyncio.gather(*members, local.generate(other, settings[0], session="other")))[:-1]
+        members = [local.generate(Prompt(prompt), each, session=str(i)) for i, each in enumerate(settings)]
+        return (await asyncio.gather(*members, local.generate(Prompt(other), settings[0], session="other")))[:-1]
 
     with engine(model, **side) as local:
         together = asyncio.run(group(local))
@@ -202,9 +202,9 @@ def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family
     model, (prompt, addition) = tiny(family), prompts(13, 5)
 
     async def episode(local: LocalEngine, session: str) -> list[tuple[list[int], Completion]]:
-        first = await local.generate(prompt, GREEDY, session=session)
+        first = await local.generate(Prompt(prompt), GREEDY, session=session)
         extended = prompt + first.token_ids + addition
-        return [(prompt, first), (extended, await local.generate(extended, GREEDY, session=session))]
+        return [(prompt, first), (extended, await local.generate(Prompt(extended), GREEDY, session=session))]
 
     with engine(model, **side) as local:
         episodes = [asyncio.run(episode(local, session)) for session in ("early", "late")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
-from agent_r1.engines.base import Completion, Engine, Sampling
+from agent_r1.engines.base import Completion, Engine, Prompt, Sampling, generate_all
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.types import Support
 
 STOP = 9
 
@@ -23,7 +25,7 @@ class Letters:
 
 def ask(engine: Engine, prompt: list[int], *, max_tokens: int = 8, session: str = "s") -> Completion:
     sampling = Sampling(max_tokens=max_tokens, stop_ids=(STOP,))
-    return asyncio.run(engine.generate(prompt, sampling, session=session))
+    return asyncio.run(engine.generate(Prompt(prompt), sampling, session=session))
 
 
 def test_a_list_is_answered_in_order_of_arrival() -> None:
@@ -68,9 +70,43 @@ def test_max_tokens_and_stop_ids_cut_the_response_and_its_logprobs() -> None:
 
 def test_completions_carry_the_version_of_the_weights_loaded_before_them() -> None:
     engine = ScriptedEngine([[1], [1]])
-    assert ask(engine, [0]).policy_version == 0
-    engine.load_weights({}, version=7)
-    assert ask(engine, [0]).policy_version == 7
+    assert ask(engine, [0]).versions == ((0, 1),)
+    asyncio.run(engine.load_weights([], version=7))
+    assert ask(engine, [0]).versions == ((7, 1),)
+
+
+def test_media_of_a_prompt_is_recorded() -> None:
+    engine = ScriptedEngine([[1]])
+    asyncio.run(engine.generate(Prompt([0], media=("image",)), Sampling(max_tokens=1), session="s"))
+    assert engine.calls[0].media == ("image",)
+
+
+def test_an_aborted_response_is_continued_from_its_own_tokens_until_it_ends() -> None:
+    def part(ids: list[int], support: list[list[int]]) -> Completion:
+        stop: Literal["stop", "abort"] = "stop" if STOP in ids else "abort"
+        return Completion(token_ids=ids, logprobs=[-float(i) for i in ids], stop=stop, support=Support.of(support))
+
+    parts = [part([1, 2], [[1], [2, 3]]), part([], []), part([4, STOP], [[4], [STOP]])]
+    engine = ScriptedEngine(parts)
+    sampling = Sampling(max_tokens=8, stop_ids=(STOP,), seed=100)
+
+    async def main() -> Completion:
+        asked = asyncio.create_task(generate_all(engine, Prompt([5], media=("image",)), sampling, session="s"))
+        while not engine.calls:
+            await asyncio.sleep(0)
+        await engine.load_weights([], version=3)
+        return await asked
+
+    assert asyncio.run(main()) == Completion(
+        token_ids=[1, 2, 4, STOP],
+        logprobs=[-1.0, -2.0, -4.0, -float(STOP)],
+        stop="stop",
+        versions=((0, 2), (3, 2)),
+        support=Support.of([[1], [2, 3], [4], [STOP]]),
+    )
+    asked = [(call.prompt_ids, call.media, call.sampling.max_tokens, call.sampling.seed) for call in engine.calls]
+    image = ("image",)
+    assert asked == [([5], image, 8, 100), ([5, 1, 2], image, 6, 102), ([5, 1, 2], image, 6, 102)]
 
 
 def test_releases_are_recorded_and_closing_twice_is_fine() -> None:
@@ -84,7 +120,7 @@ def test_releases_are_recorded_and_closing_twice_is_fine() -> None:
 def test_a_delay_lets_a_timeout_cancel_the_request() -> None:
     async def main() -> None:
         engine = ScriptedEngine([[1]], delay=60.0)
-        await asyncio.wait_for(engine.generate([0], Sampling(max_tokens=1), session="s"), timeout=0.001)
+        await asyncio.wait_for(engine.generate(Prompt([0]), Sampling(max_tokens=1), session="s"), timeout=0.001)
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())

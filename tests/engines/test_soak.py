@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.engine import LocalEngine
 from agent_r1.engines.local.request import Request
 from tests.engines.engine_sides import both, engine
@@ -33,7 +33,7 @@ async def episode(local: LocalEngine, number: int, counts: dict[str, int]) -> No
     seen = [*draw.choice(SYSTEM), *(draw.randrange(VOCAB) for _ in range(draw.randrange(3)))]
     for _ in range(draw.randint(2, 6)):
         sampling = Sampling(max_tokens=draw.choice(LENGTHS), stop_ids=STOPS, seed=draw.randrange(50))
-        asked = asyncio.ensure_future(local.generate(seen, sampling, session=str(number)))
+        asked = asyncio.ensure_future(local.generate(Prompt(seen), sampling, session=str(number)))
         if draw.random() < 0.08:
             for _ in range(draw.randrange(draw.choice([4, 40]))):
                 await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.gpu.state import cut_supports
 from agent_r1.engines.local.sampling import as_support, nucleus, ragged, sample, support_ids
 from agent_r1.engines.scripted import ScriptedEngine
@@ -112,7 +112,7 @@ def answers(model: Any, side: dict[str, Any], **sizes: Any) -> list[Completion]:
 
     async def main() -> list[Completion]:
         asked = zip(prompts(*PROMPTS), SETTINGS, strict=True)
-        return await asyncio.gather(*(local.generate(*each, session=str(i)) for i, each in enumerate(asked)))
+        return await asyncio.gather(*(local.generate(Prompt(ids), each, session=str(i)) for i, (ids, each) in enumerate(asked)))
 
     with engine(model, **side, **sizes) as local:
         return asyncio.run(main())
@@ -189,7 +189,7 @@ def test_at_unchanged_weights_every_ratio_is_one(side: dict[str, Any]) -> None:
 
 def test_a_script_may_come_with_supports() -> None:
     said = Completion(token_ids=[1, 2, 3], logprobs=[0.0] * 3, stop="stop", support=Support.of([[1], [2, 4], [3]]))
-    answer = asyncio.run(ScriptedEngine([said]).generate([0], Sampling(max_tokens=2), session="s"))
+    answer = asyncio.run(ScriptedEngine([said]).generate(Prompt([0]), Sampling(max_tokens=2), session="s"))
     assert answer.support == Support.of([[1], [2, 4]])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from agent_r1 import guard
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
@@ -380,9 +380,9 @@ def test_attempts_of_a_group_draw_different_noise_and_the_same_batch_draws_it_ag
 
 def test_groups_come_back_in_row_order() -> None:
     class Jumbled(ScriptedEngine):
-        async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+        async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
             await asyncio.sleep(0.02 if session.startswith("a") else 0)
-            return await super().generate(prompt_ids, sampling, session=session)
+            return await super().generate(prompt, sampling, session=session)
 
     engine = Jumbled(lambda call: "stop", tokenizer=tokenizer())
     groups = asyncio.run(collector(engine, make_env=echo, group_size=2)([row("a"), row("b")], seed=0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.flows import flow as flow_module
@@ -29,8 +29,8 @@ class Slow(ScriptedEngine):
         super().__init__(lambda call: "a", tokenizer=tokenizer())
         self.running = 0
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        completion = await super().generate(prompt_ids, sampling, session=session)
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        completion = await super().generate(prompt, sampling, session=session)
         if self.calls[-1].turn:
             self.running += 1
             try:
@@ -131,7 +131,7 @@ def test_new_weights_can_be_loaded_after_a_call_was_left_behind(side: dict[str, 
         [group] = await collect([row()], seed=0)
         assert group.trajectories[0].error == "the flow ended without a single model call"
         assert engine.num_requests == 0
-        engine.load_weights(dict(model.named_parameters()), version=1)
+        await engine.load_weights(model.named_parameters(), version=1)
         await engine.close()
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from agent_r1.build.task import build_task
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, load_config, parse_config
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
@@ -369,8 +369,8 @@ class Brief:
     def __init__(self, local: Any) -> None:
         self.local = local
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
-        made: Completion = await self.local.generate(prompt_ids, replace(sampling, max_tokens=5), session=session)
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        made: Completion = await self.local.generate(prompt, replace(sampling, max_tokens=5), session=session)
         return replace(made, stop="stop")
 
     def release(self, session: str) -> None:

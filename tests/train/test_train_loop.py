@@ -39,7 +39,7 @@ class Fake:
         self._note("update")
         return {"loss": 1.0}
 
-    def sync_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         self._note(f"weights {version}")
 
     async def evaluate(self, step: int) -> None:

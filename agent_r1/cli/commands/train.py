@@ -75,7 +75,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
             for problem in model.template.problems:
                 display.note(f"warning: chat template: {problem}")
         if checkpoint is not None:
-            trainer.restore(load_state(checkpoint[1]))
+            await trainer.restore(load_state(checkpoint[1]))
             if done < config.trainer.steps:
                 display.note(f"continuing {run} after step {done}")
         trainer.rehearse()

@@ -18,9 +18,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.compiling import compile_each, repeated_layers
-from agent_r1.engines.base import Completion, Sampling
+from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
 from agent_r1.engines.local.gpu.paged_attention import Kernels
 from agent_r1.engines.local.gpu.runner import GpuLimits, GpuRunner, triton_kernels
@@ -122,7 +122,8 @@ class LocalEngine:
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._answers: deque[tuple[Request, Completion]] = deque()  # complete, to be handed out
         self._driver: asyncio.Task[None] | None = None
-        self._version = 0
+        self._version: int | None = 0  # None: loading weights has failed
+        self._loading: asyncio.Future[None] | None = None  # done when `load_weights` is
         self._closed = False
         started = time.perf_counter()
         self._verify(fuse=kernels is not None, compiled=on_gpu if compile_layers is None else compile_layers)
@@ -163,16 +164,19 @@ class LocalEngine:
         """What compiling and capturing took."""
         return self._startup_seconds
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
         """Sample one response. Its log-probs are those of the distribution drawn from; see `sampling.sample`."""
-        self._check(prompt_ids, sampling)
+        self._check(prompt, sampling)
         if self._driver is not None and self._driver.get_loop() is not asyncio.get_running_loop():
             raise RolloutError("this LocalEngine serves another event loop now: wait for it, or make one for each")
+        while self._loading is not None:
+            await asyncio.wait([self._loading])
+            self._check_open()
         # Drawn here, so that the stream follows the order of submission.
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         request = Request(
             session=session,
-            tokens=list(prompt_ids),
+            tokens=list(prompt.ids),
             sampling=sampling,
             uniforms=uniform_stream(seed, sampling.max_tokens),
         )
@@ -191,18 +195,35 @@ class LocalEngine:
     def release(self, session: str) -> None:
         self._scheduler.release(session)
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights in, by the names of the model's parameters, and drop what was cached under the old ones."""
-        self._check_open()
-        if self._scheduler.has_requests:
-            raise RolloutError(
-                f"load_weights(version={version}) while {len(self._futures)} requests are running: their tokens would "
-                "come from two policies. Wait for them or cancel them first."
-            )
-        # On the worker, so that a step whose requests have all been cancelled is over before the weights change.
-        self._on_worker(lambda: self._runner.load_weights(weights))
-        self._scheduler.forget()
-        self._version = version
+    async def load_weights(self, source: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Wait for running requests, then copy the weights in and drop what was cached under the old ones.
+
+        New requests are held back until then, so no response mixes weights. To load at once, `abort` first.
+        """
+        while self._loading is not None:
+            await asyncio.wait([self._loading])
+        self._check_open(weights=False)
+        loading = self._loading = asyncio.get_running_loop().create_future()
+        try:
+            while self._futures:
+                await asyncio.wait(list(self._futures.values()))
+            self._check_open(weights=False)  # it may have been closed meanwhile
+            self._version = None
+            # Blocks the event loop, so that nothing can cancel it half-way. On the worker, so that a step whose
+            # requests have all been cancelled is over before the weights change.
+            self._on_worker(lambda: self._runner.load_weights(source))
+            self._scheduler.forget()
+            self._version = version
+        finally:
+            self._loading = None
+            loading.set_result(None)
+
+    def abort(self, session: str | None = None) -> None:
+        for request, future in list(self._futures.items()):
+            if request.live and session in (None, request.session) and not future.done():
+                self._scheduler.cancel(request)
+                del self._futures[request]
+                future.set_result(self._completion(request, "abort"))
 
     async def close(self) -> None:
         if self._closed:
@@ -275,7 +296,10 @@ class LocalEngine:
             sampled = [request for chunk in chunks for request in chunk.draws]
             broken = [not all(map(math.isfinite, values)) for values in logprobs]
             self._drop_broken([request for request, bad in zip(sampled, broken, strict=True) if bad])
-        self._answers += [(request, self._completion(request)) for request in finished if request in self._futures]
+        for request in finished:
+            if request in self._futures:
+                stopped = request.tokens[-1] in request.sampling.stop_ids
+                self._answers.append((request, self._completion(request, "stop" if stopped else "length")))
 
     def _answer(self, most: int | None = None) -> int:
         """Hand out what is complete; returns how many were."""
@@ -298,13 +322,14 @@ class LocalEngine:
         self._scheduler.forget()
         self._on_worker(self._runner.clear_cache)
 
-    def _completion(self, request: Request) -> Completion:
+    def _completion(self, request: Request, stop: Literal["stop", "length", "abort"]) -> Completion:
         response = request.tokens[request.prompt_length :]
+        assert self._version is not None  # it does not change while a request runs
         return Completion(
             token_ids=response,
             logprobs=request.logprobs,
-            stop="stop" if response[-1] in request.sampling.stop_ids else "length",
-            policy_version=self._version,
+            stop=stop,
+            versions=((self._version, len(response)),) if response else (),
             support=as_support(request.kept) if request.sampling.keep_support else None,
         )
 
@@ -317,13 +342,18 @@ class LocalEngine:
     def _on_worker(self, work: Callable[[], Result]) -> Result:
         return self._worker.submit(work).result()
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, weights: bool = True) -> None:
         if self._closed:
             raise RolloutError("this LocalEngine has been closed; make a new one")
+        if weights and self._version is None:
+            raise RolloutError("this LocalEngine has no complete weights, because load_weights failed: call it again")
 
-    def _check(self, prompt_ids: list[int], sampling: Sampling) -> None:
+    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
         """Refuse what could never be answered, before it can disturb the others."""
         self._check_open()
+        prompt_ids = prompt.ids
+        if prompt.media:
+            raise DataError(f"the prompt has {len(prompt.media)} images or other media; LocalEngine takes text only")
         if not prompt_ids:
             raise DataError("the prompt is empty; a model needs at least one token to continue from")
         if set(map(type, prompt_ids)) != {int}:

@@ -6,9 +6,8 @@ The head gets its own weights even if the model ties them to its embeddings, whi
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -36,15 +35,18 @@ def use_fp32_head(model: Any, masters: Any) -> None:
     model.set_output_embeddings(Fp32Head(masters))
 
 
-def with_head_weights(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def with_head_weights(model: Any, source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Add the head's weights under its own name: a learner passes tied weights only once."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if not isinstance(head, Fp32Head):
-        return weights
+        yield from source
+        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    own, tied = names[id(head.weight)], names[id(embedding.weight)]
-    if own in weights or tied not in weights:
-        return weights
-    return ChainMap(
-        {own: weights[tied]}, cast("dict[str, Tensor]", weights)
-    )  # no copy: the mapping may compute weights on demand
+    own, tied = names[id(head.weight)], names[id(model.get_input_embeddings().weight)]
+    given: dict[str, Tensor] = {}
+    for name, tensor in source:
+        if name in (own, tied):
+            given[name] = tensor
+        yield name, tensor
+    if own not in given and tied in given:
+        yield own, given[tied]

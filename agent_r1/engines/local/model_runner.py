@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -165,32 +165,29 @@ class ModelRunner(ABC):
         return None if same else f"{error:.3g} where the largest is {scale:.3g}"
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy into the model's own tensors; checked as a whole first, so an error changes nothing."""
-        weights = with_head_weights(self.model, weights)
+    def load_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy into the model's own tensors, one at a time: a source may compute each when it is asked for."""
         targets: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        unknown = [name for name in weights if name not in targets]
-        if unknown:
-            raise DataError(f"the model has no weight {unknown[0]!r}.{did_you_mean(unknown[0], targets)}")
-        for name, tensor in weights.items():
-            if tensor.shape != targets[name].shape:
-                raise DataError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(targets[name].shape)}"
-                )
-        # Tied weights are one parameter under several names; any of them will do, but they must agree.
         given: dict[int, str] = {}
-        for name in weights:
-            other = given.setdefault(id(targets[name]), name)
-            if other != name and not torch.equal(weights[name], weights[other]):
+        for name, tensor in with_head_weights(self.model, source):
+            target = targets.get(name)
+            if target is None:
+                raise DataError(f"the model has no weight {name!r}.{did_you_mean(name, targets)}")
+            if tensor.shape != target.shape:
+                raise DataError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(target.shape)}"
+                )
+            # Tied weights are one parameter under several names; any of them will do, but they must agree.
+            other = given.setdefault(id(target), name)
+            if other != name and not torch.equal(target, tensor.to(target)):
                 raise DataError(f"{name!r} and {other!r} are tied in the model, but were given different values")
+            target.copy_(tensor)
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in given]
         if missing:
             raise DataError(
                 f"{len(missing)} of the model's weights were not given, {missing[0]!r} first. "
                 "Pass all of them, as model.state_dict() or model.named_parameters() names them."
             )
-        for name in given.values():
-            targets[name].copy_(weights[name])
 
     def forward(self, ids_N: Tensor, positions_N: Tensor, keep_B: Tensor) -> Tensor:
         """Logits at the rows to keep, [B, V]."""

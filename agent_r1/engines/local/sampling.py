@@ -118,7 +118,7 @@ def ragged(ids_TK: NDArray[np.int32]) -> Kept:
 
 def as_support(parts: Sequence[Kept]) -> Support:
     """Join the supports of the parts of a response."""
-    counts, ids = (np.concatenate(each).astype("<i4").tobytes() for each in zip(*parts, strict=True))
+    counts, ids = (b"".join(part[i].astype("<i4").tobytes() for part in parts) for i in range(2))
     return Support(counts=counts, ids=ids)
 
 
