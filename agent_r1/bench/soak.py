@@ -113,7 +113,9 @@ async def _impatient(engine: LocalEngine, vocabulary: int, patience: float, inde
     prompt = [(index * 31 + position) % vocabulary for position in range(24)]
     session = f"impatient-{index}"
     try:
-        await asyncio.wait_for(engine.generate(Prompt(prompt), Sampling(max_tokens=64), session=session), 0.05 * patience)
+        await asyncio.wait_for(
+            engine.generate(Prompt(prompt), Sampling(max_tokens=64), session=session), 0.05 * patience
+        )
     except TimeoutError:
         return "cancelled"
     finally:

@@ -1,9 +1,10 @@
-"""The engine of a run: which sizes it has where nobody says."""
+"""Build the engine of a run and choose default sizes."""
 
 from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,11 @@ GPU_MEMORY_SHARE = 0.3  # the learner, which comes later, needs the rest
 
 
 def build_engine(config: RunConfig, model: Model) -> Engine:
-    """A copy of the model, on the same device."""
+    return BUILDERS[config.engine.kind](config, model)
+
+
+def _local(config: RunConfig, model: Model) -> Engine:
+    """Sample from a copy of the model, on the same device."""
     settings = config.engine
     network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
     if config.model.fp32_head:
@@ -49,6 +54,9 @@ def build_engine(config: RunConfig, model: Model) -> Engine:
         threads=None if on_gpu else settings.threads,
         compile_layers=settings.compile,
     )
+
+
+BUILDERS: dict[str, Callable[[RunConfig, Model], Engine]] = {"local": _local}
 
 
 def episodes_at_once(config: RunConfig) -> int:

@@ -30,13 +30,16 @@ def explain(error: Any, root: Section) -> str:
             return f"{'.'.join(path[:-1])}={value!r}: too few numbers"
         return f"{name} is missing; give it in the recipe or as {name}=..."
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key, known = error["ctx"]["discriminator"].strip("'"), _tags(root.model_fields[path[0]].annotation)
+        key = error["ctx"]["discriminator"].strip("'")
+        known = _tags(root.model_fields[path[0]].annotation, key)
         if error["type"] == "union_tag_not_found":
             return f"{name}.{key} is missing; choose one of: {', '.join(known)}"
         return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
     message = error["msg"][0].lower() + error["msg"][1:]
-    kinds = _tags(root.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in root.model_fields else []
-    hint = f". Did you mean {name}.policy={value}?" if value in kinds else _same_value(error["type"], value)
+    field = root.model_fields.get(path[0]) if len(path) == 1 else None
+    key = field.discriminator if field is not None else None
+    kinds = _tags(field.annotation, key) if field is not None and isinstance(key, str) else []
+    hint = f". Did you mean {name}.{key}={value}?" if value in kinds else _same_value(error["type"], value)
     if error["type"] == "model_type" and isinstance(value, str) and "name" in _names(section, path[-1]):
         return f"{name}={_written(value)}: {name} is a section. Did you mean {name}.name={value}?"
     return f"{name}={_written(value)}: {message}{hint}"
@@ -86,10 +89,11 @@ def _place(location: list[str], root: Section) -> tuple[list[str], Section | Non
         if not options:
             return [*path, *rest, location[-1]], None, ""
         section = options[0]
-        if len(options) > 1 and rest:
+        key = field.discriminator if field is not None else None
+        if isinstance(key, str) and rest:
             tag = rest.pop(0)
-            section = next(option for option in options if tag in _tags(option))
-            kind = f" (policy {tag})"
+            section = next(option for option in options if tag in _tags(option, key))
+            kind = f" ({key} {tag})"
     return [*path, location[-1]], section, kind
 
 
@@ -98,10 +102,9 @@ def _sections(annotation: Any) -> list[Section]:
     return [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
 
 
-def _tags(annotation: Any) -> list[str]:
-    """The names that kinds of a section go by."""
-    fields = [section.model_fields.get("policy") for section in _sections(annotation)]
-    return [name for field in fields if field is not None for name in get_args(field.annotation)]
+def _tags(annotation: Any, key: str) -> list[str]:
+    """The values of `key`, which says what kind of section it is."""
+    return [tag for section in _sections(annotation) for tag in get_args(section.model_fields[key].annotation)]
 
 
 def _names(section: Section | None, key: str) -> set[str]:

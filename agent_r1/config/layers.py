@@ -21,6 +21,7 @@ from agent_r1.places import anchored
 
 MAX_NESTING = 30  # levels of a config; OmegaConf and pydantic fail at about a hundred without naming the place
 MAX_DIGITS = 309  # of a number: no float is longer
+DEFAULT_ENGINE = "local"  # what settings of the engine belong to if they do not name a kind
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 WARM_START = ("sft.demos", "sft.trajectories")
 NEEDS: dict[str, Sequence[str]] = {  # a setting -> what it does nothing without
@@ -116,7 +117,7 @@ def _shapes_told(what: str) -> Iterator[None]:
 
 def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
     """What each layer makes of those before it. A setting that takes the place of another turns that one off, and an
-    algorithm or context policy that takes the place of another does not inherit its settings."""
+    algorithm, context policy or engine that takes the place of another does not inherit its settings."""
     stages: list[Any] = [OmegaConf.create()]
     for layer in layers:
         said = plain(layer, resolve=False)
@@ -127,6 +128,9 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         policy, other = _value(said, "context.policy"), _value(before, "context.policy")
         if None not in (policy, other) and policy != other:
             below.context = {}
+        kind = _value(said, "engine.kind")
+        if kind not in (None, _value(before, "engine.kind") or DEFAULT_ENGINE):
+            below.engine = {}
         off = [f"{other}=null" for setting, other in REPLACES.items() if _value(said, setting) is not None]
         with _shapes_told("the settings"):
             stages.append(OmegaConf.merge(below, OmegaConf.from_dotlist(off), layer))

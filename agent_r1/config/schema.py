@@ -15,7 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agent_r1.config.errors import explain
-from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
+from agent_r1.config.layers import (
+    DEFAULT_ENGINE,
+    check_idle,
+    merge_layers,
+    plain,
+    read_layers,
+    read_overrides,
+    split_presets,
+)
 from agent_r1.engines.base import MAX_SUPPORT
 from agent_r1.errors import ConfigError, did_you_mean, nearest
 from agent_r1.places import anchored
@@ -37,6 +45,10 @@ class Section(BaseModel):
 
 def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # how YAML reads on and off
+
+
+def _default_kind(value: Any) -> Any:
+    return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
@@ -227,7 +239,10 @@ ContextConfig = Annotated[
 ]
 
 
-class EngineConfig(Section):
+class LocalEngineConfig(Section):
+    """The engine in this process: any Hugging Face causal language model."""
+
+    kind: Literal["local"] = "local"
     # sequences decoded together; None: 256, on a GPU as many as there are episodes at once, up to 1,024
     max_running: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(
@@ -239,6 +254,10 @@ class EngineConfig(Section):
     burst: int | None = Field(default=None, ge=1)  # tokens a GPU samples before the host looks at them; None: 16
     compile: bool | None = None  # the decoder layers, on a GPU; None: yes
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: leave as they are
+
+
+# To add a kind: a class with its own Literal as `kind`, joined here with `|`, and a row in build/engine.py.
+EngineConfig = Annotated[LocalEngineConfig, Field(discriminator="kind"), BeforeValidator(_default_kind)]
 
 
 class LearnerConfig(Section):
@@ -295,7 +314,7 @@ class RunConfig(Section):
     correction: CorrectionConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     context: ContextConfig = AppendContext()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = LocalEngineConfig()
     learner: LearnerConfig = LearnerConfig()
     lora: LoRAConfig | None = None  # None: all weights are trained
     trainer: TrainerConfig = TrainerConfig()

@@ -162,7 +162,7 @@ def test_a_cancelled_load_lets_held_back_requests_go_on_with_the_old_weights(sid
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make_engine(model, **side)
 
-    async def main() -> list[Completion]:
+    async def main() -> tuple[Completion, Completion]:
         first = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="a"))
         await until(local, 3)
         loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
@@ -182,7 +182,7 @@ def test_closing_fails_the_load_that_waits_and_the_requests_it_holds_back(side: 
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make_engine(model, **side)
 
-    async def main() -> list[Any]:
+    async def main() -> Any:
         running = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="a"))
         await until(local, 3)
         loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
@@ -222,7 +222,7 @@ def test_a_source_is_read_one_tensor_at_a_time(side: dict[str, Any]) -> None:
         for name, parameter in model.named_parameters():
             alive += 1
             most = max(most, alive)
-            yield name, parameter.detach().as_subclass(Counted)  # type: ignore[no-untyped-call]
+            yield name, parameter.detach().as_subclass(Counted)
 
     asyncio.run(make_engine(model, **side).load_weights(source(), version=1))
     assert most <= 2

@@ -283,7 +283,9 @@ def test_answers_that_wait_to_be_handed_out_outlive_new_weights_cancelled_neighb
     weights = {name: parameter.detach() + 0.1 for name, parameter in model.named_parameters()}
 
     async def main(local: LocalEngine) -> list[Any]:
-        runs = [asyncio.create_task(local.generate(Prompt(ids), sampling, session=str(i))) for i, ids in enumerate(asked)]
+        runs = [
+            asyncio.create_task(local.generate(Prompt(ids), sampling, session=str(i))) for i, ids in enumerate(asked)
+        ]
         await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
         waiting = [run for run in runs if not run.done()]
         assert len(waiting) >= len(asked) - 2 * ANSWERS_AT_ONCE

@@ -182,7 +182,9 @@ def test_a_prompt_that_another_session_holds_is_answered_also_when_there_is_no_r
     sampling = Sampling(max_tokens=1, temperature=0.0)
 
     async def main() -> list[Completion]:
-        return [await asyncio.wait_for(local.generate(Prompt(prompt), sampling, session=each), 10) for each in ("a", "b")]
+        return [
+            await asyncio.wait_for(local.generate(Prompt(prompt), sampling, session=each), 10) for each in ("a", "b")
+        ]
 
     first, second = asyncio.run(main())
     assert first.token_ids == second.token_ids

@@ -112,7 +112,9 @@ def answers(model: Any, side: dict[str, Any], **sizes: Any) -> list[Completion]:
 
     async def main() -> list[Completion]:
         asked = zip(prompts(*PROMPTS), SETTINGS, strict=True)
-        return await asyncio.gather(*(local.generate(Prompt(ids), each, session=str(i)) for i, (ids, each) in enumerate(asked)))
+        return await asyncio.gather(
+            *(local.generate(Prompt(ids), each, session=str(i)) for i, (ids, each) in enumerate(asked))
+        )
 
     with engine(model, **side, **sizes) as local:
         return asyncio.run(main())
