@@ -1,7 +1,7 @@
 """The description of a run: every setting with its default, and how recipes and overrides are read."""
 
+from agent_r1.config.recipes import RECIPES, bundled_presets, bundled_recipes, recipe_file, recipe_name
 from agent_r1.config.schema import (
-    RECIPES,
     AlgorithmConfig,
     AppendContext,
     ContextConfig,
@@ -24,12 +24,8 @@ from agent_r1.config.schema import (
     TaskConfig,
     TrainerConfig,
     WorkersConfig,
-    bundled_presets,
-    bundled_recipes,
     load_config,
     parse_config,
-    recipe_file,
-    recipe_name,
 )
 
 __all__ = [

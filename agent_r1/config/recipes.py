@@ -1,0 +1,55 @@
+"""Find the YAML file of a recipe by its name, folder or path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from agent_r1.config.layers import split_presets
+from agent_r1.errors import ConfigError, did_you_mean, nearest
+from agent_r1.places import anchored
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def recipe_file(recipe: str) -> Path:
+    """The YAML file, of several presets the first."""
+    recipe, _ = split_presets(recipe)
+    name, _, preset = recipe.partition("/")
+    bundled = RECIPES / name / f"{preset or 'base'}.yaml"
+    if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():
+        return bundled
+    path = anchored(recipe)
+    is_folder = path.is_dir()
+    if is_folder:
+        path = path / "base.yaml"
+    if path.is_file():
+        return path
+    ours = bundled_recipes()
+    if is_folder or recipe.endswith((".yaml", ".yml")) or ("/" in recipe and name not in ours):
+        meant = None if is_folder else nearest(recipe, [preset for one in ours for preset in bundled_presets(one)])
+        hint = f" Did you mean {meant!r}?" if meant else ""
+        raise ConfigError(
+            f"there is no file {path if is_folder else recipe}.{hint} Give a YAML file, a folder with base.yaml in it, "
+            f"or one of our recipes: {', '.join(ours)}"
+        )
+    known = [*ours, *bundled_presets(recipe)]
+    raise ConfigError(
+        f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml in it"
+    )
+
+
+def recipe_name(recipe: str) -> str:
+    """Short and fit for a file name: the bundled name, or the folder of the YAML file."""
+    return recipe_file(recipe).parent.name
+
+
+def bundled_recipes() -> list[str]:
+    return sorted(path.parent.name for path in RECIPES.glob("*/base.yaml"))
+
+
+def bundled_presets(recipe: str) -> list[str]:
+    """`NAME/PRESET`, all of the recipe that a name like that begins with."""
+    name = recipe.partition("/")[0]
+    found = (RECIPES / name).glob("*.yaml") if name in bundled_recipes() else []
+    return sorted(f"{name}/{path.stem}" for path in found if path.stem != "base")
