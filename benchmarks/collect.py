@@ -47,6 +47,7 @@ import torch
 from rich.console import Console
 
 from agent_r1.build.plan import Model, build_engine, build_task, load_model, train_collector
+from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.engine import LocalEngine
@@ -56,7 +57,6 @@ from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.quickstart.task import calculate, lookup
 from agent_r1.rollout.collect import Collector
 from agent_r1.tools.base import FunctionTool, tool
-from agent_r1.train.start import starting_model
 from agent_r1.types import TaskRow, Trajectory
 from benchmarks.baseline import CarriedCache, FreshPrefill, Played, Responder, TurnLoop
 from benchmarks.machine import RESULTS, machine
@@ -329,7 +329,7 @@ async def main(words: Sequence[str]) -> None:
     group_size = [f"rollout.group_size={options.group_size}"] if options.group_size else []
     config = load_config("quickstart", [f"engine.threads={options.threads}", *group_size])
     task = build_task(config)
-    model = load_model(config, await starting_model(config, task, Console()))
+    model = load_model(config, await seeded_start(config, task, Console()))
     at_once, total = options.episodes, options.episodes * options.refills
     refilled = build_contest(config, model, episodes=total, at_once=at_once)
     contest = replace(refilled, rows=refilled.rows[: at_once // config.rollout.group_size])

@@ -34,7 +34,7 @@ def model_command(source: Source, directory: Target) -> None:
     """Write a model as a Hugging Face directory, which transformers and vLLM read."""
     from agent_r1.build.model import export_model
     from agent_r1.build.model_source import tell
-    from agent_r1.train.display import program
+    from agent_r1.cli.display import program
 
     parameters = export_model(source, directory.expanduser(), tell)
     files = sorted(file for file in directory.expanduser().iterdir() if file.is_file())
@@ -58,7 +58,7 @@ def recipe_command(
 ) -> None:
     """Fetch the data of a recipe from its public source, and build what is built of them."""
     from agent_r1.build.recipe_data import prepare_data
-    from agent_r1.train.display import program
+    from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))
     directory = prepare_data(recipe, to, _say, source)

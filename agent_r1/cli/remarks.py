@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from agent_r1.cli.display import program
 from agent_r1.config import SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.places import shown
@@ -15,7 +16,6 @@ from agent_r1.rollout.collect import commonest_failures
 from agent_r1.runs.metrics import failed_share
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.display import program
 from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of a step

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-
-from rich.console import Console
 
 from agent_r1 import __version__
 from agent_r1.build.cache import cache_root, put, remove_leftovers
@@ -19,36 +17,33 @@ from agent_r1.build.plan import Model, Task, find_model, load_model, model_dtype
 from agent_r1.build.resolve import borrowed_files, data_name, recipe_files, recipe_path, resolve
 from agent_r1.build.task import named_code, warm_start_code
 from agent_r1.config import RunConfig, recipe_name
-from agent_r1.data.downloads import data_dir
+from agent_r1.data.downloads import Report, data_dir
 from agent_r1.places import anchored
-from agent_r1.runs.metrics import Metrics
-from agent_r1.train.display import Display
-from agent_r1.train.sft import trajectory_source, warm_start
+from agent_r1.train.sft import OnUpdate, trajectory_source, warm_start
 
 CODE = (".py", ".jinja", ".j2")
 READ_WHOLE = 16 * 2**20  # bytes; of larger files of a recipe, size and time are looked at
 
 
-async def starting_model(config: RunConfig, task: Task, console: Console) -> str | Path:
-    """Where RL begins: the model as it is, or warm-started; a warm start is made once and cached."""
-    remove_leftovers(cache_root())
-    base = base_model(config)
+async def starting_model(
+    config: RunConfig, task: Task, base: str | Path, *, on_update: OnUpdate, report: Report
+) -> str | Path:
+    """Return the model that RL starts from: `base`, or its warm start, which is made once and cached."""
     if config.sft.demos is None and config.sft.trajectories is None:
         return base
     cached = cache_root() / f"warm-{recipe_name(config.recipe)}-{_warm_start_key(config, base)}"
     if cached.is_dir():
-        console.print(f"warm start: using {cached}", highlight=False, soft_wrap=True, markup=False)
+        report(f"warm start: using {cached}")
         return cached
     model = load_model(config, base)
-    with Display(console, "warm start", total=1) as display:
-        progress = sft_progress(display, at_most=config.sft.target_loss is not None)
-        learner = await warm_start(config, task, model, progress, display.note)
+    learner = await warm_start(config, task, model, on_update, report)
     put(cached, lambda folder: save_model(model, folder, learner.policy))
     return cached
 
 
 def base_model(config: RunConfig) -> str | Path:
-    """The model before any warm start; one that the recipe makes is made once."""
+    """Return the model before any warm start; a model that the recipe creates is created once and cached."""
+    remove_leftovers(cache_root())
     if config.model.path is not None:
         return as_directory(find_model(config.model.path))
     assert config.model.make is not None  # the config checks that one of the two is given
@@ -73,18 +68,6 @@ def reference_model(config: RunConfig, initial: Model, folder: Path) -> Model | 
     if not folder.is_dir():
         put(folder, lambda part: save_model(initial, part))
     return load_model(config, folder) if config.lora is None else None
-
-
-def sft_progress(display: Display, *, at_most: bool = False) -> Callable[[int, int, Metrics], None]:
-    """`at_most`: a target loss may end it before its last update, so the time left is a bound."""
-
-    def show(update: int, total: int, metrics: Metrics) -> None:
-        display.total(total)
-        if update % 10 == 0 or update == total:
-            may_end_early = at_most and update < total
-            display.step(update, f"loss {metrics['loss']:.3f}", value=metrics["loss"], may_end_early=may_end_early)
-
-    return show
 
 
 def _warm_start_key(config: RunConfig, base: str | Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from agent_r1.build.plan import (
     Model,
@@ -31,7 +31,6 @@ from agent_r1.runs.checkpoint import save_checkpoint
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, rollout_metrics
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
-from agent_r1.train.display import Display, eval_summary, step_summary
 from agent_r1.train.evaluate import evaluate
 from agent_r1.train.rng import restore_rng, rng_state
 from agent_r1.train.start import code_digest
@@ -39,6 +38,15 @@ from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
 
 STATE_FORMAT = 2  # of what `_state` saves; raised when an older one cannot be read any more
 EVAL_SEED = "eval"  # evaluation draws the same noise at every step, so that curves differ by the policy alone
+
+
+class Progress(Protocol):
+    """Shows the progress of training; see `cli/display.py`."""
+
+    def note(self, text: str) -> None: ...
+    def episodes(self, finished: int, total: int) -> None: ...
+    def step(self, step: int, metrics: Metrics) -> None: ...
+    def evaluation(self, step: int, metrics: Metrics) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -56,14 +64,14 @@ class Trainer:
     greedy_collector: Collector | None  # for algorithms that compare with a greedy attempt
     scorer: Scorer  # of training; it and the collectors above let `collect` judge how many may fail
     eval_collector: Collector
-    display: Display
+    display: Progress
     code: str  # digest of what decides what is played and paid, as it was when the run began or was continued
     last_evaluation: Evaluation | None = None
     streams: dict[str, Any] | None = None  # as they were before what is unfinished, which is made again after a save
 
     @classmethod
     def build(
-        cls, config: RunConfig, *, run: RunDir, plan: Plan, model: Model, reference: Model | None, display: Display
+        cls, config: RunConfig, *, run: RunDir, plan: Plan, model: Model, reference: Model | None, display: Progress
     ) -> Trainer:
         """`reference` is the policy as it was before the first step, for the KL penalty."""
         engine = build_engine(config, model)
@@ -178,7 +186,7 @@ class Trainer:
         )
         self.run.write_evaluation(step, self.last_evaluation)
         self.streams = None
-        self.display.note(f"step {step:4d}  held-out success {eval_summary(self.last_evaluation.metrics)}")
+        self.display.evaluation(step, self.last_evaluation.metrics)
 
     def save(self, step: int) -> None:
         save_checkpoint(
@@ -199,7 +207,7 @@ class Trainer:
             self.run.write_trajectories("train", step, groups, advantages)
         self.run.append_metrics("train", step, metrics)
         self.streams = None
-        self.display.step(step, step_summary(metrics), value=metrics["success"])
+        self.display.step(step, metrics)
 
     def rehearse(self) -> None:
         """Say what training will take, and find out before the first step if that is too much."""

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 
 from agent_r1.build.plan import build_task, load_model
+from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import load_config
 from agent_r1.envs.base import AgentEnv
 from agent_r1.recipes.quickstart.task import lookup
-from agent_r1.train.start import starting_model
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 from benchmarks.baseline import Played, cut_at_stop, left_padded
 from benchmarks.collect import (
@@ -46,7 +46,7 @@ def contest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
     config = load_config("quickstart", [*BRIEF, "rollout.group_size=2"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENT_R1_CACHE", str(tmp_path_factory.mktemp("cache")))
-        model = load_model(config, asyncio.run(starting_model(config, build_task(config), Console(quiet=True))))
+        model = load_model(config, asyncio.run(seeded_start(config, build_task(config), Console(quiet=True))))
     made = build_contest(config, model, episodes=48, at_once=48)
     yield made
     asyncio.run(made.engine.close())

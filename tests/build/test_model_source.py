@@ -26,12 +26,13 @@ from agent_r1.build.model import export_model, find_model, load_model
 from agent_r1.build.model_source import PACKAGES, Package, is_source, materialise
 from agent_r1.build.plan import build_plan, build_task
 from agent_r1.build.resolve import TEMPLATES
+from agent_r1.cli.commands.train import seeded_start
 from agent_r1.cli.data_command import app
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.tokens.rendering import Renderer, verify_template
-from agent_r1.train.start import base_model, starting_model
+from agent_r1.train.start import base_model
 from tests.tiny_gguf import Tiny
 
 MINI = str(Path(__file__).parents[1] / "mini")
@@ -268,10 +269,10 @@ def test_a_run_starts_from_a_source_and_its_warm_start_knows_which(gguf: Path) -
     config = mini(f"model.path={gguf}", "sft.count=2", "sft.epochs=1")
     assert base_model(config) == str(made(str(gguf))[0])
     task, quiet = build_task(config), Console(quiet=True)
-    first = asyncio.run(starting_model(config, task, quiet))
-    assert asyncio.run(starting_model(config, task, quiet)) == first
+    first = asyncio.run(seeded_start(config, task, quiet))
+    assert asyncio.run(seeded_start(config, task, quiet)) == first
     os.utime(gguf, ns=(0, 0))
-    assert asyncio.run(starting_model(config, task, quiet)) != first
+    assert asyncio.run(seeded_start(config, task, quiet)) != first
 
 
 def test_a_model_is_loaded_straight_from_a_source(gguf: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from agent_r1.cli.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.config import load_config, parse_config
 from agent_r1.runs.checkpoint import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.chatml import row
 from tests.conftest import Cli
@@ -190,7 +190,7 @@ def test_the_display_prints_paths_and_messages_as_they_are() -> None:
     console = Console(file=io.StringIO(), width=40)
     with Display(console, "training", total=2) as display:
         display.note("warning: [/x] :100: " + "y" * 60)
-        display.step(1, "reward [/x]", value=float("nan"))
+        display.update(1, "reward [/x]", value=float("nan"))
     note, step = printed(console).splitlines()
     assert note == "warning: [/x] :100: " + "y" * 60  # not wrapped either: paths are there to be copied
     assert step.startswith("training 1/2  reward [/x]  ")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent_r1.cli.display import transcript_panel
 from agent_r1.learn import assign_credit, get_algorithm
 from agent_r1.learn.credit import Values
 from agent_r1.learn.rewards import overlong_penalties
@@ -15,7 +16,6 @@ from agent_r1.rollout.rewards.judge import judge_prompt
 from agent_r1.rollout.rewards.shaping import matches
 from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.runs.records import trajectory_from_json, trajectory_to_json, transcript
-from agent_r1.train.display import transcript_panel
 from agent_r1.types import Group, PerToken, Step, StopReason, SummaryQuality, Trajectory
 from tests.chatml import row
 from tests.flows.test_context_episode import POLICIES, play, summary

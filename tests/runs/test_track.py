@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agent_r1.train.display import shorten, transcript_panel
+from agent_r1.cli.display import shorten, transcript_panel
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 
 

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from agent_r1.build.plan import build_task, check_beginning
+from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
 from agent_r1.runs.records import write_groups
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.train.sft import LOSS_WINDOW, sft_trajectories
-from agent_r1.train.start import starting_model
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row, tokenizer
 
@@ -95,7 +95,7 @@ def warm_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *overrides: st
     monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
     console = Console(file=io.StringIO(), width=200)
     config = load_config(str(MINI), ["sft.epochs=15", *overrides])
-    asyncio.run(starting_model(config, build_task(config), console))
+    asyncio.run(seeded_start(config, build_task(config), console))
     assert isinstance(console.file, io.StringIO)
     return [re.sub(r"loss \d+\.\d+|\d+:\d\d", "#", line) for line in console.file.getvalue().splitlines()]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agent_r1.build.cache import put
 from agent_r1.build.task import build_task
+from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.train import start
@@ -244,5 +245,5 @@ def test_leftovers_of_killed_warm_starts_are_deleted_when_the_next_run_starts(ca
     left = cache / ".warm-mini-0123456789abcdef.4711.part"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
-    asyncio.run(start.starting_model(config, build_task(config), Console(quiet=True)))
+    asyncio.run(seeded_start(config, build_task(config), Console(quiet=True)))
     assert not left.exists()

@@ -12,6 +12,7 @@ from agent_r1.build.plan import Task, build_engine, find_model, load_model, trai
 from agent_r1.cli.commands.eval import advancing
 from agent_r1.cli.commands.sft import typed_words
 from agent_r1.cli.commands.train import seeded_start
+from agent_r1.cli.display import Display, clock, errors_summary, program
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
@@ -20,7 +21,6 @@ from agent_r1.runs.outcomes import Outcomes, row_outcomes
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
-from agent_r1.train.display import Display, clock, errors_summary, program
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.types import TaskRow
 
@@ -75,7 +75,9 @@ async def _collect(
                 by_row = {group.row.row_id: group.trajectories for group in groups}
                 outcomes |= row_outcomes(by_row, success_reward=task.success_reward)
                 success = metrics["success"]
-                display.step(len(outcomes) * samples, f"success {success:.1%}{errors_summary(metrics)}", value=success)
+                display.update(
+                    len(outcomes) * samples, f"success {success:.1%}{errors_summary(metrics)}", value=success
+                )
     finally:
         await engine.close()
     # The policy that was sampled: its own words change it least.

@@ -19,6 +19,7 @@ from agent_r1.build.plan import (
     load_model,
     model_dtype,
 )
+from agent_r1.cli.display import Display, eval_summary, program
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import eval_failures
 from agent_r1.cli.signals import interruptible
@@ -29,7 +30,6 @@ from agent_r1.rollout.collect import OnEpisode
 from agent_r1.runs.outcomes import EvalRecord, Subject, eval_file, keep, row_outcomes, stem_of
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
-from agent_r1.train.display import Display, eval_summary, program
 from agent_r1.train.evaluate import evaluate
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.train.trainer import EVAL_SEED

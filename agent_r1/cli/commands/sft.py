@@ -11,15 +11,15 @@ from rich.text import Text
 
 from agent_r1.build.plan import Task, load_model
 from agent_r1.cli.commands.eval import evaluate_model
+from agent_r1.cli.display import Display, eval_summary, program, warm_start_progress
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.runs.checkpoint import list_checkpoints, save_checkpoint
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.display import Display, eval_summary, program
 from agent_r1.train.sft import warm_start
-from agent_r1.train.start import base_model, sft_progress
+from agent_r1.train.start import base_model
 
 
 def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, given: Sequence[str] = ()) -> Path:
@@ -60,7 +60,7 @@ async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir,
     """Return the checkpoint of the warm start and the number of updates it took."""
     model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
-        show = sft_progress(display, at_most=config.sft.target_loss is not None)
+        show = warm_start_progress(display, may_end_early=config.sft.target_loss is not None)
 
         def on_update(update: int, total: int, metrics: Metrics) -> None:
             run.append_metrics("sft", update, metrics)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from agent_r1.build.plan import Plan, Task, load_model
 from agent_r1.cli.commands.eval import describe_sampling
+from agent_r1.cli.display import Display, clock, curve_picture, program, transcript_panel, warm_start_progress
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
@@ -22,11 +23,10 @@ from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_s
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.run_dir import Evaluation, RunDir
-from agent_r1.train.display import Display, clock, curve_picture, program, transcript_panel
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
-from agent_r1.train.start import needs_reference, reference_model, starting_model
+from agent_r1.train.start import base_model, needs_reference, reference_model, starting_model
 from agent_r1.train.trainer import Trainer
 
 
@@ -105,7 +105,10 @@ def _eval_due(config: RunConfig, step: int) -> bool:
 async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
     """Where training begins. Seeds again afterwards, so that a cached warm start leaves the same random streams."""
     seed_all(config.seed)
-    start = await starting_model(config, task, console)
+    base = base_model(config)
+    with Display(console, "warm start", total=1) as display:
+        on_update = warm_start_progress(display, may_end_early=config.sft.target_loss is not None)
+        start = await starting_model(config, task, base, on_update=on_update, report=display.note)
     seed_all(config.seed)
     return start
 

@@ -1,7 +1,4 @@
-"""What people see of a run: a live display in a terminal, one line per step elsewhere, a picture at the end.
-
-Reads metrics only; the run directory is written by `run_dir.py`.
-"""
+"""What users see of a run: a live display in a terminal, one line per step elsewhere, a picture at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """Progress of one stage (warm start or training). Use as a context manager."""
+    """Progress of one stage (warm start, training, evaluation). Use as a context manager."""
 
     def __init__(self, console: Console, title: str, *, total: int, done: int = 0) -> None:
         self._console = console
@@ -57,7 +54,7 @@ class Display:
             self._live.stop()
 
     def total(self, total: int) -> None:
-        """The length of the stage, when it is known only after it began."""
+        """Set the length of a stage that is known only after it began."""
         self._total = total
         self._progress.update(self._task, total=total)
 
@@ -67,27 +64,34 @@ class Display:
         self._refresh()
 
     def advance(self, done: int) -> None:
-        """Progress of a stage that has no steps with a line of their own."""
+        """Move the bar of a stage whose steps print no lines."""
         self._done = done
         self._progress.update(self._task, completed=done)
         self._refresh()
 
-    def step(self, step: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
-        """One step is done; `value` joins the small curve."""
-        self._done = step
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Report a finished training step."""
+        self.update(step, step_summary(metrics), value=metrics["success"])
+
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        self.note(f"step {step:4d}  held-out success {eval_summary(metrics)}")
+
+    def update(self, done: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
+        """Move the bar and print one line; `value` extends the small curve."""
+        self._done = done
         self._history.append(value)
         left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
         self._line = Text(f"{summary}  {left}")
         self._episodes = Text("")
-        self._progress.update(self._task, completed=step)
+        self._progress.update(self._task, completed=done)
         if self._console.is_terminal:
             self._refresh()
         else:
-            line = f"{self._title} {step}/{self._total}  {summary}  {left}"
+            line = f"{self._title} {done}/{self._total}  {summary}  {left}"
             self._console.print(Text(line), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """A line that stays on screen above the live part."""
+        """Print a line that stays on screen above the live part."""
         self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
 
     def seconds_left(self) -> float:
@@ -102,6 +106,18 @@ class Display:
     def _render(self) -> RenderableType:
         curve = Text(sparkline(self._history[-60:]), style="green")
         return Group(self._progress, self._line, curve, self._episodes)
+
+
+def warm_start_progress(display: Display, *, may_end_early: bool) -> Callable[[int, int, Metrics], None]:
+    """Return a callback for updates of a warm start. If a target loss may end it early, the time left is a bound."""
+
+    def show(update: int, total: int, metrics: Metrics) -> None:
+        display.total(total)
+        if update % 10 == 0 or update == total:
+            early, loss = may_end_early and update < total, metrics["loss"]
+            display.update(update, f"loss {loss:.3f}", value=loss, may_end_early=early)
+
+    return show
 
 
 def step_summary(metrics: Metrics) -> str:
@@ -133,7 +149,7 @@ def errors_summary(metrics: Metrics) -> str:
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """One bar per value; a value that is not finite leaves a gap."""
+    """Draw one bar per value and a gap for values that are not finite."""
     top = max([high, *filter(math.isfinite, values)])
     scale = (len(BARS) - 1) / (top - low)
 
@@ -144,7 +160,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
 
 
 def program() -> str:
-    """How to call us again: `agent-r1` if the shell would find this very program, else the path it was called by."""
+    """Return `agent-r1` if the shell finds this program under that name, else the path it was called by."""
     called, found = anchored(sys.argv[0]), shutil.which("agent-r1")
     if called.name != "agent-r1" or (found is not None and Path(found).resolve() == called.resolve()):
         return "agent-r1"
@@ -157,7 +173,7 @@ def clock(seconds: float) -> str:
 
 
 def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
-    """One episode as a conversation, with what it earned; very long texts are cut."""
+    """Show one episode as a conversation with its reward; long texts are cut."""
     table = Table.grid(padding=(0, 1))
     for message in trajectory.opening or group.row.prompt:
         if message["role"] == "user":
@@ -171,14 +187,14 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
 
 
 def shorten(text: str, limit: int = 800) -> str:
-    """Without its blank lines, and no more than `limit` characters of 20 lines; what was cut is told."""
+    """Drop blank lines and keep at most 20 lines and `limit` characters; say so if something was cut."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     short = "\n".join(lines[:20])[:limit]
     return short if short == "\n".join(lines) else f"{short} ... ({len(text)} characters)"
 
 
 def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
-    """Training success and held-out success over steps, as a PNG; the label says how the latter was sampled."""
+    """Plot training and held-out success over steps; the label says how held-out rows were sampled."""
     import matplotlib
 
     matplotlib.use("Agg")
