@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
             **DEEPSEEK,
             "call": "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + "
             "c.function.arguments + '\n```<｜tool▁call▁end｜>' }}",
-            "calls_if": "m.role == 'assistant' and m.content is none",
+            "calls_if": "m.role == 'assistant' and not m.content",
             "next": "<｜Assistant｜><think>\n",
             "thinks": True,
         }
