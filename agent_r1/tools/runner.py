@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isawaitable
 from numbers import Number
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from agent_r1.batching import Batcher
 from agent_r1.guard import TimedOut, guarded
 from agent_r1.tools.base import BaseTool, ToolCall, ToolError, ToolResult
 from agent_r1.tools.schema import BadArguments
@@ -51,7 +52,7 @@ async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mappin
         if type(tool).batch_execute is BaseTool.batch_execute:
             returned: Any = await _timed(tool, tool.execute, call.args, **call.context)
         else:
-            returned = await _batcher(tool).submit(call)
+            returned = await _run_batched(tool, call)
             if isinstance(returned, BaseException):
                 raise returned
     except ToolError as error:
@@ -88,81 +89,37 @@ async def _timed(tool: BaseTool, method: Callable[..., Any], *args: Any, **conte
         raise _TimedOut(f"tool {tool.name!r} did not answer within {tool.timeout:g} s") from None
 
 
-IDLE_ROUNDS = 5  # an episode needs a few rounds of the loop from its observation to its next call
+_BATCHERS: dict[tuple[asyncio.AbstractEventLoop, int], Batcher[ToolCall, Any]] = {}  # by loop and id of the tool
 
 
-class _Batcher:
-    """Gathers the concurrent calls of one tool in one event loop into `batch_execute` calls, in the order they came."""
-
-    def __init__(self, tool: BaseTool) -> None:
-        self._tool = tool
-        self._waiting: list[tuple[ToolCall, asyncio.Future[Any]]] = []
-        self._flush_later: asyncio.Handle | None = None
-
-    async def submit(self, call: ToolCall) -> Any:
-        """What the tool returned for this call; an exception that is its result is returned, not raised."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((call, future))
-        if len(self._waiting) == self._tool.max_batch:
-            self._flush()
-        elif len(self._waiting) == 1 and self._tool.max_wait > 0:
-            self._flush_later = loop.call_later(self._tool.max_wait, self._flush)
-        elif len(self._waiting) == 1:
-            self._flush_later = loop.call_soon(self._round, 1, 0)
-        return await future
-
-    def _round(self, seen: int, quiet: int) -> None:
-        quiet = quiet + 1 if len(self._waiting) == seen else 0
-        if quiet == IDLE_ROUNDS:
-            self._flush()
-        else:
-            self._flush_later = asyncio.get_running_loop().call_soon(self._round, len(self._waiting), quiet)
-
-    def _flush(self) -> None:
-        if self._flush_later is not None:
-            self._flush_later.cancel()
-            self._flush_later = None  # it refers to the loop, which must be free to go
-        _forget(self._tool)  # nothing waits any more; the next call makes a new batcher
-        batch = [(call, future) for call, future in self._waiting if not future.done()]
-        self._waiting = []
-        if batch:
-            task = asyncio.get_running_loop().create_task(self._run(batch))
-            _RUNNING.add(task)
-            task.add_done_callback(_RUNNING.discard)
-
-    async def _run(self, batch: list[tuple[ToolCall, asyncio.Future[Any]]]) -> None:
-        results = await self._results([call for call, _ in batch])
-        for (_, future), result in zip(batch, results, strict=True):
-            if not future.done():
-                future.set_result(result)
-
-    async def _results(self, calls: list[ToolCall]) -> Sequence[Any]:
-        try:
-            results: Sequence[Any] = await _timed(self._tool, self._tool.batch_execute, calls)
-            if not isinstance(results, list | tuple) or len(results) != len(calls):
-                raise TypeError(
-                    f"batch tool {self._tool.name!r} must return a list of {len(calls)} results, one per call; "
-                    f"got {type(results).__name__} {str(results)[:80]}"
-                )
-        except _TimedOut as error:
-            return [error] * len(calls)
-        except Exception as error:  # noqa: BLE001 (raised again by the call it belongs to)
-            if len(calls) == 1:
-                return [error]
-            # Which call broke the batch is not known: run each alone, so that one cannot fail the others.
-            return [result for part in await asyncio.gather(*(self._results([c]) for c in calls)) for result in part]
-        return results
+async def _run_batched(tool: BaseTool, call: ToolCall) -> Any:
+    """Run a call together with the concurrent calls of its tool."""
+    key = (asyncio.get_running_loop(), id(tool))  # the batcher holds the tool, so its id stays taken
+    batcher = _BATCHERS.get(key)
+    if batcher is None:
+        run = partial(_run_batch, tool)
+        batcher = _BATCHERS[key] = Batcher(run, max_items=tool.max_batch, max_wait=tool.max_wait)
+    try:
+        return await batcher.submit(call)
+    finally:
+        if not batcher.num_unanswered:
+            _BATCHERS.pop(key, None)
 
 
-_RUNNING: set[asyncio.Task[None]] = set()  # an event loop itself holds tasks only weakly
-_BATCHERS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, _Batcher]] = WeakKeyDictionary()
-
-
-def _batcher(tool: BaseTool) -> _Batcher:
-    of_loop = _BATCHERS.setdefault(asyncio.get_running_loop(), {})
-    return of_loop.setdefault(id(tool), _Batcher(tool))  # the batcher holds the tool, so its id stays taken
-
-
-def _forget(tool: BaseTool) -> None:
-    _BATCHERS[asyncio.get_running_loop()].pop(id(tool), None)
+async def _run_batch(tool: BaseTool, calls: list[ToolCall]) -> Sequence[Any]:
+    try:
+        results: Sequence[Any] = await _timed(tool, tool.batch_execute, calls)
+        if not isinstance(results, list | tuple) or len(results) != len(calls):
+            raise TypeError(
+                f"batch tool {tool.name!r} must return a list of {len(calls)} results, one per call; "
+                f"got {type(results).__name__} {str(results)[:80]}"
+            )
+    except _TimedOut:
+        raise
+    except Exception:
+        if len(calls) == 1:
+            raise
+        # Any of the calls may have broken the batch: run each alone, so that it fails only itself.
+        alone = await asyncio.gather(*(_run_batch(tool, [call]) for call in calls), return_exceptions=True)
+        return [result if isinstance(result, BaseException) else result[0] for result in alone]
+    return results

@@ -23,7 +23,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.search.client import RETRY_SECONDS, SearchClient, SearchRefused, SearchUnavailable, check_server
 from agent_r1.tools.search.index import Hit, Index
 from agent_r1.tools.search.load import LoadResult, load
-from agent_r1.tools.search.server import Batcher, Overloaded, ServerLimits, serve
+from agent_r1.tools.search.server import Overloaded, QueryQueue, ServerLimits, serve
 from tests.tools.search_world import HeldIndex, build, free_port, serving, titles
 
 QUICK = {"backoff_seconds": 0.01, "seconds_per_attempt": 10.0}
@@ -128,14 +128,10 @@ def test_queries_of_many_clients_are_ranked_together(index: Index) -> None:
             return super().search(queries, top_k, kind)
 
     async def ask_all() -> list[list[list[Hit]]]:
-        batcher = Batcher(Counted.open(index.directory), ServerLimits(max_batch=4))
+        queue = QueryQueue(Counted.open(index.directory), ServerLimits(max_batch=4))
         # "river" finds three passages: a request for one that is ranked with one for two must not get both
-        waiting = [asyncio.create_task(batcher.submit(["river", "moon"], top_k, "lexical")) for top_k in (1, 2, 3)]
-        await asyncio.sleep(0)  # all three wait before the first is taken
-        running = asyncio.create_task(batcher.run())
-        found = await asyncio.gather(*waiting)
-        running.cancel()
-        batcher.close()
+        found = await asyncio.gather(*(queue.search(["river", "moon"], top_k, "lexical") for top_k in (1, 2, 3)))
+        queue.close()
         return list(found)
 
     found = asyncio.run(ask_all())
@@ -496,7 +492,7 @@ def test_so_many_percent_of_the_times_do_not_exceed_a_percentile(times: list[flo
 
 def test_an_overloaded_batcher_says_so_before_anything_waits(index: Index) -> None:
     async def too_many() -> None:
-        await Batcher(index, ServerLimits(max_waiting=2)).submit(["a", "b", "c"], 1, "lexical")
+        await QueryQueue(index, ServerLimits(max_waiting=2)).search(["a", "b", "c"], 1, "lexical")
 
     with pytest.raises(Overloaded):
         asyncio.run(too_many())

@@ -19,6 +19,7 @@ from inspect import isawaitable
 from numbers import Real
 from typing import Any, Protocol
 
+from agent_r1.batching import Batcher
 from agent_r1.errors import ConfigError
 from agent_r1.guard import TimedOut, describe, guarded
 from agent_r1.rollout.rewards.attempts import Attempts, OutOfAttempts, PerLoop, ScoringError
@@ -69,101 +70,90 @@ class BatchedReward:
             return await queue.put((row, trajectory))
 
 
-Waiting = tuple[Item, asyncio.Future[float]]
+@dataclass(slots=True, eq=False)
+class _Episode:
+    item: Item
+    score: float | Exception = math.nan
+    given_up: bool = False  # its caller has been cancelled
 
 
 class _Queue:
-    """The episodes of one event loop that wait for their batch, and the batches under way."""
+    """The episodes of one event loop that are being scored."""
 
     def __init__(self, settings: BatchedReward, patience: Attempts) -> None:
-        self._settings = settings
-        self._patience = patience
-        self._gate = asyncio.Semaphore(settings.max_concurrent)
-        self._waiting: list[Waiting] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._scorer, self._patience = settings.scorer, patience
+        self._name = type(settings.scorer).__name__
+        self._batcher: Batcher[_Episode, float | Exception] = Batcher(
+            self._run_batch,
+            max_items=settings.max_batch,
+            max_wait=settings.max_wait_seconds,
+            max_concurrent=settings.max_concurrent,
+        )
 
     async def put(self, item: Item) -> float:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[float] = loop.create_future()
-        self._waiting.append((item, future))
-        if len(self._waiting) == self._settings.max_batch:
-            self._send()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._settings.max_wait_seconds, self._send)
-        return await future
+        episode = _Episode(item)
+        try:
+            score = await self._batcher.submit(episode)
+        finally:
+            episode.given_up = True
+        if isinstance(score, Exception):
+            raise score
+        return score
 
     async def close(self) -> None:
-        """Nobody waits any more: what is still under way was given up by all its episodes."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in self._running:
-            task.cancel()
+        self._batcher.close()
 
-    def _send(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        batch, self._waiting = self._waiting, []
-        task = asyncio.get_running_loop().create_task(self._run(batch))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+    async def _run_batch(self, batch: list[_Episode]) -> list[float | Exception]:
+        await self._score(batch)
+        return [episode.score for episode in batch]
 
-    async def _run(self, batch: list[Waiting]) -> None:
-        name = type(self._settings.scorer).__name__
+    async def _score(self, batch: list[_Episode]) -> None:
+        """Score a batch. If it fails with what another attempt would not cure, score its halves to find the culprit."""
         try:
-            scored = await self._patience.run(lambda: self._attempt(batch), who=f"scorer {name}")
+            await self._patience.run(lambda: self._attempt(batch), who=f"scorer {self._name}")
         except Exception as error:  # noqa: BLE001 (raised to the episodes at fault)
-            batch = [(item, future) for item, future in batch if not future.done()]
-            if len(batch) <= 1 or isinstance(error, OutOfAttempts):
-                for _, future in batch:
-                    _settle(future, error, name)
+            if len(batch) > 1 and not isinstance(error, OutOfAttempts):
+                middle = len(batch) // 2
+                await self._score(batch[:middle])
+                await self._score(batch[middle:])
                 return
-        else:
-            for future, score in scored:
-                _settle(future, score, name)
-            return
-        # What will not pass may be the fault of one episode: halves of halves find it, and score the others.
-        middle = len(batch) // 2
-        await self._run(batch[:middle])
-        await self._run(batch[middle:])
+            for episode in batch:
+                episode.score = self._check(error)
 
-    async def _attempt(self, batch: list[Waiting]) -> list[tuple[asyncio.Future[float], Any]]:
-        over = asyncio.Event()
-        async with self._gate:
-            wanted = [(item, future) for item, future in batch if not future.done()]  # the others ran out of time
-            if not wanted:
-                return []
-            try:
-                scores = await guarded(self._score([item for item, _ in wanted], over), seconds=self._patience.seconds)
-            except TimedOut:
-                await over.wait()  # cancelled, and perhaps still computing: nobody's time should run meanwhile
-                raise
-        # Of a dict the keys would be taken for scores, of a set any order.
+    async def _attempt(self, batch: list[_Episode]) -> None:
+        wanted = [episode for episode in batch if not episode.given_up]
+        if not wanted:
+            return
+        ended = asyncio.Event()
+        try:
+            scores = await guarded(
+                self._ask([episode.item for episode in wanted], ended), seconds=self._patience.seconds
+            )
+        except TimedOut:
+            await ended.wait()  # a cancelled scorer may still be computing: the next attempt's time must not run yet
+            raise
+        # The keys of a dict are not scores, and a set has no order.
         if isinstance(scores, Mapping | Set) or not hasattr(scores, "__len__"):
             raise ScoringError(f"score returned {type(scores).__name__} {scores!r:.80}; return a list of numbers")
         if len(scores) != len(wanted):
             raise ScoringError(f"{len(scores)} scores came back for a batch of {len(wanted)}; return one per episode")
-        return [(future, score) for (_, future), score in zip(wanted, scores, strict=True)]
+        for episode, score in zip(wanted, scores, strict=True):
+            episode.score = self._check(score)
 
-    async def _score(self, items: list[Item], over: asyncio.Event) -> Sequence[float | Exception]:
+    async def _ask(self, items: list[Item], ended: asyncio.Event) -> Sequence[float | Exception]:
         try:
-            running = self._settings.scorer.score(items)
+            running = self._scorer.score(items)
             if not isawaitable(running):
                 raise ScoringError("score is not async; write `async def score`, and asyncio.to_thread for what blocks")
             return await running
         finally:
-            over.set()
+            ended.set()
 
-
-def _settle(future: asyncio.Future[float], score: Any, name: str) -> None:
-    if future.done():
-        return
-    if isinstance(score, Real) and math.isfinite(score):
-        future.set_result(float(score))
-    elif isinstance(score, Exception):
-        failure = ScoringError(f"this episode could not be scored by {name}: {describe(score)}")
-        future.set_exception(failure.with_traceback(score.__traceback__))
-    else:
-        wrong = f"scorer {name} returned {score!r:.80} for this episode; scores must be finite numbers"
-        future.set_exception(ScoringError(wrong))
+    def _check(self, score: Any) -> float | Exception:
+        if isinstance(score, Real) and math.isfinite(score):
+            return float(score)
+        if isinstance(score, Exception):
+            failure = ScoringError(f"this episode could not be scored by {self._name}: {describe(score)}")
+            return failure.with_traceback(score.__traceback__)
+        wrong = f"scorer {self._name} returned {score!r:.80} for this episode; scores must be finite numbers"
+        return ScoringError(wrong)

@@ -16,12 +16,12 @@ import logging
 import math
 import resource
 import socket
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agent_r1.batching import Batcher
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
 from agent_r1.tools.search.wire import BadRequest, Health, SearchRequest, show, write_results
@@ -66,80 +66,52 @@ class Overloaded(Exception):
     """As many queries wait as may."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    queries: Sequence[str]
+class _Query(NamedTuple):
+    text: str
     top_k: int
     kind: Kind
-    answer: asyncio.Future[list[list[Hit]]]
 
 
-class Batcher:
-    """Ranks the queries that wait, batch by batch, in the order they came."""
+class QueryQueue:
+    """Ranks waiting queries, batch by batch, in a separate thread."""
 
     def __init__(self, index: Index, limits: ServerLimits) -> None:
         self._index, self._limits = index, limits
-        self._waiting: deque[_Waiting] = deque()
-        self.num_waiting = 0  # queries of those requests
-        self._come = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+        self._batcher: Batcher[_Query, list[Hit]] = Batcher(
+            self._rank_in_thread, max_items=limits.max_batch, max_concurrent=1
+        )
 
-    async def submit(self, queries: Sequence[str], top_k: int, kind: Kind) -> list[list[Hit]]:
-        """TimeoutError when there is no answer in time; then the queries are not ranked any more."""
+    @property
+    def num_waiting(self) -> int:
+        return self._batcher.num_waiting
+
+    async def search(self, queries: Sequence[str], top_k: int, kind: Kind) -> list[list[Hit]]:
+        """Raise TimeoutError if the answer takes too long; the queries are then not ranked."""
         if self.num_waiting + len(queries) > self._limits.max_waiting:
             raise Overloaded
-        answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(queries, top_k, kind, answer))
-        self.num_waiting += len(queries)
-        self._come.set()
-        return await asyncio.wait_for(answer, self._limits.seconds)  # cancels the future
-
-    async def run(self) -> None:
-        while True:
-            await self._come.wait()
-            batch = self._next_batch()
-            if not batch:
-                self._come.clear()
-                continue
-            await self._answer(batch)
+        waiting = asyncio.gather(*(self._batcher.submit(_Query(text, top_k, kind)) for text in queries))
+        return await asyncio.wait_for(waiting, self._limits.seconds)
 
     def close(self) -> None:
+        self._batcher.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _next_batch(self) -> list[_Waiting]:
-        """The oldest request and those behind it that are searched alike, up to `max_batch` queries."""
-        batch: list[_Waiting] = []
-        size = 0
-        while self._waiting:
-            request = self._waiting[0]
-            gone = request.answer.done()  # nobody waits for it any more
-            fits = size + len(request.queries) <= self._limits.max_batch
-            if batch and not gone and not (fits and request.kind == batch[0].kind):
-                break
-            self._waiting.popleft()
-            self.num_waiting -= len(request.queries)
-            if not gone:
-                batch.append(request)
-                size += len(request.queries)
-        return batch
-
-    async def _answer(self, batch: list[_Waiting]) -> None:
-        queries = [query for request in batch for query in request.queries]
-        top_k = max(request.top_k for request in batch)
-        loop = asyncio.get_running_loop()
+    async def _rank_in_thread(self, batch: list[_Query]) -> list[list[Hit]]:
         try:
-            results = await loop.run_in_executor(self._thread, self._index.search, queries, top_k, batch[0].kind)
-        except Exception as error:  # told to everybody who asked, and logged
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._rank, batch)
+        except Exception:
             logger.exception("a search failed")
-            for request in batch:
-                if not request.answer.done():
-                    request.answer.set_exception(error)
-            return
-        rest = iter(results)
-        for request in batch:
-            own = [next(rest)[: request.top_k] for _ in request.queries]
-            if not request.answer.done():
-                request.answer.set_result(own)
+            raise
+
+    def _rank(self, batch: list[_Query]) -> list[list[Hit]]:
+        found: dict[_Query, list[Hit]] = {}
+        for kind in {query.kind for query in batch}:
+            queries = [query for query in batch if query.kind == kind]
+            top_k = max(query.top_k for query in queries)
+            for query, hits in zip(queries, self._index.search([q.text for q in queries], top_k, kind), strict=True):
+                found[query] = hits[: query.top_k]
+        return [found[query] for query in batch]
 
 
 class _App:
@@ -147,20 +119,18 @@ class _App:
 
     def __init__(self, index: Index, limits: ServerLimits) -> None:
         self._index, self._limits = index, limits
-        self._batcher: Batcher | None = None
+        self._queue: QueryQueue | None = None
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._batcher = Batcher(self._index, self._limits)
-        running = asyncio.create_task(self._batcher.run())
+        self._queue = QueryQueue(self._index, self._limits)
         try:
             yield
         finally:
-            running.cancel()
-            self._batcher.close()
+            self._queue.close()
 
     async def health(self, request: Request) -> Response:
-        assert self._batcher is not None
+        assert self._queue is not None
         manifest = self._index.manifest
         health = Health(
             num_passages=manifest.num_passages,
@@ -168,16 +138,16 @@ class _App:
             kinds=[*manifest.kinds],
             max_queries=self._limits.queries_taken,
             max_top_k=self._limits.max_top_k,
-            waiting=self._batcher.num_waiting,
+            waiting=self._queue.num_waiting,
         )
         return _json(health.write())
 
     async def search(self, request: Request) -> Response:
-        assert self._batcher is not None
+        assert self._queue is not None
         try:
             asked = _from_address(request) if request.method == "GET" else await self._from_body(request)
             top_k, kind = self._checked(asked)
-            results = await self._batcher.submit(asked.queries, top_k, kind)
+            results = await self._queue.search(asked.queries, top_k, kind)
         except _TooLarge as error:
             return _problem(413, str(error), CLOSE)
         except _TooSlow as error:
