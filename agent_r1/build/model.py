@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -28,8 +28,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.places import anchored
-from agent_r1.runs.checkpoint import Saveable, list_checkpoints
-from agent_r1.runs.run_dir import is_run
+from agent_r1.runs.run_dir import is_run, list_checkpoints
 from agent_r1.tokens.rendering import Renderer, TemplateReport, verify_template
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
@@ -110,6 +109,10 @@ def _read(directory: str) -> tuple[Any, Any]:
                 f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}, which would be random"
             )
     return tokenizer, network
+
+
+class Saveable(Protocol):
+    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 def save_model(model: Model, directory: Path, weights: Saveable | None = None) -> None:

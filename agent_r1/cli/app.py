@@ -134,8 +134,7 @@ def train_command(
 def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
-    from agent_r1.runs.checkpoint import list_checkpoints
-    from agent_r1.runs.run_dir import RunDir
+    from agent_r1.runs.run_dir import RunDir, list_checkpoints
 
     directory = RunDir.open(path)
     allowed, form = ("trainer.steps=", "trainer.max_minutes=", ON_DEVICE), "trainer.steps=N, trainer.max_minutes=N"

@@ -27,7 +27,6 @@ from agent_r1.envs.base import ask
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import started_here
-from agent_r1.runs.checkpoint import CheckpointError
 from agent_r1.train.rng import deterministic
 
 T = TypeVar("T")
@@ -83,7 +82,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
             raise
         raise Interrupted(received[0], kept()) from None
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno is None and not isinstance(error, CheckpointError):
+        if isinstance(error, OSError) and error.errno is None and not isinstance(error, DiskError):
             raise  # raised by a library for another reason
         raise DiskError(f"{error}\n{kept()}") from error
     finally:

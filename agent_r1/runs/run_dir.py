@@ -17,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import time
 import weakref
@@ -35,6 +36,8 @@ from agent_r1.types import Group
 
 if TYPE_CHECKING:
     from agent_r1.runs.metrics import Metrics
+
+_CHECKPOINT = re.compile(r"step_(\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +203,19 @@ class _Lock:
         except BlockingIOError as error:
             self.release()
             raise ConfigError(f"another process is writing to {folder}; wait for it or stop it") from error
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of every complete checkpoint, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _CHECKPOINT.match(path.name))]
+    return sorted(found)
+
+
+def latest_checkpoint(folder: Path) -> tuple[int, Path]:
+    found = list_checkpoints(folder)
+    if not found:
+        raise DataError(f"no checkpoint under {folder}: the run was stopped before its first save")
+    return found[-1]
 
 
 def is_run(folder: Path) -> bool:

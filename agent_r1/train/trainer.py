@@ -27,10 +27,10 @@ from agent_r1.learn.learner import MAX_NAMED, Learner
 from agent_r1.learn.rewards import RewardShaper, is_uniform
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.scoring import Scorer
-from agent_r1.runs.checkpoint import save_checkpoint
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, rollout_metrics
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
+from agent_r1.train.checkpoint import save_checkpoint
 from agent_r1.train.evaluate import evaluate
 from agent_r1.train.rng import restore_rng, rng_state
 from agent_r1.train.start import code_digest

@@ -20,8 +20,8 @@ from agent_r1.cli.commands.eval import run_eval
 from agent_r1.compiling import repeated_layers
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.runs.checkpoint import latest_checkpoint, load_state
-from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir, latest_checkpoint
+from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import deterministic, restore_rng, rng_state
 from agent_r1.train.start import _warm_start_key, base_model
 from tests.train.test_pipeline import console, mini, numbers, resumed, trained

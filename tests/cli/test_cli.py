@@ -13,8 +13,7 @@ from rich.console import Console
 
 from agent_r1.cli.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.config import load_config, parse_config
-from agent_r1.runs.checkpoint import list_checkpoints
-from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir, list_checkpoints
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.chatml import row
 from tests.conftest import Cli

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.runs.checkpoint import (
-    CheckpointError,
-    latest_checkpoint,
-    list_checkpoints,
-    load_state,
-    save_checkpoint,
-)
 from agent_r1.runs.records import read_trajectories, trajectory_from_json, trajectory_to_json
 from agent_r1.runs.run_dir import RunDir, new_run_path
 from agent_r1.types import Group, Step, StopReason, Support, TaskRow, ToolCallRecord, Trajectory
-from tests.chatml import tokenizer
 
 CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
 STEP = Step(
@@ -55,22 +42,6 @@ TRAJECTORY = Trajectory(
     reward_components={"reward": 1.0, "format": 0.25},
 )
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r", reward_model={"ground_truth": 3})
-
-
-class Savable:
-    def __init__(self, name: str, error: Exception | None = None) -> None:
-        self.name, self.error = name, error
-
-    def save_pretrained(self, save_directory: str) -> None:
-        (Path(save_directory) / self.name).write_text(self.name, encoding="utf-8")
-        if self.error is not None:
-            raise self.error
-
-
-def save(folder: Path, step: int, *, keep: int = 2, error: Exception | None = None) -> Path:
-    return save_checkpoint(
-        folder, step, model=Savable("model", error), tokenizer=Savable("tok"), state={"step": step}, keep=keep
-    )
 
 
 def test_a_trajectory_round_trips_exactly_through_json() -> None:
@@ -240,66 +211,6 @@ def test_a_torn_last_line_is_ignored_and_later_steps_are_forgotten(tmp_path: Pat
     assert [(record["step"], record["loss"]) for record in run.read_metrics("train")] == [(1, 1 / 3), (2, 2 / 3)]
     names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert names == ["train_000001.jsonl.gz", "train_000002.jsonl.gz"]
-
-
-def test_the_newest_checkpoints_are_kept_and_their_state_comes_back(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3]
-    step, path = latest_checkpoint(tmp_path)
-    assert load_state(path)["step"] == step == 3
-    assert (path / "model").read_text(encoding="utf-8") == "model"
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
-def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, error: Exception) -> None:
-    save(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match=r"could not save checkpoint .*step_000002.*Earlier checkpoints are intact"
-    ):
-        save(tmp_path, 2, error=error)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]  # nothing half-written is left
-
-
-@pytest.mark.parametrize("limit", [100, 20_000])  # bytes per file: fails in the config, or in the weights
-def test_a_write_that_the_system_refuses_in_the_middle_of_real_weights_loses_nothing(
-    tmp_path: Path, limit: int
-) -> None:
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
-    save_checkpoint(tmp_path, 1, model=model, tokenizer=tokenizer(), state={"step": 1}, keep=2)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(CheckpointError, match="Earlier checkpoints are intact"):
-            save_checkpoint(tmp_path, 2, model=model, tokenizer=tokenizer(), state={"step": 2}, keep=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]
-    assert load_state(latest_checkpoint(tmp_path)[1]) == {"step": 1}
-
-
-def test_a_half_written_checkpoint_of_a_killed_run_is_not_seen(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / ".step_000002.part").mkdir()
-    assert latest_checkpoint(tmp_path)[0] == 1
-    save(tmp_path, 2)
-    assert latest_checkpoint(tmp_path)[0] == 2
-
-
-def test_missing_checkpoints_and_states_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="stopped before its first save"):
-        latest_checkpoint(tmp_path)
-    with pytest.raises(DataError, match="it is a model, not a checkpoint"):
-        load_state(tmp_path)
-
-
-def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)]}
-    path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
-    torch.testing.assert_close(load_state(path)["rng"], state["rng"])
 
 
 def test_two_programs_cannot_write_to_one_run(tmp_path: Path) -> None:

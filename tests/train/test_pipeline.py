@@ -30,9 +30,9 @@ from agent_r1.cli.commands.train import Outcome, run_training
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.learner import CriticTraining
-from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_state
 from agent_r1.runs.records import read_trajectories, trajectory_to_json
-from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir, latest_checkpoint, list_checkpoints
+from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
 from agent_r1.train.start import base_model
 from tests.forked import start_program

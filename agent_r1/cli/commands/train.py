@@ -19,10 +19,10 @@ from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.places import shown
-from agent_r1.runs.checkpoint import latest_checkpoint, list_checkpoints, load_state
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
-from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.runs.run_dir import Evaluation, RunDir, latest_checkpoint, list_checkpoints
+from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all

@@ -7,27 +7,19 @@ leaves the earlier checkpoints untouched and never a half-written one that looks
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from agent_r1.errors import AgentR1Error, DataError
+from agent_r1.build.model import Saveable
+from agent_r1.errors import DataError, DiskError
+from agent_r1.runs.run_dir import list_checkpoints
 
-_NAME = re.compile(r"step_(\d+)$")
 STATE_FILE = "trainer_state.pt"
-
-
-class CheckpointError(AgentR1Error, OSError):
-    """Saving failed; earlier checkpoints are intact."""
-
-
-class Saveable(Protocol):
-    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 def save_checkpoint(
@@ -48,25 +40,12 @@ def save_checkpoint(
         os.replace(part, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as Python, torch and safetensors say it
         shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(
+        raise DiskError(
             f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact"
         ) from error
     for _, old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.match(path.name))]
-    return sorted(found)
-
-
-def latest_checkpoint(folder: Path) -> tuple[int, Path]:
-    found = list_checkpoints(folder)
-    if not found:
-        raise DataError(f"no checkpoint under {folder}: the run was stopped before its first save")
-    return found[-1]
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
