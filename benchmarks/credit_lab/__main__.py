@@ -43,7 +43,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> None:
     options = arguments(words)
     results_file = (options.out or RESULTS) / "credit_lab.json"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU in sight, autograd starts threads and its processes cannot fork
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd starts threads if it sees a GPU: no forking then
     if options.verb != "draw":
         plan = Plan(worlds=tuple(options.families.split(",")), seeds=options.seeds)
         began = time.perf_counter()

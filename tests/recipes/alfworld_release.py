@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from agent_r1.recipes.alfworld import data, made
+from agent_r1.recipes.alfworld import data, synthetic
 from agent_r1.recipes.alfworld.game import TASK_TYPES
 
 Files = dict[str, bytes]
@@ -30,10 +30,10 @@ def made_release(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Files:
     for index, split in enumerate(("train",) * 6 + ("valid_train", "valid_seen", "valid_unseen")):
         kind = TASK_TYPES[index % 6]
         mug = "CounterTop" if split == "train" else "Cabinet"
-        facts = made.kitchen({"Mug_bar_1": mug, "DeskLamp_bar_1": "Desk"})
-        problem = made.write_problem(facts, made.GOALS[kind].format(thing="Mug", place="Desk"))
+        facts = synthetic.kitchen({"Mug_bar_1": mug, "DeskLamp_bar_1": "Desk"})
+        problem = synthetic.write_problem(facts, synthetic.GOALS[kind].format(thing="Mug", place="Desk"))
         name = f"json/{split}/{kind}-Mug-None-Desk-1/trial_{index}/{data.RELEASED}"
-        sentence = made.SENTENCES[kind].format(thing="mug", place="desk")
+        sentence = synthetic.SENTENCES[kind].format(thing="mug", place="desk")
         files[name] = _file(problem, f"Your task is to: {sentence}", ["go to countertop 1"])
         files[name.replace("trial_", "unsolvable_")] = _file(problem, "Your task is to: x.", [], solvable=False)
         files[name.replace("Mug-None", "MugSliced-None")] = _file(problem, "Your task is to: x.", [])

@@ -21,14 +21,14 @@ from agent_r1.config import load_config
 from agent_r1.envs.base import make_env
 from agent_r1.envs.check import check_env
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.alfworld import data, made, task
+from agent_r1.recipes.alfworld import data, synthetic, task
 from agent_r1.recipes.alfworld.engine import NOTHING_HAPPENS, World
 from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.game import read_game
 from agent_r1.types import Action, Observation, Step, StopReason, Trajectory
 
 GOLDEN = json.loads(Path(__file__).with_name("alfworld_golden.json").read_text(encoding="utf-8"))
-ENTRIES = made.entries("train")
+ENTRIES = synthetic.entries("train")
 
 
 # The engine
@@ -45,7 +45,7 @@ def test_the_engine_says_what_the_official_one_said(golden: dict[str, Any]) -> N
 @given(st.sampled_from(ENTRIES), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_what_is_admissible_does_something_and_nothing_else_does(entry: data.Entry, seed: int) -> None:
-    rng, world = random.Random(seed), World(made.made_game(entry.name))
+    rng, world = random.Random(seed), World(synthetic.synthetic_game(entry.name))
     known = {"", "look", "go to desk 1", "take mug 1 from desk 1", "open fridge 1", "heat cup 1 with microwave 1"}
     for _ in range(20):
         commands = world.admissible()
@@ -64,15 +64,15 @@ def test_what_is_admissible_does_something_and_nothing_else_does(entry: data.Ent
 
 @pytest.mark.parametrize("entry", ENTRIES[:60], ids=lambda entry: entry.name)
 def test_a_walkthrough_wins_with_its_last_step(entry: data.Entry) -> None:
-    world = World(made.made_game(entry.name))
+    world = World(synthetic.synthetic_game(entry.name))
     won = [(world.step(command) != NOTHING_HAPPENS, world.won) for command in entry.walkthrough]
     assert won == [(True, False)] * (len(won) - 1) + [(True, True)]
 
 
-def kitchen_world(kind: str, places: dict[str, str], *facts: made.Fact) -> World:
+def kitchen_world(kind: str, places: dict[str, str], *facts: synthetic.Fact) -> World:
     """To bring mugs to the desk; `facts` come on top of the room's."""
-    goal = made.GOALS[kind].format(thing="Mug", place="Desk")
-    return World(read_game(made.write_problem([*made.kitchen(places), *facts], goal), ""))
+    goal = synthetic.GOALS[kind].format(thing="Mug", place="Desk")
+    return World(read_game(synthetic.write_problem([*synthetic.kitchen(places), *facts], goal), ""))
 
 
 def say(world: World, *commands: str) -> World:
@@ -132,7 +132,7 @@ def test_the_scene_tells_how_much_of_the_goal_is_reached_elsewhere() -> None:
 
 
 def test_equal_games_are_played_apart() -> None:
-    game = made.made_game(ENTRIES[0].name)
+    game = synthetic.synthetic_game(ENTRIES[0].name)
     one, other = World(game), World(game)
     for command in ENTRIES[0].walkthrough:
         one.step(command)
@@ -141,14 +141,14 @@ def test_equal_games_are_played_apart() -> None:
 
 
 def test_a_problem_that_is_none_of_the_known_ones_is_refused() -> None:
-    facts = made.kitchen({"Mug_bar_1": "Desk"})
+    facts = synthetic.kitchen({"Mug_bar_1": "Desk"})
     with pytest.raises(DataError, match="none of the six kinds"):
-        read_game(made.write_problem(facts, "(:goal (and (holds agent1 Mug_bar_1)))"), "")
+        read_game(synthetic.write_problem(facts, "(:goal (and (holds agent1 Mug_bar_1)))"), "")
     with pytest.raises(DataError, match="not a PDDL problem"):
         read_game("hello", "")
-    goal = made.GOALS["pick_and_place_simple"].format(thing="Mug", place="Desk")
+    goal = synthetic.GOALS["pick_and_place_simple"].format(thing="Mug", place="Desk")
     with pytest.raises(DataError, match="empty hands and closed doors"):
-        read_game(made.write_problem([*facts, ("opened", "Fridge_bar_1")], goal), "")
+        read_game(synthetic.write_problem([*facts, ("opened", "Fridge_bar_1")], goal), "")
 
 
 # The env
@@ -169,8 +169,8 @@ def shown(observation: Observation | None) -> list[str]:
 
 
 def test_an_episode_is_a_conversation_that_ends_when_the_task_is_done() -> None:
-    row, texts = made.demos(1, seed=3)[0]
-    first, *steps = play(made.MadeAlfWorld(**row.env_kwargs), row, texts)
+    row, texts = synthetic.demos(1, seed=3)[0]
+    first, *steps = play(synthetic.SyntheticAlfWorld(**row.env_kwargs), row, texts)
     assert shown(first)[0].startswith("You are in the middle of a room.")
     assert shown(first)[0].endswith(row.prompt[0]["content"])
     assert [step.terminated for step in steps] == [False] * (len(texts) - 1) + [True]
@@ -181,16 +181,16 @@ def test_an_episode_is_a_conversation_that_ends_when_the_task_is_done() -> None:
 
 
 def test_the_first_line_counts_without_regard_to_case_and_the_rest_is_nothing() -> None:
-    row = made.rows("train", 1)[0]
-    _, first, second = play(made.MadeAlfWorld(**row.env_kwargs), row, [" Go to DESK 1 \nopen it", "dance"])
+    row = synthetic.rows("train", 1)[0]
+    _, first, second = play(synthetic.SyntheticAlfWorld(**row.env_kwargs), row, [" Go to DESK 1 \nopen it", "dance"])
     assert first.feedback.startswith("You arrive at desk 1.")
     assert (second.feedback, second.info["refused"]) == (NOTHING_HAPPENS, True)
 
 
 def test_hints_are_the_admissible_commands() -> None:
-    row = made.rows("train", 1)[0]
-    first, step = play(made.MadeAlfWorld(**row.env_kwargs, hints=True), row, ["go to fridge 1"])
-    world = World(made.made_game(row.row_id))
+    row = synthetic.rows("train", 1)[0]
+    first, step = play(synthetic.SyntheticAlfWorld(**row.env_kwargs, hints=True), row, ["go to fridge 1"])
+    world = World(synthetic.synthetic_game(row.row_id))
     assert shown(first)[0].endswith("\nCommands: " + ", ".join(world.admissible()))
     world.step("go to fridge 1")
     assert shown(step.observation)[-1].endswith("\nCommands: " + ", ".join(world.admissible()))
@@ -202,16 +202,16 @@ def test_whether_hints_are_given_is_true_or_false() -> None:
 
 
 def test_no_hints_are_given_when_the_game_is_won() -> None:
-    row, texts = made.demos(1, seed=3)[0]
-    *_, before, last = play(made.MadeAlfWorld(**row.env_kwargs, hints=True), row, texts)
+    row, texts = synthetic.demos(1, seed=3)[0]
+    *_, before, last = play(synthetic.SyntheticAlfWorld(**row.env_kwargs, hints=True), row, texts)
     assert "Commands: " in before.feedback
     assert last.info["won"]
     assert "Commands: " not in last.feedback
 
 
 def test_the_anchor_is_the_scene_the_command_was_given_in_however_one_came_there() -> None:
-    row = made.rows("train", 1)[0]
-    env = lambda: made.MadeAlfWorld(**row.env_kwargs)  # noqa: E731
+    row = synthetic.rows("train", 1)[0]
+    env = lambda: synthetic.SyntheticAlfWorld(**row.env_kwargs)  # noqa: E731
     _, *one = play(env(), row, ["go to fridge 1", "go to desk 1", "look"])
     _, *other = play(env(), row, ["dance", "go to cabinet 1", "open cabinet 1", "go to desk 1", "inventory", "look"])
     assert one[0].info["anchor"] == other[0].info["anchor"] == other[1].info["anchor"]
@@ -220,9 +220,9 @@ def test_the_anchor_is_the_scene_the_command_was_given_in_however_one_came_there
 
 
 def test_the_env_keeps_the_contract() -> None:
-    row, texts = made.demos(1, seed=0)[0]
+    row, texts = synthetic.demos(1, seed=0)[0]
     row = replace(row, reward_model={"ground_truth": "secret"})
-    asyncio.run(check_env(lambda: made.MadeAlfWorld(**row.env_kwargs), row, ["dance", *texts]))
+    asyncio.run(check_env(lambda: synthetic.SyntheticAlfWorld(**row.env_kwargs), row, ["dance", *texts]))
     with pytest.raises(DataError, match="does not say where its game is"):
         AlfWorld(game="x", world="").game(replace(row, extra_info={}))
 
@@ -235,7 +235,7 @@ def test_the_reward_is_whether_it_was_won() -> None:
         steps = [Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], info=info) for info in infos]
         return Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.MAX_STEPS)
 
-    row = made.rows("train", 1)[0]
+    row = synthetic.rows("train", 1)[0]
     lost, refused, won = ({"won": w, "refused": r} for w, r in ((False, False), (False, True), (True, False)))
     played = [episode(refused, won), episode(lost, refused, {}), episode()]
     scored = [asyncio.run(task.reward(row, one)) for one in played]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1.errors import DataError
-from agent_r1.recipes.alfworld import made
+from agent_r1.recipes.alfworld import synthetic
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.expert import Explorer, Priors, Wish, learn_priors, read_wish
 from agent_r1.recipes.alfworld.game import read_game
@@ -35,11 +35,11 @@ def test_the_explorer_understands_every_kind_of_task(sentence: str, wish: Wish) 
     assert read_wish(f"You see a desk 1.\n\nYour task is to: {sentence}") == wish
 
 
-def test_the_explorer_solves_made_games_by_what_it_sees() -> None:
-    demos = made.explorer_demos(240, seed=0)
+def test_the_explorer_solves_synthetic_games_by_what_it_sees() -> None:
+    demos = synthetic.explorer_demos(240, seed=0)
     assert len(demos) == 240
     for row, texts in demos[:6]:
-        world = World(made.made_game(row.row_id))
+        world = World(synthetic.synthetic_game(row.row_id))
         for command in texts:
             world.step(command)
         assert world.won

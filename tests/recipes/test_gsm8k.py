@@ -20,9 +20,9 @@ from agent_r1.envs.base import merge_env_kwargs
 from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.gsm8k import data, made
+from agent_r1.recipes.gsm8k import data, synthetic
 from agent_r1.recipes.gsm8k import task as plain
-from agent_r1.recipes.gsm8k_tool import made as made_tool
+from agent_r1.recipes.gsm8k_tool import synthetic as synthetic_tool
 from agent_r1.recipes.gsm8k_tool import task
 from agent_r1.tokens.tool_calls import FORMATS
 from agent_r1.tools.base import BaseTool
@@ -157,7 +157,7 @@ def test_demonstrations_are_drawn_by_seed_and_are_at_most_as_many_as_there_are(f
         assert demos(count=1, seed=3, path=str(folder)) == demos(count=1, seed=3, path=str(folder))
 
 
-# Problems made in code
+# Synthetic problems
 
 
 def numbers_of(asked: data.Problem) -> tuple[int, ...]:
@@ -166,31 +166,31 @@ def numbers_of(asked: data.Problem) -> tuple[int, ...]:
     return tuple(sorted((first, second // first if "share" in asked.question else second, third)))
 
 
-def test_made_problems_solve_themselves_and_share_no_numbers_between_splits() -> None:
-    train, test = made.problems("train", 400, seed=0), made.problems("test", 200, seed=0)
+def test_synthetic_problems_solve_themselves_and_share_no_numbers_between_splits() -> None:
+    train, test = synthetic.problems("train", 400, seed=0), synthetic.problems("test", 200, seed=0)
     assert not {numbers_of(p) for p in train} & {numbers_of(p) for p in test}
     for p in train + test:
         *_, (expression, result) = task.MARK.findall(p.solution)
         assert evaluate(expression) == evaluate(result) == int(p.answer)
         assert len(task.demonstration(p)) == 3  # two calculations, one answer
-    assert made.problems("train", 5, seed=0) == train[:5]
-    assert made.problems("train", 5, seed=1) != train[:5]
+    assert synthetic.problems("train", 5, seed=0) == train[:5]
+    assert synthetic.problems("train", 5, seed=1) != train[:5]
     with pytest.raises(ConfigError, match="unknown split 'tst'"):
-        made.problems("tst", 1, seed=0)
+        synthetic.problems("tst", 1, seed=0)
 
 
-@given(st.tuples(*[st.integers(made.SMALLEST, made.LARGEST)] * 3))
+@given(st.tuples(*[st.integers(synthetic.SMALLEST, synthetic.LARGEST)] * 3))
 def test_every_story_is_right_for_all_numbers(numbers: tuple[int, int, int]) -> None:
-    for story in made.STORIES:
+    for story in synthetic.STORIES:
         _, solution, answer = story(*numbers)
         marks = task.MARK.findall(solution)
         assert all(evaluate(expression) == evaluate(result) for expression, result in marks)
         assert marks[-1][1] == str(answer)
 
 
-def test_made_rows_say_that_they_are_made() -> None:
-    for rows in (made.rows, made_tool.rows):
-        assert {row.data_source for row in rows("test", 3)} == {"made"}
+def test_synthetic_rows_name_their_source() -> None:
+    for rows in (synthetic.rows, synthetic_tool.rows):
+        assert {row.data_source for row in rows("test", 3)} == {"synthetic"}
 
 
 # The reward

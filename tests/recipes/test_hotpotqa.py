@@ -26,7 +26,7 @@ from agent_r1.data.downloads import data_dir
 from agent_r1.envs.check import check_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.hotpotqa import data, made, task
+from agent_r1.recipes.hotpotqa import data, synthetic, task
 from agent_r1.recipes.hotpotqa.data import Question
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import contains, exact_match, f1, normalized, substring_match
@@ -142,16 +142,16 @@ def test_a_failed_call_costs_the_form_but_not_the_answer() -> None:
     assert (parts["em"], parts["format"]) == (1.0, 0.0)
 
 
-# The made world, the expert, the env
+# The synthetic corpus, the expert, the env
 
 
 @pytest.fixture(scope="module")
 def tool(tmp_path_factory: pytest.TempPathFactory) -> SearchTool:
-    return made.MadeSearch(index=tmp_path_factory.mktemp("made") / "index")
+    return synthetic.SyntheticSearch(index=tmp_path_factory.mktemp("synthetic") / "index")
 
 
-def test_the_expert_answers_every_question_of_the_made_world_in_two_searches(tool: SearchTool) -> None:
-    for question in made.questions("train") + made.questions("test"):
+def test_the_expert_answers_every_question_of_the_synthetic_corpus_in_two_searches(tool: SearchTool) -> None:
+    for question in synthetic.questions("train") + synthetic.questions("test"):
         texts = demonstrate(question, tool)
         assert texts is not None
         river, town = question.gold
@@ -160,14 +160,14 @@ def test_the_expert_answers_every_question_of_the_made_world_in_two_searches(too
         assert texts[-1] == f"<answer>{question.answers[0]}</answer>"
 
 
-def test_the_made_index_is_built_once_and_again_when_it_is_stale(tmp_path: Path) -> None:
-    made.MadeSearch(index=tmp_path / "i")
+def test_the_synthetic_index_is_built_once_and_rebuilt_when_stale(tmp_path: Path) -> None:
+    synthetic.SyntheticSearch(index=tmp_path / "i")
     built = (tmp_path / "i" / "manifest.json").stat().st_mtime_ns
-    made.MadeSearch(index=tmp_path / "i")
+    synthetic.SyntheticSearch(index=tmp_path / "i")
     assert (tmp_path / "i" / "manifest.json").stat().st_mtime_ns == built
     Index.build([Passage(passage_id="x", title="X", text="old")], tmp_path / "i", lexical=LexicalSettings())
-    made.MadeSearch(index=tmp_path / "i")
-    assert len(Index.open(tmp_path / "i").corpus) == len(made.passages())
+    synthetic.SyntheticSearch(index=tmp_path / "i")
+    assert len(Index.open(tmp_path / "i").corpus) == len(synthetic.passages())
 
 
 def corpus_tool(directory: Path, **texts: str) -> SearchTool:
@@ -195,7 +195,7 @@ def test_the_expert_never_answers_what_was_not_shown(tmp_path: Path) -> None:
 
 
 def test_demonstrations_are_a_function_of_the_seed_and_stop_at_the_count(tool: SearchTool) -> None:
-    asked = made.questions("train")
+    asked = synthetic.questions("train")
     first, again, other = (task.expert_demos(tool, asked, 10, seed) for seed in (0, 0, 1))
     assert len(first) == 10
     assert first == again
@@ -203,7 +203,7 @@ def test_demonstrations_are_a_function_of_the_seed_and_stop_at_the_count(tool: S
 
 
 def test_playing_a_demonstration_earns_everything(tool: SearchTool) -> None:
-    row, texts = task.expert_demos(tool, made.questions("train"), 1, seed=0)[0]
+    row, texts = task.expert_demos(tool, synthetic.questions("train"), 1, seed=0)[0]
     asyncio.run(check_env(lambda: ToolEnv(tools=[tool]), row, texts))
     assert task.parts_of(row, episode(texts[-1], row.ground_truth["gold"])) == {
         "em": 1, "f1": 1, "substring": 1, "format": 1, "num_searches": 1, "gold_found": 1,

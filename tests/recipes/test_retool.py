@@ -21,7 +21,7 @@ from agent_r1.config import load_config
 from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.python_env import PythonEnv
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.retool import answers, data, gsm8k, made
+from agent_r1.recipes.retool import answers, data, gsm8k, synthetic
 from agent_r1.recipes.retool.answers import same_answer
 from agent_r1.recipes.retool.data import (
     EVALUATION,
@@ -363,11 +363,11 @@ def test_demonstrations_of_gsm8k_come_from_a_folder_without_what_is_judged(folde
 
 
 def test_problems_made_in_code_are_the_same_each_time_and_split_for_good() -> None:
-    train, test = made.rows("train", 60), made.rows("test", 30)
-    assert train[:10] == made.rows("train", 10)
+    train, test = synthetic.rows("train", 60), synthetic.rows("test", 30)
+    assert train[:10] == synthetic.rows("train", 10)
     assert not {r.prompt[1]["content"] for r in train} & {r.prompt[1]["content"] for r in test}
     with pytest.raises(ConfigError, match="unknown split 'tset'"):
-        made.rows("tset", 1)
+        synthetic.rows("tset", 1)
 
 
 # -- episodes ---------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def python() -> PythonTool:
 
 def test_demonstrations_played_with_the_real_tool_earn_the_reward(python: PythonTool) -> None:
     async def play() -> None:
-        for row, texts in made.demos(8, 0):
+        for row, texts in synthetic.demos(8, 0):
             await check_env(lambda: PythonEnv(tools=[python]), row, texts)
             outcome = await python.sandbox.run(_program(texts[0]))
             assert outcome.stdout.strip() == row.ground_truth

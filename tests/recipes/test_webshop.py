@@ -12,7 +12,7 @@ import pytest
 
 from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.webshop import made, task
+from agent_r1.recipes.webshop import synthetic, task
 from agent_r1.recipes.webshop.data import PACKAGES, Catalogue
 from agent_r1.recipes.webshop.goals import NO_BOUND, Goal, draw_prices, human_goals, synthetic_goals
 from agent_r1.recipes.webshop.products import HumanInstruction, Product, read_products
@@ -199,8 +199,8 @@ def test_what_people_wrote_becomes_a_goal_if_it_can_be_judged() -> None:
 
 
 def test_goals_are_the_same_in_every_process() -> None:
-    assert [goal.asin for goal in made.shop().catalogue.goals[:6]] == ["M03", "M04", "M02", "M10", "M11", "M07"]
-    assert panel_hash(made.rows("test")) == "eec69bbd93b5"
+    assert [goal.asin for goal in synthetic.shop().catalogue.goals[:6]] == ["M03", "M04", "M02", "M10", "M11", "M07"]
+    assert panel_hash(synthetic.rows("test")) == "eec69bbd93b5"
 
 
 # Search

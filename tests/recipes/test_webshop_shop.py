@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent_r1.envs.check import check_env
 from agent_r1.errors import ConfigError
-from agent_r1.recipes.webshop import made
+from agent_r1.recipes.webshop import synthetic
 from agent_r1.recipes.webshop.data import Catalogue
 from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.pages import Look, cut, page
@@ -53,8 +53,8 @@ def test_two_actions_are_refused() -> None:
 
 
 def test_a_query_is_cut_so_that_an_anchor_is_short() -> None:
-    env = made.MadeShop()
-    env.begin(made.rows("test")[0])
+    env = synthetic.SyntheticShop()
+    env.begin(synthetic.rows("test")[0])
     env.reply(f"search[lamp {'x' * 200_000}]")
     assert env.reply("click[next >]").info["anchor"] == f"results 1 lamp {'x' * (MAX_WORDS - 5)}"
     assert read_action(f"search[{'x' * (MAX_WORDS - 1)} y]") == ("search", "x" * (MAX_WORDS - 1))
@@ -68,7 +68,7 @@ def walk(shop: Shop, *actions: str) -> Place:
 
 
 def test_a_purchase_goes_from_search_over_results_and_item_to_done() -> None:
-    shop = made.shop()
+    shop = synthetic.shop()
     results = walk(shop, "search[Oak Lamp]")
     assert (results.page, results.query, results.number) == ("results", "oak lamp", 1)
     item = shop.go(results, "click[m00]")
@@ -79,7 +79,7 @@ def test_a_purchase_goes_from_search_over_results_and_item_to_done() -> None:
 
 
 def test_pages_of_results_turn_and_remember() -> None:
-    shop = made.shop()  # all 12 products are easy to clean
+    shop = synthetic.shop()  # all 12 products are easy to clean
     second = walk(shop, "search[easy clean]", "click[next >]")
     assert len(shop.shown(second)) == 2
     assert shop.buttons(second)[-2:] == ["< prev", "back to search"]  # no next
@@ -102,7 +102,7 @@ def test_a_search_finds_fifty_at_most() -> None:
 
 
 def test_details_lead_back_to_the_item_and_its_choices() -> None:
-    shop = made.shop()
+    shop = synthetic.shop()
     item = walk(shop, "search[oak lamp]", "click[M00]", "click[red]")
     for detail in ("description", "features", "reviews"):
         there = shop.go(item, f"click[{detail}]")
@@ -112,12 +112,12 @@ def test_details_lead_back_to_the_item_and_its_choices() -> None:
             shop.go(there, "click[buy now]")
     with pytest.raises(CannotDo, match=r"There is no \[attributes\] here\."):
         shop.go(item, "click[attributes]")
-    open_shelf = Shop(made.shop().catalogue, show_attributes=True)
+    open_shelf = Shop(synthetic.shop().catalogue, show_attributes=True)
     assert page(open_shelf, open_shelf.go(item, "click[attributes]"), Look()).startswith("easy clean\n")
 
 
 def test_a_search_may_start_anywhere_and_forgets_the_item() -> None:
-    shop = made.shop()
+    shop = synthetic.shop()
     assert walk(shop, "search[oak lamp]", "click[M00]", "click[red]", "search[mug]") == Place(
         page="results", query="mug"
     )
@@ -130,7 +130,7 @@ def test_a_value_of_two_options_belongs_to_the_later_one() -> None:
 
 
 def test_anchors_are_alike_for_the_same_state_and_differ_for_others() -> None:
-    shop = made.shop()
+    shop = synthetic.shop()
     one = walk(shop, "search[oak lamp]", "click[M00]", "click[red]")
     other = walk(shop, "search[lamp]", "click[M00]", "click[blue]", "click[red]")
     assert one.anchor == other.anchor == "item M00 color: red"
@@ -140,8 +140,8 @@ def test_anchors_are_alike_for_the_same_state_and_differ_for_others() -> None:
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(0, 11))
 def test_every_button_leads_somewhere_and_every_page_shows_its_buttons(choices: list[int], start: int) -> None:
-    shop = made.shop()
-    place = walk(shop, f"search[{made.products()[start].title}]")
+    shop = synthetic.shop()
+    place = walk(shop, f"search[{synthetic.products()[start].title}]")
     for number in choices:
         buttons = shop.buttons(place)
         if not buttons:
@@ -203,9 +203,9 @@ def play(env: WebShop, row: TaskRow, *actions: str) -> list[str]:
 
 
 def test_what_stands_in_the_conversation_is_not_shown_again() -> None:
-    [row, *_] = made.rows("test")
+    [row, *_] = synthetic.rows("test")
     shown = play(
-        made.MadeShop(),
+        synthetic.SyntheticShop(),
         row,
         "search[oak lamp]",
         "click[M00]",
@@ -224,42 +224,48 @@ def test_what_stands_in_the_conversation_is_not_shown_again() -> None:
 
 
 def test_a_product_is_known_again_though_another_search_found_it() -> None:
-    [row, *_] = made.rows("test")
-    shown = play(made.MadeShop(), row, "search[oak lamp]", "click[M00]", "search[oak]", "click[M00]", "click[< prev]")
+    [row, *_] = synthetic.rows("test")
+    shown = play(
+        synthetic.SyntheticShop(), row, "search[oak lamp]", "click[M00]", "search[oak]", "click[M00]", "click[< prev]"
+    )
     assert shown[3].startswith("Page 1 of 1")
     assert shown[4:] == ["M00 again. Not yet: color.", "Page 1 of the results again."]
 
 
 def test_an_episode_knows_nothing_of_the_one_before() -> None:
-    [row, *_] = made.rows("test")
-    env, said = made.MadeShop(), ("search[oak lamp]", "click[M00]", "click[red]")
+    [row, *_] = synthetic.rows("test")
+    env, said = synthetic.SyntheticShop(), ("search[oak lamp]", "click[M00]", "click[red]")
     assert play(env, row, *said) == play(env, row, *said)
 
 
 def test_full_pages_are_shown_every_time_on_request() -> None:
-    [row, *_] = made.rows("test")
-    shown = play(made.MadeShop(full_pages=True), row, "search[oak lamp]", "click[M00]", "click[red]", "nonsense")
+    [row, *_] = synthetic.rows("test")
+    shown = play(
+        synthetic.SyntheticShop(full_pages=True), row, "search[oak lamp]", "click[M00]", "click[red]", "nonsense"
+    )
     assert "color (chosen: red): [red] [blue] [green]" in shown[3]
     assert shown[4] == f"Say search[words] or click[button].\n{shown[3]}"
 
 
 def test_refusals_are_one_line_and_never_pile_up() -> None:
-    [row, *_] = made.rows("test")
-    shown = play(made.MadeShop(), row, "hm", "hm", "click[buy now]", "search[lamp]", "click[x" + "y" * 500 + "]")
+    [row, *_] = synthetic.rows("test")
+    shown = play(
+        synthetic.SyntheticShop(), row, "hm", "hm", "click[buy now]", "search[lamp]", "click[x" + "y" * 500 + "]"
+    )
     assert shown[1] == shown[2] == "Say search[words] or click[button]."
     assert shown[3] == "There is no [buy now] here."
     assert len(shown[5]) < 100
 
 
 def test_the_env_keeps_the_contract() -> None:
-    row = made.rows("test")[0]
+    row = synthetic.rows("test")[0]
     said = ["search[oak lamp]", "hm", "click[M00]", "click[red]", "click[features]", "click[< prev]", "click[buy now]"]
-    asyncio.run(check_env(made.MadeShop, row, said))
+    asyncio.run(check_env(synthetic.SyntheticShop, row, said))
 
 
 def test_every_transition_tells_where_the_action_was_taken_and_the_last_what_was_bought() -> None:
-    [row, *_] = made.rows("test")
-    env = made.MadeShop()
+    [row, *_] = synthetic.rows("test")
+    env = synthetic.SyntheticShop()
     env.begin(row)
     replies = [env.reply(action) for action in ("search[oak lamp]", "click[M00]", "hm", "click[red]", "click[buy now]")]
     assert [reply.info["anchor"] for reply in replies] == [

@@ -15,7 +15,7 @@ from agent_r1.build.task import build_task
 from agent_r1.config import load_config
 from agent_r1.data.panels import panel_hash
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.recipes.webshop import data, made, task
+from agent_r1.recipes.webshop import data, synthetic, task
 from agent_r1.recipes.webshop.buyers import knowing_buyer, query_of, reading_buyer
 from agent_r1.recipes.webshop.data import Catalogue
 from agent_r1.recipes.webshop.env import WebShop
@@ -31,28 +31,28 @@ from tests.recipes.test_webshop_shop import scarves
 
 
 def rewarded(row: TaskRow, *actions: str) -> dict[str, float]:
-    env = made.MadeShop()
+    env = synthetic.SyntheticShop()
     env.begin(row)
     steps = [
         Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], info=env.reply(action).info)
         for action in actions
     ]
     played = Trajectory(row_id=row.row_id, trajectory_id="t", steps=steps, stop=StopReason.ANSWERED)
-    return asyncio.run(made.reward(row, played))
+    return asyncio.run(synthetic.reward(row, played))
 
 
 def test_every_made_goal_is_paid_in_full_when_it_is_met() -> None:
-    for row in made.rows("train") + made.rows("test"):
+    for row in synthetic.rows("train") + synthetic.rows("test"):
         [(_, color)] = row.ground_truth["options"]
         asin = row.ground_truth["asin"]
-        title = made.shop().catalogue.products[asin].title
+        title = synthetic.shop().catalogue.products[asin].title
         parts = rewarded(row, f"search[{title}]", f"click[{asin}]", f"click[{color}]", "click[buy now]")
         assert parts["reward"] == parts["success"] == 1.0
         assert set(parts) == {"reward", "success", "bought", "type", "attributes", "options", "price", "refused"}
 
 
 def test_a_poor_purchase_earns_a_part_and_none_earns_nothing() -> None:
-    row = next(row for row in made.rows("train") if row.ground_truth["asin"] == "M01")  # a tin lamp
+    row = next(row for row in synthetic.rows("train") if row.ground_truth["asin"] == "M01")  # a tin lamp
     [(_, color)] = row.ground_truth["options"]
     cheap = rewarded(row, "search[oak lamp]", "hm", "click[M00]", f"click[{color}]", "click[buy now]")
     assert (cheap["reward"], cheap["refused"]) == (1.0, 1.0)  # an oak lamp is a lamp too: same type, attribute, colour
@@ -63,20 +63,20 @@ def test_a_poor_purchase_earns_a_part_and_none_earns_nothing() -> None:
 
 
 def test_rows_have_fixed_names_and_splits_do_not_overlap() -> None:
-    train, test = made.rows("train"), made.rows("test")
+    train, test = synthetic.rows("train"), synthetic.rows("test")
     assert (len(train), len(test)) == (28, 8)
     assert [row.row_id for row in test] == [f"goal-{index}" for index in range(8)]
     assert not {row.prompt[-1]["content"] for row in train} & {row.prompt[-1]["content"] for row in test}
-    assert made.rows("train", 3) == train[:3]
+    assert synthetic.rows("train", 3) == train[:3]
     with pytest.raises(ConfigError, match="no split 'valid'"):
-        made.rows("valid")
+        synthetic.rows("valid")
 
 
 def test_the_buyer_who_knows_is_shown_only_where_it_is_right() -> None:
-    shop = made.shop()
-    shown = made.demos(20, seed=1)
+    shop = synthetic.shop()
+    shown = synthetic.demos(20, seed=1)
     assert len(shown) == 20
-    assert shown != made.demos(20, seed=2)
+    assert shown != synthetic.demos(20, seed=2)
     for row, said in shown:
         assert said[-1] == f"click[{BUY}]"
         assert rewarded(row, *said)["reward"] == 1.0
@@ -125,7 +125,7 @@ def test_the_buyer_who_reads_opens_products_until_one_has_what_is_wanted() -> No
 def test_a_context_policy_that_forgets_needs_full_pages() -> None:
     window = ["context.policy=window", "context.turns=1"]
     with pytest.raises(
-        ConfigError, match=r"window leaves out .* MadeShop .*: set task\.env_kwargs\.full_pages=true, or"
+        ConfigError, match=r"window leaves out .* SyntheticShop .*: set task\.env_kwargs\.full_pages=true, or"
     ):
         build_task(load_config("webshop/tiny", window))
     build_task(load_config("webshop/tiny", [*window, "task.env_kwargs.full_pages=true"]))
@@ -135,8 +135,8 @@ def test_a_context_policy_that_forgets_needs_full_pages() -> None:
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("full_pages=perhaps", "full_pages of MadeShop must be true or false, not str 'perhaps'"),
-        ("title_chars=abc", "title_chars of MadeShop must be a whole number, not str 'abc'"),
+        ("full_pages=perhaps", "full_pages of SyntheticShop must be true or false, not str 'perhaps'"),
+        ("title_chars=abc", "title_chars of SyntheticShop must be a whole number, not str 'abc'"),
     ],
 )
 def test_settings_of_another_kind_are_told_before_the_run(setting: str, told: str) -> None:
@@ -178,7 +178,7 @@ def test_a_folder_is_read_in_the_original_form(tmp_path: Path, zipped: bool) -> 
 
 
 def test_a_row_of_elsewhere_is_told_where_rows_come_from() -> None:
-    stray = replace(made.rows("test")[0], extra_info={})
+    stray = replace(synthetic.rows("test")[0], extra_info={})
     played = Trajectory(row_id=stray.row_id, trajectory_id="t", steps=[], stop=StopReason.MAX_STEPS)
     with pytest.raises(DataError, match=r"'goal-0' does not say where its products are .* make rows with webshop's"):
         WebShop().begin(stray)

@@ -245,7 +245,7 @@ def test_a_build_reports_its_stages_to_the_end(tmp_path: Path) -> None:
     "search",
     [
         "from agent_r1.tools.search.lexical import import_bm25s; assert import_bm25s() is import_bm25s()",
-        "from agent_r1.recipes.webshop.made import shop; shop()",
+        "from agent_r1.recipes.webshop.synthetic import shop; shop()",
     ],
 )
 def test_lexical_search_does_not_start_jax(search: str, before: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from agent_r1.data.downloads import data_folder
 from agent_r1.data.rows import Demo
 from agent_r1.errors import DataError
 from agent_r1.recipes.retool.data import FOLDER, SOURCES, judged, marks, solved
-from agent_r1.recipes.retool.made import demonstration
+from agent_r1.recipes.retool.synthetic import demonstration
 from agent_r1.recipes.retool.task import as_row
 
 MARK = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")

@@ -1,4 +1,4 @@
-"""Problems made in code, each with a program that solves it: for the tiny preset, and to see the recipe without data.
+"""Synthetic problems, each with a program that solves it: for the tiny preset, and to see the recipe without data.
 
 A demonstration says what is to be computed, calls python with the program, and gives what it printed as the answer. A
 hash of the question decides whether it is for training or for the test, so the splits cannot overlap.
@@ -22,16 +22,16 @@ TEST_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class Problem:
     question: str
     thought: str
     program: str
     answer: int
 
 
-def _product(rng: random.Random) -> Made:
+def _product(rng: random.Random) -> Problem:
     a, b, c = rng.randint(12, 99), rng.randint(12, 99), rng.randint(2, 99)
-    return Made(
+    return Problem(
         question=f"What is {a} * {b} + {c}?",
         thought="One line.",
         program=f"print({a} * {b} + {c})",
@@ -39,9 +39,9 @@ def _product(rng: random.Random) -> Made:
     )
 
 
-def _linear(rng: random.Random) -> Made:
+def _linear(rng: random.Random) -> Problem:
     a, x, b = rng.randint(2, 30), rng.randint(2, 90), rng.randint(1, 99)
-    return Made(
+    return Problem(
         question=f"Solve {a}x + {b} = {a * x + b} for x.",
         thought="Subtract, then divide.",
         program=f"print(({a * x + b} - {b}) // {a})",
@@ -49,10 +49,10 @@ def _linear(rng: random.Random) -> Made:
     )
 
 
-def _series(rng: random.Random) -> Made:
+def _series(rng: random.Random) -> Problem:
     first = rng.randint(1, 50)
     last = first + rng.randint(5, 200)
-    return Made(
+    return Problem(
         question=f"What is the sum of the integers from {first} to {last}?",
         thought="Add them up.",
         program=f"print(sum(range({first}, {last} + 1)))",
@@ -60,9 +60,9 @@ def _series(rng: random.Random) -> Made:
     )
 
 
-def _remainder(rng: random.Random) -> Made:
+def _remainder(rng: random.Random) -> Problem:
     base, power, modulus = rng.randint(2, 20), rng.randint(5, 60), rng.randint(7, 97)
-    return Made(
+    return Problem(
         question=f"What is the remainder when {base}^{power} is divided by {modulus}?",
         thought="A power modulo a number.",
         program=f"print(pow({base}, {power}, {modulus}))",
@@ -70,28 +70,28 @@ def _remainder(rng: random.Random) -> Made:
     )
 
 
-KINDS: tuple[Callable[[random.Random], Made], ...] = (_product, _linear, _series, _remainder)
+KINDS: tuple[Callable[[random.Random], Problem], ...] = (_product, _linear, _series, _remainder)
 
 
 def rows(split: str, count: int = 500, seed: int = 0) -> list[TaskRow]:
     """The same rows each time, and the first of them whatever the count."""
     rng = random.Random(f"rows:{split}:{seed}")
-    found: dict[str, Made] = {}
+    found: dict[str, Problem] = {}
     while len(found) < count:
-        made = draw(split, rng)
-        found.setdefault(made.question, made)
-    return [_row(made, f"{split}-{seed}-{index}") for index, made in enumerate(found.values())]
+        problem = draw(split, rng)
+        found.setdefault(problem.question, problem)
+    return [_row(problem, f"{split}-{seed}-{index}") for index, problem in enumerate(found.values())]
 
 
 def demos(count: int, seed: int) -> list[Demo]:
     """Rows of the training split, each with what an expert says in it."""
     rng = random.Random(f"demos:{seed}")
     drawn = [draw("train", rng) for _ in range(count)]
-    return [(_row(made, f"demo-{seed}-{index}"), demonstrate(made)) for index, made in enumerate(drawn)]
+    return [(_row(problem, f"demo-{seed}-{index}"), demonstrate(problem)) for index, problem in enumerate(drawn)]
 
 
-def demonstrate(made: Made) -> list[str]:
-    return demonstration(made.thought, made.program, str(made.answer))
+def demonstrate(problem: Problem) -> list[str]:
+    return demonstration(problem.thought, problem.program, str(problem.answer))
 
 
 def demonstration(thought: str, program: str, answer: str) -> list[str]:
@@ -100,15 +100,15 @@ def demonstration(thought: str, program: str, answer: str) -> list[str]:
     return [f"{thought}\n{call}", f"The answer is \\boxed{{{answer}}}."]
 
 
-def draw(split: str, rng: random.Random) -> Made:
+def draw(split: str, rng: random.Random) -> Problem:
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
     while True:
-        made = rng.choice(KINDS)(rng)
-        for_test = sha256(made.question.encode()).digest()[0] < 256 * TEST_SHARE
+        problem = rng.choice(KINDS)(rng)
+        for_test = sha256(problem.question.encode()).digest()[0] < 256 * TEST_SHARE
         if for_test == (split == "test"):
-            return made
+            return problem
 
 
-def _row(made: Made, row_id: str) -> TaskRow:
-    return as_row(made.question, str(made.answer), row_id, "made")
+def _row(problem: Problem, row_id: str) -> TaskRow:
+    return as_row(problem.question, str(problem.answer), row_id, "synthetic")

@@ -1,4 +1,4 @@
-"""A shop made in code, for a run that needs no data: kinds of things in several materials, each in three colours."""
+"""A synthetic shop, for a run that needs no data: kinds of things in several materials, each in three colours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shop() -> Shop:
     return Shop(Catalogue.of(products()))
 
 
-class MadeShop(WebShop):
+class SyntheticShop(WebShop):
     def open(self, row: TaskRow) -> Shop:
         return shop()
 

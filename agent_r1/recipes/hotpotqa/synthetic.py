@@ -1,4 +1,4 @@
-"""A corpus and questions made in code, for a run that needs no data: rivers, the towns on them, and their mayors.
+"""A synthetic corpus and questions, for a run that needs no data: rivers, the towns on them, and their mayors.
 
 The question names a river, whose page names the town, whose page names the mayor: two searches, as in the real task.
 """
@@ -55,18 +55,18 @@ def questions(split: str) -> list[Question]:
 
 def rows(split: str, count: int | None = None) -> list[TaskRow]:
     asked = questions(split)[:count]
-    return [as_row(question, row_id=f"{split}-{question.key}", source="made") for question in asked]
+    return [as_row(question, row_id=f"{split}-{question.key}", source="synthetic") for question in asked]
 
 
 def demos(count: int, seed: int) -> list[Demo]:
-    return expert_demos(MadeSearch(), questions("train"), count, seed)
+    return expert_demos(SyntheticSearch(), questions("train"), count, seed)
 
 
-class MadeSearch(SearchTool):
-    """Searches the made corpus; its index is built when it is not there, in a second."""
+class SyntheticSearch(SearchTool):
+    """Searches the synthetic corpus. Builds its index on first use, which takes a second."""
 
     def __init__(self, *, index: str | Path | None = None, top_k: int = 2, max_chars: int = 60) -> None:
-        place = data_dir(FOLDER) / "made" if index is None else Path(index)
+        place = data_dir(FOLDER) / "synthetic" if index is None else Path(index)
         if not _is_current(place):
             Index.build(passages(), place, lexical=LexicalSettings())
         super().__init__(index=place, top_k=top_k, max_chars=max_chars)

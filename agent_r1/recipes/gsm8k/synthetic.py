@@ -1,4 +1,4 @@
-"""Word problems made in code, written as GSM8K writes its own: for the tiny preset, and to see the recipe without data.
+"""Synthetic word problems, written as GSM8K writes its own: for the tiny preset, and to see the recipe without data.
 
 Each has three numbers, and those of a test problem belong to no training problem, whatever its story: their sum is a
 multiple of `TEST_SHARE`.
@@ -63,15 +63,15 @@ def problems(split: str, count: int, seed: int) -> list[Problem]:
 
 
 def rows(split: str, count: int = 200) -> list[TaskRow]:
-    return [made_row(problem, SYSTEM) for problem in problems(split, count, seed=0)]
+    return [synthetic_row(problem, SYSTEM) for problem in problems(split, count, seed=0)]
 
 
 def demos(count: int, seed: int) -> list[Demo]:
-    return [(made_row(problem, SYSTEM), [written_solution(problem)]) for problem in problems("train", count, seed)]
+    return [(synthetic_row(problem, SYSTEM), [written_solution(problem)]) for problem in problems("train", count, seed)]
 
 
-def made_row(problem: Problem, system: str) -> TaskRow:
-    return replace(as_row(problem, system), data_source="made")
+def synthetic_row(problem: Problem, system: str) -> TaskRow:
+    return replace(as_row(problem, system), data_source="synthetic")
 
 
 def _draw(rng: random.Random, split: str, name: str) -> Problem:

@@ -1,4 +1,4 @@
-"""Games made in code: one small kitchen, things in random places, all six kinds of task. For tests and the tiny preset.
+"""Synthetic games: one small kitchen, things in random places, all six kinds of task. For tests and the tiny preset.
 
 They are written as PDDL problems, as the released ones are, and read by the same reader.
 """
@@ -101,7 +101,7 @@ def receptacle_id(kind: str) -> str:
 
 
 @cache
-def made_game(name: str) -> Game:
+def synthetic_game(name: str) -> Game:
     """A function of the name, SPLIT/TASK/NUMBER."""
     return read_game(*_written(name))
 
@@ -181,7 +181,7 @@ def entries(split: str) -> list[Entry]:
 
 
 def _entry(name: str) -> Entry:
-    (problem, task), said = _written(name), walkthrough(made_game(name))
+    (problem, task), said = _written(name), walkthrough(synthetic_game(name))
     return Entry(name=name, task=task, walkthrough=tuple(said), world=short_hash(problem.encode()))
 
 
@@ -194,8 +194,8 @@ def demos(count: int, seed: int) -> list[Demo]:
 
 
 def explorer_demos(count: int, seed: int) -> list[Demo]:
-    priors = learn_priors(made_game(entry.name) for entry in entries("train"))
-    said = [(entry, explored(World(made_game(entry.name)), priors)) for entry in _drawn(count, seed)]
+    priors = learn_priors(synthetic_game(entry.name) for entry in entries("train"))
+    said = [(entry, explored(World(synthetic_game(entry.name)), priors)) for entry in _drawn(count, seed)]
     return [(as_row(entry, file=""), texts) for entry, texts in said if texts is not None]
 
 
@@ -204,6 +204,6 @@ def _drawn(count: int, seed: int) -> Sequence[Entry]:
     return random.Random(f"demos:{seed}").sample(games, min(count, len(games)))
 
 
-class MadeAlfWorld(AlfWorld):
+class SyntheticAlfWorld(AlfWorld):
     def game(self, row: TaskRow) -> Game:
-        return made_game(self._name)
+        return synthetic_game(self._name)
