@@ -50,7 +50,7 @@ from agent_r1.build.plan import Model, build_engine, build_task, load_model, tra
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.envs.base import AgentEnv, merge_env_kwargs
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.flows.flow import AgentEnvLoop

@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_r1.bench.results import Figures
 from agent_r1.engines.base import Prompt, Sampling
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

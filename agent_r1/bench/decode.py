@@ -17,7 +17,7 @@ import torch
 
 from agent_r1.bench.measure import spend
 from agent_r1.engines.base import Prompt, Sampling
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

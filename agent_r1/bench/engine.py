@@ -27,7 +27,7 @@ from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.soak import Soak
 from agent_r1.build.engine import GPU_BURST
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.train.garbage import set_parts_aside
 
 

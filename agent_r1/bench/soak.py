@@ -16,7 +16,7 @@ from agent_r1.bench.episodes import AnsweringEnv, Workload, episode_seed, make_c
 from agent_r1.bench.measure import allocated_bytes, resident_bytes
 from agent_r1.bench.results import Figures
 from agent_r1.engines.base import Prompt, Sampling
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.types import Action, StopReason, Transition
 
 MIB = 2**20

@@ -22,7 +22,7 @@ from agent_r1.bench.measure import free_memory, synchronize
 from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
 from agent_r1.bench.results import Figures, Row
 from agent_r1.build.engine import GPU_BURST
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.assignment import assign_credit

@@ -13,9 +13,9 @@ from agent_r1.build.model import Model, model_dtype
 from agent_r1.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
-from agent_r1.engines.local.engine import BLOCK_SIZE, LocalEngine
 from agent_r1.engines.local.fp32_head import use_fp32_head
-from agent_r1.engines.local.gpu.paged_attention import bytes_per_token
+from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token
+from agent_r1.engines.local.local_engine import BLOCK_SIZE, LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError
 from agent_r1.learn import ALGORITHMS

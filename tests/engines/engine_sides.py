@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local.engine import LocalEngine
-from agent_r1.engines.local.gpu import reference
+from agent_r1.engines.local.gpu import torch_kernels
+from agent_r1.engines.local.local_engine import LocalEngine
 
 CPU: dict[str, Any] = {}
 GPU: dict[str, Any] = (
     {"device": "cuda", "burst": 3, "compile_layers": False}  # not compiled, or every test would wait for it
     if torch.cuda.is_available()
-    else {"kernels": reference, "burst": 3}
+    else {"kernels": torch_kernels, "burst": 3}
 )
 both = pytest.mark.parametrize("side", [CPU, GPU], ids=["cpu", "gpu"])
 

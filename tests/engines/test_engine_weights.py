@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agent_r1.engines.base import Completion, Engine, Prompt, Sampling, generate_all
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.errors import DataError, RolloutError
 from tests.engines.engine_sides import assert_logprobs_match, both, make_engine
 from tests.engines.tiny_models import prompts, tiny

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local import engine as local_module
-from agent_r1.engines.local.engine import ANSWERS_AT_ONCE, LocalEngine
-from agent_r1.engines.local.gpu import reference
-from agent_r1.engines.local.gpu.runner import FULL_GPU, MAX_SPLITS, ladder, splits_for
-from agent_r1.engines.local.gpu.state import MAX_STOP_IDS, block_tables, cut, in_order
+from agent_r1.engines.local import local_engine as local_module
+from agent_r1.engines.local.gpu import torch_kernels
+from agent_r1.engines.local.gpu.gpu_runner import FULL_GPU, MAX_SPLITS, ladder, splits_for
+from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, block_tables, cut, in_order
+from agent_r1.engines.local.local_engine import ANSWERS_AT_ONCE, LocalEngine
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.errors import DataError, RolloutError
 from tests.engines.engine_sides import CPU, GPU, assert_logprobs_match, engine, generate
@@ -217,8 +217,8 @@ class Breaking:
     def __init__(self, kernel: str) -> None:
         self.calls_left: int | None = None
         for name in ("write", "tokens_per_tile", "attend", "draw"):
-            setattr(self, name, self._breaking if name == kernel else getattr(reference, name))
-        self._kernel = getattr(reference, kernel)
+            setattr(self, name, self._breaking if name == kernel else getattr(torch_kernels, name))
+        self._kernel = getattr(torch_kernels, kernel)
 
     def _breaking(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls_left is not None:

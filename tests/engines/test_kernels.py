@@ -1,9 +1,9 @@
-"""Triton's kernels compute what `reference.py` says: on a GPU where there is one, else in Triton's interpreter.
+"""Triton's kernels compute what `torch_kernels.py` says: on a GPU where there is one, else in Triton's interpreter.
 
 The interpreter has to be chosen before Triton is imported, which anything may have done by now, so without a GPU the
 tests run in a process of their own.
 
-Shape suffixes as in `kernels.py`.
+Shape suffixes as in `triton_kernels.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_r1.engines.local.gpu import reference
+from agent_r1.engines.local.gpu import torch_kernels
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 kernels: Any = None
 if HERE:
-    from agent_r1.engines.local.gpu import kernels
+    from agent_r1.engines.local.gpu import triton_kernels as kernels
 
 
 @pytest.mark.skipif(HERE, reason="everything runs here")
@@ -103,7 +103,7 @@ class Call:
 
     def check(self) -> None:
         tolerance = TOLERANCE[self.dtype]
-        torch.testing.assert_close(self.of(kernels), self.of(reference), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(self.of(kernels), self.of(torch_kernels), rtol=tolerance, atol=tolerance)
 
 
 SHAPES = [
@@ -194,7 +194,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(size: int, value_siz
     value_NKD = torch.randn(6, 3, 2, value_size).to(DEVICE, dtype)[:, :, 1]  # and with gaps
     slot_N = torch.tensor([3, 8, 35, 12, 13, 0], device=DEVICE)
     pools = []
-    for module in (kernels, reference):
+    for module in (kernels, torch_kernels):
         keys_PKSD, values_PKSD = (torch.zeros(9, 3, 4, each, dtype=dtype, device=DEVICE) for each in (size, value_size))
         module.write(key_NKD, value_NKD, keys_PKSD, values_PKSD, slot_N)
         pools.append((keys_PKSD, values_PKSD))

@@ -11,10 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local.cpu_attention import Placed, alike
-from agent_r1.engines.local.engine import LocalEngine
-from agent_r1.engines.local.kv_cache import KVCache
-from agent_r1.engines.local.model_runner import CpuRunner, cast_weights
+from agent_r1.engines.local.cpu.cpu_attention import Placed, alike
+from agent_r1.engines.local.cpu.cpu_cache import CpuCache
+from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
+from agent_r1.engines.local.local_engine import LocalEngine
+from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.errors import ConfigError
 from tests.engines.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
@@ -230,7 +231,7 @@ class Operations(TorchDispatchMode):
 
 def test_copying_blocks_prepares_its_indices_once_for_all_layers() -> None:
     def operations(layers: int) -> int:
-        cache = KVCache(num_blocks=4, block_size=2)
+        cache = CpuCache(num_blocks=4, block_size=2)
         pools = [cache.layer(index, torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)) for index in range(layers)]
         for pool in pools:
             pool.keys_PKDS[:] = pool.values_PKSD.transpose(2, 3)[:] = torch.arange(4.0)[:, None, None, None]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local.engine import LocalEngine
+from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.request import Request
 from tests.engines.engine_sides import both, engine
 from tests.engines.tiny_models import VOCAB, prompts, tiny

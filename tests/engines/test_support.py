@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local.gpu.state import cut_supports
+from agent_r1.engines.local.gpu.gpu_state import cut_supports
 from agent_r1.engines.local.sampling import as_support, nucleus, ragged, sample, support_ids
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import DataError

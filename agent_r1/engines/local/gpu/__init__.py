@@ -1,1 +1,1 @@
-"""What the local engine does differently on a GPU."""
+"""How the local engine computes on a GPU."""

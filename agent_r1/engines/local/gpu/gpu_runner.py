@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.attention import running
-from agent_r1.engines.local.gpu.paged_attention import GpuCache, GpuStep, Kernels, key_value_shape
-from agent_r1.engines.local.gpu.state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
+from agent_r1.engines.local.attention_interface import running
+from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, key_value_shape
+from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.engines.local.sampling import nucleus, support_ids
@@ -292,14 +292,14 @@ class GpuRunner(ModelRunner):
         return lambda: drawn() if done.query() else None
 
 
-def triton_kernels() -> Kernels:
+def load_triton_kernels() -> Kernels:
     try:
-        from agent_r1.engines.local.gpu import kernels
+        from agent_r1.engines.local.gpu import triton_kernels
     except ImportError as error:
         raise ConfigError(
             f"sampling on a GPU needs Triton, which is not installed ({error}); it comes with torch"
         ) from error
-    return kernels
+    return triton_kernels
 
 
 def is_filtered(sampling: Sampling) -> bool:

@@ -1,7 +1,7 @@
 """What the kernels of the GPU engine compute, in plain torch: slow, and easy to see through.
 
 Tests compare the kernels with it, and run the GPU engine on machines without a GPU with it. Same names, arguments and
-shapes as `kernels.py`.
+shapes as `triton_kernels.py`.
 """
 
 from __future__ import annotations

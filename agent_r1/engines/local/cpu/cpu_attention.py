@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agent_r1.engines.local.kv_cache import KVCache, LayerCache
+from agent_r1.engines.local.cpu.cpu_cache import CpuCache, LayerCache
 from agent_r1.engines.local.request import Chunk
 
 # Added to a score to hide it: vanishes in any softmax, yet finite, so a block hidden as a whole gets weight 0, not nan.
@@ -184,13 +184,13 @@ def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
 class StepLayout:
     """An `AttentionStep`: one step in index tensors."""
 
-    cache: KVCache
+    cache: CpuCache
     places: Places
     decode: DecodeLayout | None
     prefill: list[PrefillLayout]
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], cache: KVCache, device: torch.device) -> StepLayout:
+    def of(cls, chunks: Sequence[Chunk], cache: CpuCache, device: torch.device) -> StepLayout:
         """`chunks` with the single tokens first."""
         size = cache.block_size
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]

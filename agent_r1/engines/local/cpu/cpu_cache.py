@@ -35,7 +35,7 @@ class LayerCache:
         return keys_BWKDS.permute(0, 2, 1, 4, 3).flatten(2, 3), values_BWKSD.transpose(1, 2).flatten(2, 3)
 
 
-class KVCache:
+class CpuCache:
     """The layers' pools."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:

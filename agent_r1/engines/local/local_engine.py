@@ -3,7 +3,7 @@
 `generate` queues a request; while there are requests, one task on the event loop plans a step, has it computed, and
 hands out what is complete. Requests join and leave between steps, a session's cache is kept for its next request, and
 what requests have in common is computed once. What runs when is `scheduler.py`'s business, how it is computed
-`model_runner.py`'s (CPU) and `gpu_runner.py`'s; this module knows futures and versions.
+that of `cpu/` and `gpu/`; this module knows futures and versions.
 
 On a CPU a step is computed on the engine's own thread, so tools go on meanwhile. Results do not depend on the clock as
 long as tools do not wait: before each step the loop turns a fixed number of times, so that an episode that has just
@@ -29,10 +29,11 @@ from transformers import PreTrainedModel
 
 from agent_r1.compiling import compile_each, repeated_layers
 from agent_r1.engines.base import Completion, Prompt, Sampling
+from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
-from agent_r1.engines.local.gpu.paged_attention import Kernels
-from agent_r1.engines.local.gpu.runner import GpuLimits, GpuRunner, triton_kernels
-from agent_r1.engines.local.model_runner import CpuRunner, Drawn, ModelRunner
+from agent_r1.engines.local.gpu.gpu_attention import Kernels
+from agent_r1.engines.local.gpu.gpu_runner import GpuLimits, GpuRunner, load_triton_kernels
+from agent_r1.engines.local.model_runner import Drawn, ModelRunner
 from agent_r1.engines.local.request import Chunk, EngineStats, Request
 from agent_r1.engines.local.sampling import Kept, as_support, uniform_stream
 from agent_r1.engines.local.scheduler import Scheduler
@@ -89,7 +90,7 @@ class LocalEngine:
             raise ConfigError(f"max_cached_tokens={max_cached_tokens} is less than one block of {block_size} tokens")
         on_gpu = model.device.type == "cuda"
         if on_gpu and kernels is None:
-            kernels = triton_kernels()
+            kernels = load_triton_kernels()
         self._scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,

@@ -1,7 +1,7 @@
 """The engine's attention, plugged into transformers' `AttentionInterface`, so that models need no port.
 
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
-knows which token belongs to whom. How it is computed is the step's business: `cpu_attention.py`, `gpu_attention.py`.
+knows which token belongs to which sequence. `cpu/cpu_attention.py` and `gpu/gpu_attention.py` compute it.
 
 Not supported, and refused rather than ignored: soft-capped scores, attention sinks, position biases, custom masks.
 

@@ -1,7 +1,7 @@
 """The paged cache of the GPU engine, and attention over it as a step of a captured graph sees it.
 
 Everything a pass needs to know stands in tensors at fixed addresses, so that a graph captured once serves any batch
-that fits. Which kernels compute it is a parameter: Triton's (`kernels.py`), or plain torch for tests (`reference.py`).
+that fits. The kernels are a parameter: Triton's (`triton_kernels.py`), or plain torch for tests (`torch_kernels.py`).
 
 Shape suffixes: N = rows (tokens of a pass), H = query heads, K = key/value heads, D = head size, L = layers,
 P = blocks of the pool, S = tokens in a block, T = tiles, Q = sequences, W = blocks of the longest.
@@ -23,7 +23,7 @@ MAX_COPIED = 64  # blocks copied at once: they pass through memory beside the po
 
 
 class Kernels(Protocol):
-    """What `kernels.py` and `reference.py` offer."""
+    """What `triton_kernels.py` and `torch_kernels.py` offer."""
 
     def write(
         self, key_NKD: Tensor, value_NKD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, slot_N: Tensor

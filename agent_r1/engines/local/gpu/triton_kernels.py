@@ -1,7 +1,7 @@
 """Triton kernels of the GPU engine: writing to the paged cache, attention over it, drawing tokens.
 
 All of them read their sizes (how many tokens a tile has, how long a sequence is) from tensors, never from the host, so
-that a captured CUDA graph can be replayed for other sequences. `reference.py` says in plain torch what they compute.
+that a captured CUDA graph can be replayed for other sequences. `torch_kernels.py` computes the same in plain torch.
 
 Shape suffixes: N = rows (tokens of a pass), H = query heads, K = key/value heads, D = head size, P = blocks of the
 pool, S = tokens in a block, T = tiles, Q = sequences, W = blocks of the longest, B = rows to draw for, V = vocabulary.

@@ -1,0 +1,1 @@
+"""How the local engine computes on a CPU."""

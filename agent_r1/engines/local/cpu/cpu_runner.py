@@ -1,0 +1,62 @@
+"""Steps on a CPU: one forward per step, on the engine's worker thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agent_r1.engines.local.attention_interface import running
+from agent_r1.engines.local.cpu.cpu_attention import StepLayout
+from agent_r1.engines.local.cpu.cpu_cache import CpuCache
+from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
+from agent_r1.engines.local.request import Chunk
+from agent_r1.engines.local.sampling import sample
+
+
+class CpuRunner(ModelRunner):
+    """One forward per step, computed before `launch` returns. Runs on the engine's one worker thread."""
+
+    overlaps = False
+
+    def __init__(self, model: PreTrainedModel, *, num_blocks: int, block_size: int) -> None:
+        super().__init__(model)
+        self.cache = CpuCache(num_blocks=num_blocks, block_size=block_size)
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+        self.cache.copy([pair for chunk in chunks for pair in chunk.copies])
+        logits_BV = self._logits(chunks, self.cache)
+        drawing = [request for chunk in chunks for request in chunk.draws]
+        if not drawing:
+            return lambda: ([], [], None)
+        uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
+        tokens, logprobs, kept = sample(logits_BV, [request.sampling for request in drawing], uniforms)
+        return lambda: ([[token] for token in tokens], [[logprob] for logprob in logprobs], kept)
+
+    def clear_cache(self) -> None:
+        self.cache.clear()
+
+    def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
+        cache = CpuCache(num_blocks=PROBE_BLOCKS, block_size=self.cache.block_size)
+        return [self._logits(chunks, cache) for chunks in steps][-1]
+
+    def _logits(self, chunks: Sequence[Chunk], cache: CpuCache) -> Tensor:
+        """Logits after the last token of each chunk that samples, once for every request that draws from it, [B, V]."""
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        draws: list[int] = []
+        for chunk in chunks:
+            ids += chunk.ids
+            positions += range(chunk.start, chunk.end)
+            if chunk.samples:
+                draws += [len(last)] * (1 + len(chunk.twins))
+                last.append(len(ids) - 1)
+        index = torch.tensor([ids, positions], device=self.device)
+        keep = torch.tensor(last, dtype=torch.int64, device=self.device)
+        with running(StepLayout.of(chunks, cache, self.device)):
+            logits = self.forward(index[0], index[1], keep)
+        return logits if len(draws) == len(last) else logits[torch.tensor(draws, device=self.device)]
