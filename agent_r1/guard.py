@@ -23,6 +23,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from agent_r1.text import sanitize
+from agent_r1.types import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
 MAX_ERROR_CHARS = 2000
-RAISED_BY, RAISED_AT = "raised by ", "raised at "  # begin the notes on an exception that `cause` reads
+_BLAME = "_agent_r1_blame"  # attribute of an exception
 _PACKAGE = Path(__file__).parent
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -167,35 +168,30 @@ def trace(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
 
 
-def cause(error: BaseException) -> str:
-    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`, as far as who and where are known."""
-    who, where = _noted(error, RAISED_BY), place(error)
-    return f"{who and f'{who} raised '}{describe(error)}{where and f' ({where})'}"
+def explain(error: BaseException, source: str = "") -> Failure:
+    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`; source and place are empty if unknown."""
+    blamed, place = vars(error).get(_BLAME, ("", ""))
+    return Failure(
+        kind=type(error).__name__,
+        message=describe(error),
+        source=sanitize(source or blamed),
+        place=_user_place(error) or sanitize(place),
+    )
 
 
-def note(error: BaseException, text: str) -> None:
-    """The exception stays what it was. One that takes no notes has none."""
-    with suppress(Exception):
-        error.add_note(text)
+def blame(error: BaseException, source: str, place: str = "") -> None:
+    """Record for `explain` what raised an exception, and where if it has no traceback in this process."""
+    vars(error)[_BLAME] = (source, place)  # not setattr: works for frozen classes too
 
 
-def _noted(error: BaseException, beginning: str) -> str:
-    try:
-        notes = [text for text in error.__notes__ if isinstance(text, str) and text.startswith(beginning)]
-    except Exception:  # noqa: BLE001 (it has none, or whatever it makes of them)
-        return ""
-    return sanitize(notes[-1].removeprefix(beginning)) if notes else ""
-
-
-def place(error: BaseException) -> str:
-    """`task.py:11`: where the exception left code that users write, if it came through any. What a library or we did
-    further in is for the log. One that comes from another process has a note instead of a traceback."""
+def _user_place(error: BaseException) -> str:
+    """`task.py:11`: the innermost frame of user code, or "". Frames of libraries and of this package are skipped."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
         ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
         if not ours and not is_library(path):
             return f"{path.name}:{line}"
-    return _noted(error, RAISED_AT)
+    return ""
 
 
 def is_library(file: str | Path) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from agent_r1.errors import AgentR1Error, RolloutError
-from agent_r1.guard import cause
+from agent_r1.guard import explain
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ async def opened(resources: Iterable[Resource]) -> AsyncIterator[None]:
             except AgentR1Error:
                 raise
             except Exception as error:
-                raise RolloutError(f"{type(resource).__qualname__} could not be opened: {cause(error)}") from error
+                raise RolloutError(f"{type(resource).__qualname__} could not be opened: {explain(error)}") from error
         yield
 
 

@@ -215,6 +215,24 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an episode failed: text for people, and a key that groups failures with the same cause."""
+
+    kind: str  # type of the exception, or what happened if nothing was raised
+    message: str
+    source: str = ""  # what raised it, for example "tool 'search'"
+    place: str = ""  # "task.py:11": the line of user code
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Equal for failures from one bug, whose messages may differ by the data."""
+        return self.kind, self.source, self.place
+
+    def __str__(self) -> str:
+        return f"{self.source and f'{self.source} raised '}{self.message}{self.place and f' ({self.place})'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one row."""
 
@@ -224,10 +242,14 @@ class Trajectory:
     stop: StopReason
     outcome_reward: float = 0.0  # filled in by scoring
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    error: str | None = None  # what raised, for stop == ERROR
+    failure: Failure | None = None  # for stop.is_failure
     seconds: float = 0.0
     next_prompt_ids: list[int] = field(default_factory=list)  # max_steps: the state it would have gone on from
     opening: list[Message] = field(default_factory=list)  # what the env began with, for people; if it was messages
+
+    @property
+    def error(self) -> str | None:
+        return None if self.failure is None else str(self.failure)
 
     @property
     def total_reward(self) -> float:

@@ -34,7 +34,7 @@ from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.flows.flow import AgentEnvLoop, Limits
-from agent_r1.guard import cause
+from agent_r1.guard import explain
 from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.learn.learner import CriticTraining, Learner
 from agent_r1.learn.losses import Correction, supervised_loss
@@ -390,7 +390,7 @@ def _check_players(task: Task, template: TemplateFormat | None, rows: Iterable[T
         except AgentR1Error as error:
             raise ConfigError(f"row {row.row_id!r} cannot be played: {error}") from error
         except Exception as error:  # the constructors of flows and envs are other people's code
-            raise ConfigError(f"row {row.row_id!r} cannot be played: {cause(error)}") from error
+            raise ConfigError(f"row {row.row_id!r} cannot be played: {explain(error)}") from error
 
 
 def _check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:

@@ -22,7 +22,7 @@ from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow, flow_class
-from agent_r1.guard import cause
+from agent_r1.guard import explain
 from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
@@ -273,7 +273,7 @@ def told_in_a_line(function: str) -> Iterator[None]:
     except AgentR1Error:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"{function} raised {cause(error)}") from error
+        raise DataError(f"{function} raised {explain(error)}") from error
 
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from agent_r1.cli.display import program
 from agent_r1.config import SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.places import shown
-from agent_r1.rollout.collect import commonest_failures
+from agent_r1.rollout.collect import most_common_failure
 from agent_r1.runs.metrics import failed_share
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
@@ -160,7 +160,8 @@ def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
 
 
 def _short_cause(failed: Iterable[Trajectory]) -> str:
-    cause = " ".join(commonest_failures(failed)[0].split())
+    failure, _ = most_common_failure(failed)
+    cause = " ".join(str(failure).split())
     return cause if len(cause) <= 200 else f"{cause[:140]} ... {cause[-50:]}"  # the place is at the end
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from agent_r1.envs.base import AgentEnv, ask, make_env, merge_env_kwargs
 from agent_r1.envs.check_parallel import State, different_results, different_states, overlapping, plain, taking_turns
 from agent_r1.envs.tool_env import ToolEnv
-from agent_r1.guard import cause
+from agent_r1.guard import explain
 from agent_r1.resources import opened
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.tools.runner import run_tool
@@ -86,7 +86,7 @@ async def _check_parallel(
         with taking_turns():
             at_once = await _play(make, row, actions, parallel=True)
     except Exception as error:
-        problem: str | None = f"{cause(error)} in parallel and nothing in order"
+        problem: str | None = f"{explain(error)} in parallel and nothing in order"
         raise AssertionError(_lost(tools, problem)) from error
     problem = different_results(in_order.calls, at_once.calls)
     if problem is None:

@@ -16,7 +16,7 @@ from typing import Any
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.text_env import Reply, check_reply
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.guard import RAISED_BY, note
+from agent_r1.guard import blame
 from agent_r1.text import sanitize
 from agent_r1.tokens.call_format import MAX_CALLS
 from agent_r1.tokens.tool_calls import (
@@ -188,7 +188,7 @@ class ToolEnv(AgentEnv):
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
-            note(error, f"{RAISED_BY}tool {tool.name!r}")
+            blame(error, f"tool {tool.name!r}")
             raise
         return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
 

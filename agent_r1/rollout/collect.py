@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -22,18 +21,15 @@ from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import own_row
 from agent_r1.errors import RolloutError
 from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, Limits
-from agent_r1.guard import CANCEL_SECONDS, TimedOut, cause, guarded, trace
+from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Group, StopReason, TaskRow, Trajectory
+from agent_r1.types import Failure, Group, StopReason, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
 EpisodeKind = TypeVar("EpisodeKind", bound=Episode)
-
-_PLACE = re.compile(r" \([^()]+:\d+\)$")  # as `guard.cause` ends
-_DATA = re.compile(r"(['\"]).*?\1|\d+(?:[.,]\d+)*")  # what is quoted, and numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +100,7 @@ class Collector:
         """
         started = time.perf_counter()
         try:
-            stop, error = await self._outcome(row, episode)
+            stop, failure = await self._outcome(row, episode)
         finally:
             self.sampler.release(episode.episode_id)
             await episode.close()  # code that was left behind must not sample any more
@@ -113,13 +109,13 @@ class Collector:
             trajectory_id=episode.episode_id,
             steps=list(episode.steps),
             stop=stop,
-            error=error,
+            failure=failure,
             seconds=time.perf_counter() - started,
             next_prompt_ids=episode.next_prompt_ids,
             opening=episode.opening,
         )
 
-    async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, str | None]:
+    async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, Failure | None]:
         """Why the episode ended, and what went wrong if something did."""
         try:
             who, stop = await guarded(self._run(own_row(row), episode), seconds=self.limits.episode_seconds)
@@ -127,18 +123,23 @@ class Collector:
             episode.limit, episode.limit_reason = limit.stop, str(limit)
             return _limited(episode, limit.stop)
         except TimedOut as late:
-            return StopReason.TIMEOUT, f"the episode was {late} (rollout.episode_seconds)"
+            message = f"the episode was {late} (rollout.episode_seconds)"
+            return StopReason.TIMEOUT, Failure(kind="timeout", message=message)
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
-            logger.error("episode %s failed: %s\n%s", episode.episode_id, cause(error), trace(error))
-            return StopReason.ERROR, cause(error)
+            failure = explain(error)
+            logger.error("episode %s failed: %s\n%s", episode.episode_id, failure, trace(error))
+            return StopReason.ERROR, failure
         if not isinstance(stop, StopReason):  # flows are written by users
-            return StopReason.ERROR, f"the flow returned {type(stop).__name__} instead of a StopReason"
+            message = f"the flow returned {type(stop).__name__} instead of a StopReason"
+            return StopReason.ERROR, Failure(kind="no stop reason", message=message)
         if stop.is_failure:  # the flow or env reported a failure without raising
-            return stop, episode.fault or f"{who}.run returned StopReason.{stop.name}"
+            message = episode.fault or f"{who}.run returned StopReason.{stop.name}"
+            return stop, Failure(kind="reported failure", message=message)
         if episode.limit is not None:  # the flow caught the limit and sampled nothing more
             return _limited(episode, episode.limit)
         if not episode.steps:
-            return StopReason.ERROR, "the flow ended without a single model call"
+            message = "the flow ended without a single model call"
+            return StopReason.ERROR, Failure(kind="no model call", message=message)
         return stop, None
 
     async def _run(self, row: TaskRow, episode: Episode) -> tuple[str, StopReason]:
@@ -147,8 +148,10 @@ class Collector:
         return type(flow).__name__, await flow.run(row, episode)
 
 
-def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, str | None]:
-    return (stop, None) if episode.steps else (StopReason.ERROR, f"nothing was sampled: {episode.limit_reason}")
+def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, Failure | None]:
+    if episode.steps:
+        return stop, None
+    return StopReason.ERROR, Failure(kind="nothing sampled", message=f"nothing was sampled: {episode.limit_reason}")
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
@@ -166,28 +169,20 @@ def check_failures(played: Iterable[Trajectory], max_error_fraction: float) -> N
     stops = list(played)
     failed = [trajectory for trajectory in stops if trajectory.stop.is_failure]
     if len(failed) > max_error_fraction * len(stops):
-        alike = commonest_failures(failed)
+        failure, count = most_common_failure(failed)
         raise RolloutError(
             f"{len(failed)} of {len(stops)} episodes failed (rollout.max_error_fraction is "
-            f"{max_error_fraction:g}); most common cause, {len(alike)} times: {alike[0]}"
+            f"{max_error_fraction:g}); most common cause, {count} times: {failure}"
         )
 
 
-def commonest_failures(failed: Iterable[Trajectory]) -> list[str]:
-    """The errors of the largest group of one cause. There must be a failure."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for trajectory in failed:
-        error = trajectory.error or trajectory.stop.value
-        groups[_alike(error)].append(error)
-    return max(groups.values(), key=len)
+def most_common_failure(failed: Iterable[Trajectory]) -> tuple[Failure, int]:
+    """Return the first failure with the most common cause, and how many share that cause."""
+    failures = [each.failure or Failure(kind=each.stop.value, message=each.stop.value) for each in failed]
+    [(key, count)] = Counter(failure.key for failure in failures).most_common(1)
+    return next(failure for failure in failures if failure.key == key), count
 
 
-def _alike(error: str) -> str:
-    """The same for errors of one bug, whose messages differ by the data: what was raised where, or else the text."""
-    place = _PLACE.search(error)
-    return error.partition(": ")[0] + place[0] if place else _DATA.sub("", error)
-
-
-def with_failure(trajectory: Trajectory, error: str) -> Trajectory:
-    """The trajectory as failed after the fact, by its reward function."""
-    return replace(trajectory, stop=StopReason.ERROR, error=error)
+def with_failure(trajectory: Trajectory, failure: Failure) -> Trajectory:
+    """Return the trajectory as failed after the fact, by its reward function."""
+    return replace(trajectory, stop=StopReason.ERROR, failure=failure)

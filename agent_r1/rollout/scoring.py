@@ -19,9 +19,9 @@ from numbers import Real
 from typing import Any
 
 from agent_r1.errors import ConfigError
-from agent_r1.guard import TimedOut, call, cause, guarded, is_async, trace
+from agent_r1.guard import TimedOut, call, explain, guarded, is_async, trace
 from agent_r1.rollout.collect import check_failures, with_failure
-from agent_r1.types import Group, TaskRow, Trajectory
+from agent_r1.types import Failure, Group, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,11 @@ class Scorer:
                 value = await guarded(call(self.reward, row, trajectory), seconds=self.timeout)
             components = named_components(value)
         except TimedOut:
-            return with_failure(trajectory, f"reward {name!r} did not return within {self.timeout:g} s")
+            message = f"reward {name!r} did not return within {self.timeout:g} s"
+            return with_failure(trajectory, Failure(kind="timeout", message=message))
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
             logger.error("reward %s failed on %s\n%s", name, trajectory.trajectory_id, trace(error))
-            return with_failure(trajectory, f"reward {name!r} failed: {cause(error)}")
+            return with_failure(trajectory, explain(error, f"reward {name!r}"))
         return replace(trajectory, outcome_reward=components["reward"], reward_components=components)
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 from agent_r1.data.files import dump_json, read_json
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
-from agent_r1.types import Group, Step, StopReason, Support, ToolCallRecord, Trajectory
+from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 
 TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
 JSON_ERRORS = "backslashreplace"  # a lone surrogate is written as JSON spells it, "\udc80"
@@ -28,6 +28,7 @@ Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
     record = asdict(trajectory)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries
+    record["error"] = trajectory.error  # likewise
     for step in record["steps"]:
         if step["support"] is not None:
             step["support"] = {name: b64encode(packed).decode() for name, packed in step["support"].items()}
@@ -46,7 +47,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             stop=StopReason(record["stop"]),
             outcome_reward=float(record["outcome_reward"]),
             reward_components={name: float(value) for name, value in record["reward_components"].items()},
-            error=record["error"],
+            failure=_failure_from_json(record),
             seconds=record["seconds"],
             next_prompt_ids=record.get("next_prompt_ids", []),  # records of 0.1 have none
             opening=record.get("opening", []),
@@ -123,6 +124,13 @@ def _step_from_json(record: Mapping[str, Any]) -> Step:
     if (support := record.get("support")) is not None:
         fields["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
     return Step(**fields)
+
+
+def _failure_from_json(record: Mapping[str, Any]) -> Failure | None:
+    if record["error"] is None:
+        return None
+    known = record.get("failure") or {"kind": record["error"], "message": record["error"]}  # older records: text only
+    return Failure(**known)
 
 
 def _span(value: Sequence[int] | None) -> tuple[int, int] | None:

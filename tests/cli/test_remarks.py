@@ -9,7 +9,7 @@ import pytest
 from agent_r1.cli.remarks import remarks
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.types import Group, Step, StopReason, SummaryQuality, TaskRow, Trajectory
+from agent_r1.types import Failure, Group, Step, StopReason, SummaryQuality, TaskRow, Trajectory
 
 MINI = str(Path(__file__).parents[1] / "mini")
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -28,10 +28,10 @@ def said(run: RunDir, *trained: dict[str, float], start: int = 0, steps: int = 4
     return remarks(run, trained, start=start, steps=steps, total=total)
 
 
-def failed_episodes(run: RunDir, step: int, *errors: str) -> None:
+def failed_episodes(run: RunDir, step: int, *failures: Failure) -> None:
     episodes = [
-        Trajectory(row_id="r", trajectory_id=f"{step}-{n}", steps=[], stop=StopReason.ERROR, error=error)
-        for n, error in enumerate(errors)
+        Trajectory(row_id="r", trajectory_id=f"{step}-{n}", steps=[], stop=StopReason.ERROR, failure=failure)
+        for n, failure in enumerate(failures)
     ]
     run.write_trajectories("train", step, [Group(row=ROW, trajectories=episodes)])
 
@@ -52,8 +52,10 @@ def test_what_helps_depends_on_what_was_earned(run: RunDir) -> None:
 
 
 def test_the_cause_is_that_of_the_step_with_most_failures(run: RunDir) -> None:
-    failed_episodes(run, 1, "one thing")
-    failed_episodes(run, 2, f"KeyError: {'x' * 300} (task.py:7)", "KeyError: 'y' (task.py:7)", "another thing")
+    other = Failure(kind="timeout", message="too slow")
+    failures = [Failure(kind="KeyError", message=f"KeyError: {key}", place="task.py:7") for key in ("x" * 300, "y")]
+    failed_episodes(run, 1, other)
+    failed_episodes(run, 2, *failures, other)
     [line] = said(run, record(1, error=1 / 12), record(2, error=3 / 12))
     assert line.startswith("failed      4 of 24 training episodes, in step 2 mostly: KeyError: xxx")
     assert line.endswith("x (task.py:7)")
@@ -61,7 +63,7 @@ def test_the_cause_is_that_of_the_step_with_most_failures(run: RunDir) -> None:
 
 
 def test_episodes_that_cannot_be_read_cost_the_cause_alone(run: RunDir) -> None:
-    failed_episodes(run, 1, "one thing")
+    failed_episodes(run, 1, Failure(kind="timeout", message="too slow"))
     file = run.trajectories_file("train", 1)
     file.write_bytes(file.read_bytes()[:20])
     run.log_file.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from agent_r1 import Reply, check_env
 from agent_r1.envs.base import env_class, make_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
+from agent_r1.guard import explain
 from agent_r1.tokens.tool_calls import FORMATS, RetoolFormat
 from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
@@ -230,7 +231,7 @@ def test_a_bug_of_a_tool_is_raised_for_the_flow_to_handle(parallel: bool) -> Non
 
     with pytest.raises(ZeroDivisionError, match="bug 1") as raised:  # the first in call order
         play(ToolEnv(tools=[broken, add]), say("broken", x=1) + say("broken", x=2))
-    assert raised.value.__notes__ == ["raised by tool 'broken'"]
+    assert explain(raised.value).source == "tool 'broken'"
 
 
 def test_a_huge_result_is_cut_and_the_model_is_told_how_much() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from agent_r1.envs.processes import EnvFault, EnvLost, EnvOutOfMemory, EnvPool
 from agent_r1.envs.processes.pool import MAX_ALIVE, MAX_REPLAYS
+from agent_r1.guard import explain
 from agent_r1.types import Transition
 from tests.envs.worker_leaks import Growing, Hungry, Loading, SureHungry
 from tests.envs.worker_worlds import action, outcome, pid_of, play, row, run, started
@@ -197,13 +198,12 @@ def test_without_a_limit_it_is_the_error_of_the_env() -> None:
 
 
 def test_it_says_where_in_the_env(pool: EnvPool) -> None:
-    async def asked() -> list[str]:
+    async def asked() -> str:
         env = pool.env(Hungry, "hungry", {})
         await env.reset(row())
         with pytest.raises(EnvOutOfMemory) as failed:
             await env.step(action("use 300"))
         await env.close()
-        return failed.value.__notes__
+        return explain(failed.value.with_traceback(None)).place
 
-    [note] = asyncio.run(asked())
-    assert note.startswith("raised at worker_leaks.py:")
+    assert asyncio.run(asked()).startswith("worker_leaks.py:")

@@ -206,12 +206,6 @@ async def _unprintable(env: Counting) -> Any:
     raise Unprintable
 
 
-async def _many_notes(env: Counting) -> Any:
-    error = KeyError("no such move")
-    error.__notes__ = 3  # type: ignore[assignment]
-    raise error
-
-
 async def _stop_loop(env: Counting) -> Any:
     asyncio.get_running_loop().stop()
     return Transition(observation=env.shown(), info={"pid": os.getpid()})
@@ -350,7 +344,6 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "longer": _longer,
     "values": _values,
     "unprintable": _unprintable,
-    "many notes": _many_notes,
     "stop loop": _stop_loop,
     "exit later": _exit_later,
     "interrupt": _interrupt,

@@ -15,16 +15,14 @@ import agent_r1
 from agent_r1.envs.processes.values import dump_error, load_error
 from agent_r1.guard import (
     MAX_ERROR_CHARS,
-    RAISED_BY,
     Escaped,
     TimedOut,
+    blame,
     call,
-    cause,
     describe,
+    explain,
     guarded,
     is_async,
-    note,
-    place,
     run_through,
 )
 
@@ -167,12 +165,13 @@ def raised(error: Exception) -> Exception:
 HERE = f"test_guard.py:{raised.__code__.co_firstlineno + 2}"
 
 
-def test_a_cause_says_who_raised_what_and_where() -> None:
+def test_a_failure_has_kind_source_and_place() -> None:
     error = raised(KeyError("ab"))
-    assert cause(error) == f"KeyError: 'ab' ({HERE})"
-    note(error, f"{RAISED_BY}tool 'reverse'")
-    assert cause(error) == f"tool 'reverse' raised KeyError: 'ab' ({HERE})"
-    assert cause(KeyError("ab")) == "KeyError: 'ab'"  # of one that nobody raised nothing more is known
+    assert str(explain(error)) == f"KeyError: 'ab' ({HERE})"
+    blame(error, "tool 'reverse'")
+    assert str(explain(error)) == f"tool 'reverse' raised KeyError: 'ab' ({HERE})"
+    assert explain(error).key == ("KeyError", "tool 'reverse'", HERE)
+    assert str(explain(KeyError("ab"))) == "KeyError: 'ab'"  # never raised, so it has no place
 
 
 @dataclass(frozen=True)
@@ -180,20 +179,10 @@ class Frozen(Exception):
     text: str
 
 
-class Noteless(Exception):
-    __notes__ = None  # type: ignore[assignment]
-
-
-class Secretive(Exception):
-    @property
-    def __notes__(self) -> list[str]:  # type: ignore[override]
-        raise RuntimeError("none of your business")
-
-
-@pytest.mark.parametrize("error", [Frozen("a"), Noteless("a"), Secretive("a")])
-def test_an_exception_that_takes_no_notes_is_still_told(error: Exception) -> None:
-    note(error, f"{RAISED_BY}tool 'reverse'")
-    assert cause(error).startswith(f"{type(error).__name__}: ")
+def test_a_frozen_exception_can_be_blamed_on_its_source() -> None:
+    error = Frozen("a")
+    blame(error, "tool 'reverse'")
+    assert explain(error).source == "tool 'reverse'"
 
 
 def test_the_place_is_in_code_that_users_write() -> None:
@@ -206,7 +195,7 @@ def test_the_place_is_in_code_that_users_write() -> None:
     ):
         with pytest.raises(KeyError) as caught:
             run_code("raise KeyError(1)", str(file))
-        assert place(caught.value) == expected
+        assert explain(caught.value).place == expected
 
 
 def run_code(text: str, file: str) -> None:
@@ -219,7 +208,7 @@ HERE_CALLING = f"test_guard.py:{run_code.__code__.co_firstlineno + 1}"
 def test_an_exception_from_another_process_still_says_where() -> None:
     arrived = load_error(dump_error(raised(KeyError("ab"))))
     assert arrived.__traceback__ is None
-    assert cause(arrived) == f"KeyError: 'ab' ({HERE})"
+    assert str(explain(arrived)) == f"KeyError: 'ab' ({HERE})"
 
 
 class Worded:

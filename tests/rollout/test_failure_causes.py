@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from pydantic import BaseModel
 
 from agent_r1.envs.tool_env import ToolEnv
-from agent_r1.rollout.collect import commonest_failures
+from agent_r1.rollout.collect import most_common_failure
+from agent_r1.runs.records import trajectory_from_json, trajectory_to_json
 from agent_r1.tools.base import FunctionTool, ToolError, tool
-from agent_r1.types import StopReason, Trajectory
+from agent_r1.types import Failure, StopReason, Trajectory
 from tests.chatml import collector
 from tests.rollout.test_collect import play
 
@@ -69,35 +71,25 @@ def test_a_tool_that_says_no_has_not_failed() -> None:
     assert trajectory.steps[0].calls[0].result == "not this one"
 
 
-def failed(*errors: str) -> list[Trajectory]:
+def failed(*failures: Failure) -> list[Trajectory]:
     return [
-        Trajectory(row_id="r", trajectory_id=str(i), steps=[], stop=StopReason.ERROR, error=error)
-        for i, error in enumerate(errors)
+        Trajectory(row_id="r", trajectory_id=str(i), steps=[], stop=StopReason.ERROR, failure=failure)
+        for i, failure in enumerate(failures)
     ]
 
 
-def test_failures_of_one_bug_are_counted_together_whatever_their_messages() -> None:
-    raised = "tool 'reverse' raised KeyError: "
-    same = [f"{raised}'a' (task.py:11)", f"{raised}'b: c (x.py:3) d' (task.py:11)", f"{raised}17 (task.py:11)"]
-    elsewhere = [
-        f"{raised}'a' (task.py:12)",
-        "KeyError: 'a' (task.py:11)",
-        f"{raised.replace('Key', 'Index')}1 (task.py:11)",
+def test_failures_of_one_bug_count_together_whatever_their_messages() -> None:
+    same = [
+        Failure(kind="KeyError", message=f"KeyError: {key}", source="tool 'x'", place="task.py:11") for key in "abc"
     ]
-    assert commonest_failures(failed(*elsewhere, *same)) == same
-    # without a place: texts that differ in what they quote
-    quoting = ["reward 'f' failed: KeyError: 'a'", "reward 'f' failed: KeyError: 'b'"]
-    assert commonest_failures(failed("RuntimeError: x", "RuntimeError: y", "RuntimeError: z", *quoting)) == quoting
+    others = [replace(same[0], place="task.py:12"), replace(same[0], kind="IndexError"), replace(same[0], source="")]
+    assert most_common_failure(failed(*others, *same)) == (same[0], 3)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nothing was sampled: the prompt has {} tokens, max_context_tokens is 100",
-        "the episode was not finished after {} s (rollout.episode_seconds)",
-        "RuntimeError: took {}.5 of 1,{} s",
-    ],
-)
-def test_failures_that_differ_by_a_number_are_counted_together(text: str) -> None:
-    same = [text.format(number, number) for number in (7, 120, 31)]
-    assert commonest_failures(failed("RuntimeError: x", "RuntimeError: x", *same)) == same
+def test_an_old_record_without_a_failure_is_grouped_by_its_text() -> None:
+    records = [trajectory_to_json(each) for each in failed(*[Failure(kind="KeyError", message="KeyError: 'a'")] * 2)]
+    assert trajectory_from_json(records[0]).failure == Failure(kind="KeyError", message="KeyError: 'a'")
+    for record in records:
+        del record["failure"]
+    failure, count = most_common_failure([*map(trajectory_from_json, records), *failed(Failure(kind="b", message="b"))])
+    assert (str(failure), count) == ("KeyError: 'a'", 2)

@@ -13,6 +13,7 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.processes.channel import Answer, EnvFault, EnvOutOfMemory, EnvReply, Given, Message, Play
 from agent_r1.envs.processes.process import WorkerProcess
 from agent_r1.envs.processes.values import load, load_error
+from agent_r1.guard import blame, explain
 from agent_r1.types import TaskRow
 
 
@@ -164,6 +165,7 @@ def out_of_memory(host: Host, call: Call, error: Exception | None, *, limit: str
         f"{call} got no memory in a process {shared}: it may take {limit}, and had taken {taken_mb} MiB before. Raise "
         f"that, or look for what {call.hosted.cls.__name__} keeps"
     )
-    for text in getattr(error, "__notes__", ()):  # where it was raised
-        fault.add_note(text)
+    if error is not None:
+        failure = explain(error)
+        blame(fault, failure.source, failure.place)
     return fault

@@ -2,7 +2,7 @@
 
 Text, numbers, None, lists, tuples and dicts are sent unchanged, numpy numbers become Python numbers, and the classes
 that an env returns are supported. Anything else is refused in the worker, where the error can still name the value. An
-exception is sent as the name of its type, its text and its notes.
+exception is sent as the name of its type, its text, its source and its place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from numbers import Real
 from types import NoneType
 from typing import Any
 
-from agent_r1.guard import MAX_ERROR_CHARS, RAISED_AT, Escaped, describe, note, place
+from agent_r1.guard import Escaped, blame, describe, explain
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
 
 MAX_DEPTH = 96  # of nested values: enough for calls and `info`, far below the limit of the JSON parser
-MAX_NOTES = 8
 TAG = "$"  # the key of a JSON object that represents something other than a dict
 _PLAIN = frozenset({NoneType, bool, int, float, str})
 _CLASSES = {cls.__name__: cls for cls in (Observation, Transition, ToolCallRecord)}
@@ -61,10 +60,8 @@ def load(data: bytes) -> Any:
 
 def dump_error(error: BaseException) -> bytes:
     """Encode any exception, even one that fails when printed. Of its traceback, only the place of the raise is kept."""
-    if where := place(error):
-        note(error, f"{RAISED_AT}{where}")
-    kind = type(error)
-    text = describe(error)
+    kind, failure = type(error), explain(error)
+    text = failure.message
     base = next((each.__name__ for each in kind.__mro__ if each.__module__ == "builtins"), "Exception")
     if isinstance(error, EnvLost):
         base = EnvLost.__name__
@@ -72,26 +69,20 @@ def dump_error(error: BaseException) -> bytes:
         base = Escaped.__name__
     else:
         text = text[len(kind.__name__) + 2 :]
-    return _encode({"type": kind.__name__, "base": base, "text": text, "notes": _notes(error)})
-
-
-def _notes(error: BaseException) -> list[str]:
-    try:
-        return [text[:MAX_ERROR_CHARS] for text in error.__notes__ if isinstance(text, str)][-MAX_NOTES:]
-    except Exception:  # noqa: BLE001 (no notes, or a class that breaks them)
-        return []
+    return _encode(
+        {"type": kind.__name__, "base": base, "text": text, "source": failure.source, "place": failure.place}
+    )
 
 
 def load_error(data: bytes) -> Exception:
     """Return the exception that `dump_error` wrote. Raises ValueError for anything else."""
     said = load(data)
     try:
-        name, base, text, notes = (said[key] for key in ("type", "base", "text", "notes"))
-        if not all(isinstance(each, str) for each in (name, base, text, *notes)):
+        name, base, text, source, place = (said[key] for key in ("type", "base", "text", "source", "place"))
+        if not all(isinstance(each, str) for each in (name, base, text, source, place)):
             raise TypeError("an exception is described by texts")
         error = _error(name, base, text)
-        for text in notes:
-            error.add_note(text)
+        blame(error, source, place)
     except (KeyError, TypeError, ValueError) as wrong:
         raise ValueError(f"not an exception: {describe(wrong)}") from wrong
     return error
