@@ -58,7 +58,6 @@ def collector(
     make_env: Callable[[TaskRow], AgentEnv] | None = None,
     make_flow: Callable[[TaskRow], AgentFlowBase] | None = None,
     group_size: int = 1,
-    max_error_fraction: float = 1.0,
     **limits: Any,
 ) -> Collector:
     """A collector whose policy says the given texts in order, or is the given sampler."""
@@ -71,7 +70,6 @@ def collector(
         sampling=Sampling(max_tokens=64, stop_ids=tuple(renderer().stop_ids)),
         limits=Limits(**(settings | limits)),
         group_size=group_size,
-        max_error_fraction=max_error_fraction,
     )
 
 

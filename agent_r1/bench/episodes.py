@@ -123,7 +123,6 @@ def make_collector(
     vocabulary: int,
     *,
     make_env: Callable[[TaskRow], AgentEnv] | None = None,
-    max_error_fraction: float = 0.0,
 ) -> Collector:
     tokenizer = make_tokenizer(vocabulary)
     answer = workload.answer(vocabulary)
@@ -141,7 +140,6 @@ def make_collector(
         ),
         group_size=workload.group_size,
         max_concurrent=workload.at_once,
-        max_error_fraction=max_error_fraction,
     )
 
 

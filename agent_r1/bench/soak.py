@@ -64,7 +64,6 @@ class Soak:
             engine,
             vocabulary,
             make_env=lambda row: FailingEnv(workload, answer, share=self.tool_error_share),
-            max_error_fraction=1.0,
         )
         rng = random.Random(number)
         impatient = [_impatient(engine, vocabulary, rng.random(), index) for index in range(self.impatient)]

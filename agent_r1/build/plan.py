@@ -309,7 +309,6 @@ def _collector(
         limits=limits(rollout),
         group_size=group_size,
         max_concurrent=rollout.max_concurrent,
-        max_error_fraction=rollout.max_error_fraction,
     )
 
 

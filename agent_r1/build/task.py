@@ -70,7 +70,7 @@ def build_task(config: RunConfig) -> Task:
         make_flow=players.flows_for(None),
         flows_for=players.flows_for,
         calls_tools=players.call_tools,
-        scorer=Scorer(reward=reward, timeout=task.reward_seconds, max_error_fraction=config.rollout.max_error_fraction),
+        scorer=Scorer(reward=reward, timeout=task.reward_seconds),
         success_reward=task.success_reward,
         resources=resources,
     )

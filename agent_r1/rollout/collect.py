@@ -43,7 +43,6 @@ class Collector:
     limits: Limits
     group_size: int
     max_concurrent: int = 1024
-    max_error_fraction: float = 0.5  # of one batch; more than this is a broken run, not bad luck
 
     async def __call__(
         self,
@@ -74,7 +73,6 @@ class Collector:
             played = await asyncio.gather(*tasks)
         finally:
             await _end(tasks)
-        check_failures(played, self.max_error_fraction)
         size = self.group_size
         return [Group(row=row, trajectories=list(played[i * size : (i + 1) * size])) for i, row in enumerate(rows)]
 
@@ -164,14 +162,14 @@ async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         await asyncio.wait(running, timeout=2 * CANCEL_SECONDS)
 
 
-def check_failures(played: Iterable[Trajectory], max_error_fraction: float) -> None:
-    """Many failures at once are a broken run, not bad luck: stop it, with the commonest cause."""
-    stops = list(played)
-    failed = [trajectory for trajectory in stops if trajectory.stop.is_failure]
-    if len(failed) > max_error_fraction * len(stops):
+def check_failures(groups: Iterable[Group], max_error_fraction: float) -> None:
+    """Raise RolloutError with the most common cause if more than `max_error_fraction` of all episodes failed."""
+    played = [t for group in groups for t in (*group.trajectories, group.greedy) if t is not None]
+    failed = [trajectory for trajectory in played if trajectory.stop.is_failure]
+    if len(failed) > max_error_fraction * len(played):
         failure, count = most_common_failure(failed)
         raise RolloutError(
-            f"{len(failed)} of {len(stops)} episodes failed (rollout.max_error_fraction is "
+            f"{len(failed)} of {len(played)} episodes failed (rollout.max_error_fraction is "
             f"{max_error_fraction:g}); most common cause, {count} times: {failure}"
         )
 

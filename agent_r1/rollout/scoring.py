@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_r1.errors import ConfigError
 from agent_r1.guard import TimedOut, call, explain, guarded, is_async, trace
-from agent_r1.rollout.collect import check_failures, with_failure
+from agent_r1.rollout.collect import with_failure
 from agent_r1.types import Failure, Group, TaskRow, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,12 @@ class Scorer:
     reward: RewardFunction
     timeout: float  # seconds per trajectory, from the moment its turn comes
     max_concurrent: int = MAX_CONCURRENT
-    max_error_fraction: float = 1.0  # of all trajectories, those that failed earlier included
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with outcome rewards filled in; trajectories that failed earlier are left as they are."""
         # Sync rewards share the interpreter: more threads than a few would only run out each other's time.
         gate = asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
-        scored = list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
-        check_failures((t for group in scored for t in group.trajectories), self.max_error_fraction)
-        return scored
+        return list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
 
     async def _score_group(self, group: Group, gate: asyncio.Semaphore) -> Group:
         scored = await asyncio.gather(*(self._score(group.row, trajectory, gate) for trajectory in group.trajectories))

@@ -62,7 +62,7 @@ class Trainer:
     shaper: RewardShaper
     collector: Collector
     greedy_collector: Collector | None  # for algorithms that compare with a greedy attempt
-    scorer: Scorer  # of training; it and the collectors above let `collect` judge how many may fail
+    scorer: Scorer
     eval_collector: Collector
     display: Progress
     code: str  # digest of what decides what is played and paid, as it was when the run began or was continued
@@ -85,13 +85,11 @@ class Trainer:
             engine=engine,
             learner=build_learner(config, model, plan.algorithm, reference),
             shaper=build_shaper(config, plan.algorithm),
-            collector=replace(train_collector(config, plan.task, model.renderer, engine), max_error_fraction=1.0),
+            collector=train_collector(config, plan.task, model.renderer, engine),
             greedy_collector=(
-                replace(greedy_collector(config, plan.task, model.renderer, engine), max_error_fraction=1.0)
-                if plan.algorithm.needs_greedy
-                else None
+                greedy_collector(config, plan.task, model.renderer, engine) if plan.algorithm.needs_greedy else None
             ),
-            scorer=replace(plan.task.scorer, max_error_fraction=1.0),
+            scorer=plan.task.scorer,
             eval_collector=eval_collector(config, plan.task, model.renderer, engine),
             display=display,
             code=code_digest(config),
@@ -113,9 +111,8 @@ class Trainer:
             groups += await self._play(
                 rows, stable_seed(self.config.seed, "train", step, *([number] if number else []))
             )
-        # Once, over the whole step: of a single row in a late round all attempts may well fail.
-        played = [t for group in groups for t in (*group.trajectories, group.greedy) if t is not None]
-        check_failures(played, self.config.rollout.max_error_fraction)
+        # Over the whole step, not per round: in a late round with a single row, all attempts may well fail.
+        check_failures(groups, self.config.rollout.max_error_fraction)
         return groups
 
     def _rows(self, step: int, number: int, groups: list[Group]) -> list[TaskRow]:
@@ -179,7 +176,8 @@ class Trainer:
         self.last_evaluation = await evaluate(
             self.plan.test_rows,
             collector=self.eval_collector,
-            scorer=self.plan.task.scorer,
+            scorer=self.scorer,
+            max_error_fraction=self.config.rollout.max_error_fraction,
             success_reward=self.plan.task.success_reward,
             seed=seed,
             on_episode=counter,

@@ -58,7 +58,6 @@ def play(row: TaskRow, texts: list[str]) -> Trajectory:
         sampling=Sampling(max_tokens=24, stop_ids=renderer().stop_ids),
         limits=Limits(max_steps=5, max_response_tokens=24, max_context_tokens=160, episode_seconds=20),
         group_size=1,
-        max_error_fraction=1.0,
     )
     [group] = asyncio.run(collect([row], seed=0))
     return group.trajectories[0]

@@ -19,7 +19,7 @@ from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.flows.flow import AgentFlowBase, Episode, SingleStepFlow
-from agent_r1.rollout.collect import Collector
+from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 
@@ -214,8 +214,10 @@ def test_too_many_failures_stop_the_run_with_the_commonest_cause() -> None:
         return Echo(raises if row.row_id != "ok" else None)
 
     engine = ScriptedEngine(lambda call: "stop", tokenizer=tokenizer())
+    groups = asyncio.run(collector(engine, make_env=make_env)([row("ok"), row("a"), row("b")], seed=0))
+    check_failures(groups, 0.7)
     with pytest.raises(RolloutError, match=r"2 of 3 .* failed .* 2 times: RuntimeError: env bug \(test_collect.py:"):
-        play(collector(engine, make_env=make_env, max_error_fraction=0.5), row("ok"), row("a"), row("b"))
+        check_failures(groups, 0.5)
 
 
 def test_an_engine_that_fails_is_a_failed_episode_too() -> None:

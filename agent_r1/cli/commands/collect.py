@@ -16,6 +16,7 @@ from agent_r1.cli.display import Display, clock, errors_summary, program
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
+from agent_r1.rollout.collect import check_failures
 from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.runs.outcomes import Outcomes, row_outcomes
 from agent_r1.runs.run_dir import RunDir
@@ -69,6 +70,7 @@ async def _collect(
                 seed = stable_seed(config.seed, "collect", number)
                 played = await collector(rows[first : first + size], seed=seed, on_episode=on_episode)
                 groups = await task.scorer(played)
+                check_failures(groups, config.rollout.max_error_fraction)
                 run.write_trajectories("train", number, groups)
                 metrics = rollout_metrics(groups, success_reward=task.success_reward)
                 run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})

@@ -76,6 +76,7 @@ async def evaluate_model(
                 rows,
                 collector=eval_collector(config, task, model.renderer, engine),
                 scorer=task.scorer,
+                max_error_fraction=config.rollout.max_error_fraction,
                 success_reward=task.success_reward,
                 seed=stable_seed(config.seed, EVAL_SEED),
                 on_episode=advancing(display),
