@@ -79,7 +79,14 @@ async def sft_trajectories(config: RunConfig, task: Task, renderer: Renderer, re
     settings = config.sft
     if settings.trajectories is not None:
         return _own_trajectories(config, renderer, report)
-    demos, gate = _demos(config), asyncio.Semaphore(config.rollout.max_concurrent)
+    return await play_demos(config, task, renderer, load_demos(config), report)
+
+
+async def play_demos(
+    config: RunConfig, task: Task, renderer: Renderer, demos: Sequence[Demo], report: Report
+) -> list[Trajectory]:
+    """Play the demonstrations and return those that fit the limits. Raises DataError for one that cannot be played."""
+    gate = asyncio.Semaphore(config.rollout.max_concurrent)
     try:
         async with asyncio.TaskGroup() as group:  # where one cannot be played, the others end and close their envs
             plays = [
@@ -109,7 +116,7 @@ class _Unfit:
     limit: str  # `max_steps is 8`
 
 
-def _demos(config: RunConfig) -> list[Demo]:
+def load_demos(config: RunConfig) -> list[Demo]:
     name = config.sft.demos
     assert name is not None  # callers check
     with told_in_a_line(f"sft.demos={name!r}"):

@@ -1,22 +1,23 @@
-"""A tiny language model with a tokenizer of its own, made from nothing in seconds: no hub, no download.
+"""Create a 1M-parameter language model with its own tokenizer in seconds: no hub, no download.
 
-The result is an ordinary Hugging Face directory. The model is a Llama of 1.1 million parameters with random
-weights. The tokenizer is a byte-level BPE trained on the world's own text, so every text can be written and read back
-exactly, while what the world says often (the frame of a call, a name) is one token each: episodes stay below a hundred
-tokens, and copying a name means copying two.
+The result is an ordinary Hugging Face directory: a Llama with random weights, and a byte-level BPE tokenizer trained on
+the text of a task. Every text can be encoded and decoded exactly, while the frequent parts (the frame of a call, a name)
+are one token each: episodes stay below a hundred tokens, and copying a name means copying two.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agent_r1.data.rows import Demo
 from agent_r1.recipes.quickstart import task
+from agent_r1.tools.base import BaseTool
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -33,9 +34,14 @@ MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size); at the usual 0.02 so small a model takes far longer to copy
 
 
-def make_tiny_model(directory: str | Path, seed: int) -> None:
-    """Write config, random weights (a function of `seed`) and tokenizer to `directory`."""
-    tokenizer = make_tokenizer()
+def make_tiny_model(
+    directory: str | Path, seed: int, *, demos: Sequence[Demo] | None = None, tools: Sequence[BaseTool] | None = None
+) -> None:
+    """Write config, random weights (a function of `seed`) and tokenizer to `directory`.
+
+    The tokenizer is trained on `demos` and the schemas of `tools`; by default on those of this recipe.
+    """
+    tokenizer = make_tokenizer(demos, tools)
     tokenizer.save_pretrained(directory)
     make_network(tokenizer, seed).save_pretrained(directory)
 
@@ -59,10 +65,14 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausa
         return LlamaForCausalLM(config)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the world; the same one each time."""
+def make_tokenizer(
+    demos: Sequence[Demo] | None = None, tools: Sequence[BaseTool] | None = None
+) -> PreTrainedTokenizerFast:
+    """A tokenizer for the text of a task; the same arguments give the same tokenizer."""
+    demos = task.demos(TEXT_ROWS, seed=0) if demos is None else demos
+    tools = [task.lookup, task.calculate] if tools is None else tools
     bare = Tokenizer(models.BPE())
-    text = list(_world_text(_with_template(bare)))
+    text = list(_task_text(_with_template(bare), demos, tools))
     bare.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(PIECES, behavior="isolated"),
@@ -93,12 +103,12 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _world_text(template: PreTrainedTokenizerFast) -> Iterator[str]:
-    """Episodes as the chat template writes them, cut where tokens of their own stand, as encoding will cut them."""
-    tools = [task.lookup.schema, task.calculate.schema]
+def _task_text(template: PreTrainedTokenizerFast, demos: Sequence[Demo], tools: Sequence[BaseTool]) -> Iterator[str]:
+    """Episodes as the chat template writes them, split at the added tokens, as encoding will split them."""
+    schemas = [each.schema for each in tools]
     cuts = re.compile("|".join(map(re.escape, (TURN_START, TURN_END, *CALL_TAGS))))
-    for index, (row, texts) in enumerate(task.demos(TEXT_ROWS, seed=0)):
+    for index, (row, texts) in enumerate(demos):
         said = [{"role": "assistant", "content": text} for text in texts]
         messages = [*row.prompt, *said, {"role": "tool", "content": str(10 + index % 90)}]
-        rendered = template.apply_chat_template(messages, tools=tools, tokenize=False)
+        rendered = template.apply_chat_template(messages, tools=schemas, tokenize=False)
         yield from filter(None, cuts.split(rendered))
