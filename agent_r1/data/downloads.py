@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
 
@@ -52,20 +53,16 @@ def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
                 f"fetch {url} again"
             )
         return to
-    to.parent.mkdir(parents=True, exist_ok=True)
-    part = to.with_name(f".{to.name}.{os.getpid()}.part")
     try:
-        digest = _download(url, part, report)
-        if sha256 is not None and digest != sha256:
-            raise DataError(f"{url} has sha256 {digest}, and {sha256} was expected: it has changed, or was cut off")
-        part.replace(to)
+        with write_atomically(to) as part:
+            digest = _download(url, part, report)
+            if sha256 is not None and digest != sha256:
+                raise DataError(f"{url} has sha256 {digest}, but {sha256} was expected: it changed or was cut off")
     except httpx.HTTPError as error:
         raise DataError(
             f"cannot fetch {url} ({type(error).__name__}: {error}). Without a network, put that file at {to}, or set "
             "data.path to a folder that holds the recipe's data"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return to
 
 

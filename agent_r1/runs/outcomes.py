@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from filelock import FileLock
+
 from agent_r1 import __version__
 from agent_r1.config import RunConfig
 from agent_r1.data.files import dump_json, read_json
+from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.records import JSON_ERRORS
 from agent_r1.runs.statistics import standard_error
@@ -91,10 +92,8 @@ class EvalRecord:
     def save(self, path: Path) -> None:
         record = asdict(self)
         text = dump_json({"format": FORMAT, **record.pop("subject"), **record}, indent=1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(text + "\n", encoding="utf-8", errors=JSON_ERRORS)
-        os.replace(part, path)
+        with write_atomically(path) as part:
+            part.write_text(text + "\n", encoding="utf-8", errors=JSON_ERRORS)
 
     @classmethod
     def load(cls, path: Path) -> EvalRecord:
@@ -176,15 +175,11 @@ def eval_file(folder: Path, subject: Subject, *, name: str | None, stem: str) ->
 
 
 def keep(record: EvalRecord, folder: Path, *, stem: str) -> Path:
-    """Where it is kept: under `stem`, or with a number behind it if that was taken while the evaluation ran."""
+    """Save the record under `stem`, or with a number appended if that was taken while the evaluation ran."""
     folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # until it is closed: others that end now choose their place afterwards
+    with FileLock(folder / ".lock"):
         path = eval_file(folder, record.subject, name=None, stem=stem)
         record.save(path)
-    finally:
-        os.close(held)
     return path
 
 

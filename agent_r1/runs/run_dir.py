@@ -13,22 +13,22 @@ Other programs and tests read these files, never log lines.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
 import shutil
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
+
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.data.files import read_json
+from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored, shown
 from agent_r1.runs.records import Advantages, write_groups
@@ -54,7 +54,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = anchored(path)
-        self._lock: _Lock | None = None  # of whoever made it, until it is first written to
+        self._lock: FileLock | None = None  # taken by `create`, held until the end of the first `locked`
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
@@ -70,16 +70,16 @@ class RunDir:
         if _is_described(path) and not is_run(path):  # a model: nothing of ours belongs there
             raise taken
         path.mkdir(parents=True, exist_ok=True)
-        lock = _Lock(path)
+        held = run._acquire()
         try:
             if _is_described(path) and not (is_run(path) and run.is_bare()):  # another may have come first
                 raise taken
             shutil.rmtree(run.reference, ignore_errors=True)  # of the start before
-            _write_atomic(path / "config.json", config.model_dump_json(indent=2))
+            run.update_config(config)
         except BaseException:
-            lock.release()
+            held.release()
             raise
-        run._lock = lock
+        run._lock = held
         return run
 
     @classmethod
@@ -98,7 +98,8 @@ class RunDir:
 
     def update_config(self, config: RunConfig) -> None:
         """Describe the run anew, for example with more steps."""
-        _write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
+        with write_atomically(self.path / "config.json") as part:
+            part.write_text(config.model_dump_json(indent=2), encoding="utf-8")
 
     def is_bare(self) -> bool:
         """Nothing was measured, played or trained."""
@@ -108,11 +109,19 @@ class RunDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """For the time of writing: two programs in one run directory would mix up their numbers."""
-        lock, self._lock = self._lock or _Lock(self.path), None
+        held, self._lock = self._lock or self._acquire(), None
         try:
             yield
         finally:
-            lock.release()
+            held.release()
+
+    def _acquire(self) -> FileLock:
+        held = FileLock(self.path / ".lock", thread_local=False)
+        try:
+            held.acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(f"another process is writing to {self}; wait for it or stop it") from error
+        return held
 
     def _description(self) -> dict[str, Any]:
         path = self.path / "config.json"
@@ -167,9 +176,9 @@ class RunDir:
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         if not self.trajectories_file("eval", step).exists():
             kept = [record for record in kept if (record["kind"], record["step"]) != ("eval", step)]
-        _write_atomic(
-            self.path / "metrics.jsonl", "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        )
+        with write_atomically(self.path / "metrics.jsonl") as part:
+            lines = [json.dumps(record, allow_nan=False) + "\n" for record in kept]
+            part.write_text("".join(lines), encoding="utf-8")
         for path in (self.path / "trajectories").glob("*_*.jsonl.gz"):
             number = path.name.split(".")[0].rpartition("_")[2]
             if number.isdigit() and int(number) > step:
@@ -189,20 +198,6 @@ class RunDir:
         path = self.trajectories_file(kind, step)
         write_groups(path, groups, advantages)
         return path
-
-
-class _Lock:
-    """Of one run directory, for as long as this object, or the process, lives."""
-
-    def __init__(self, folder: Path) -> None:
-        held = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
-        self.release = weakref.finalize(self, os.close, held)
-        os.register_at_fork(after_in_child=self.release)  # or whatever an env has forked would hold it after the run
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            raise ConfigError(f"another process is writing to {folder}; wait for it or stop it") from error
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -253,9 +248,3 @@ def _parse_line(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None  # the torn last line of a killed run; resuming makes that step again
     return record
-
-
-def _write_atomic(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -1,12 +1,10 @@
-"""Checkpoints: a Hugging Face directory plus trainer state, complete or not there at all.
+"""Checkpoints: a Hugging Face directory plus trainer state, written completely or not at all.
 
-Everything is written into a hidden folder, flushed to disk and then renamed, so a kill or a full disk at any moment
-leaves the earlier checkpoints untouched and never a half-written one that looks whole.
+A kill or a full disk at any moment leaves the earlier checkpoints untouched.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from agent_r1.build.model import Saveable
+from agent_r1.disk import remove_leftovers, write_atomically
 from agent_r1.errors import DataError, DiskError
 from agent_r1.runs.run_dir import list_checkpoints
 
@@ -26,20 +25,17 @@ def save_checkpoint(
     folder: Path, step: int, *, model: Saveable, tokenizer: Saveable, state: dict[str, Any], keep: int
 ) -> Path:
     """Write `folder/step_N` atomically, then drop all but the newest `keep` checkpoints."""
-    final, part = folder / f"step_{step:06d}", folder / f".step_{step:06d}.part"
-    if final.exists():  # a step's state is a function of the run, so what is there is what would be written
+    final = folder / f"step_{step:06d}"
+    if final.exists():  # the state is a function of run and step, so it would be the same
         return final
+    remove_leftovers(folder, older_than=0.0)  # the run is locked: no other process is writing here
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        model.save_pretrained(str(part))
-        tokenizer.save_pretrained(str(part))
-        torch.save(state, part / STATE_FILE)
-        _flush(part)
-        os.replace(part, final)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as Python, torch and safetensors say it
-        shutil.rmtree(part, ignore_errors=True)
+        with write_atomically(final) as part:
+            part.mkdir()
+            model.save_pretrained(str(part))
+            tokenizer.save_pretrained(str(part))
+            torch.save(state, part / STATE_FILE)
+    except (OSError, RuntimeError, SafetensorError) as error:  # how Python, torch and safetensors report a full disk
         raise DiskError(
             f"could not save checkpoint {final}: {error}. {_free(folder)} Earlier checkpoints are intact"
         ) from error
@@ -55,20 +51,11 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        said = str(error).partition(". ")[0]  # what torch says after that is advice, to run what the file holds
+        reason = str(error).partition(". ")[0]  # torch goes on to suggest unpickling the file without checks
         raise DataError(
-            f"{path} is damaged: {said}. Put it back; or remove {checkpoint} to go on from the checkpoint before it"
+            f"{path} is damaged: {reason}. Restore it, or remove {checkpoint} to continue from an earlier checkpoint"
         ) from error
     return state
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _free(folder: Path) -> str:

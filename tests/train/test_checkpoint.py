@@ -72,10 +72,10 @@ def test_a_write_that_the_system_refuses_in_the_middle_of_real_weights_loses_not
 
 def test_a_half_written_checkpoint_of_a_killed_run_is_not_seen(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    (tmp_path / ".step_000002.part").mkdir()
+    (tmp_path / ".step_000002.0123abcd.part").mkdir()
     assert latest_checkpoint(tmp_path)[0] == 1
     save(tmp_path, 2)
-    assert latest_checkpoint(tmp_path)[0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
 def test_missing_checkpoints_and_states_are_clear_errors(tmp_path: Path) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from agent_r1.build.cache import put
-from agent_r1.build.task import build_task
-from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.train import start
@@ -194,56 +188,3 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()  # an empty folder, which a user may have chosen, hides no error
     with pytest.raises(OSError, match="disk full"):
         put(tmp_path / "made", broken)
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from agent_r1.build.cache import put
-
-def write(part):
-    (part / "half").write_text("x")
-    print("writing", flush=True)
-    sys.stdin.readline()
-
-put(Path(sys.argv[1]), write)
-"""
-
-
-def start_writing(folder: Path) -> subprocess.Popen[str]:
-    """Another process that has written half of a folder, and goes on when it is told to."""
-    words = [sys.executable, "-c", WRITER, str(folder)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    return process
-
-
-def test_what_a_killed_process_left_is_deleted_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
-    with start_writing(tmp_path / "killed") as killed, start_writing(tmp_path / "live") as live:
-        try:
-            killed.kill()
-            killed.wait()
-            old = tmp_path / ".warm-old.4711.part"  # as versions before this one called them
-            for others in (old, tmp_path / ".not-ours.part", tmp_path / "kept.0.part"):
-                others.mkdir()
-            assert len(list(tmp_path.glob(".killed.*.part"))) == 1
-            put(tmp_path / "mine", lambda part: (part / "whole").write_text("x", encoding="utf-8"))
-            found = sorted(path.name.partition(".")[0] or path.name.split(".")[1] for path in tmp_path.iterdir())
-            assert found == ["kept", "live", "mine", "not-ours"]
-            live.communicate("go on\n", timeout=60)
-        finally:
-            live.kill()
-            killed.kill()
-    assert [path.name for path in (tmp_path / "live").iterdir()] == ["half"]
-    assert list(tmp_path.glob(".live.*")) == []
-
-
-def test_leftovers_of_killed_warm_starts_are_deleted_when_the_next_run_starts(cache: Path) -> None:
-    config = mini("sft.demos=null")
-    base_model(config)  # made already: this start makes nothing
-    left = cache / ".warm-mini-0123456789abcdef.4711.part"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    asyncio.run(seeded_start(config, build_task(config), Console(quiet=True)))
-    assert not left.exists()
