@@ -25,7 +25,7 @@ from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.learn.algorithms import get_algorithm
-from agent_r1.learn.assignment import assign_credit
+from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.rollout.scoring import Scorer

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
-    from agent_r1.learn.assignment import as_demonstrations, assign_credit, attempts_of, trainable
+    from agent_r1.learn.credit import as_demonstrations, assign_credit, attempts_of, trainable
     from agent_r1.learn.learner import Learner
     from agent_r1.learn.losses import supervised_loss
     from agent_r1.learn.model.policy import PolicyModel
 
 _HOME = {
     "algorithms": ["ALGORITHMS", "Algorithm", "get_algorithm"],
-    "assignment": ["as_demonstrations", "assign_credit", "attempts_of", "trainable"],
+    "credit": ["as_demonstrations", "assign_credit", "attempts_of", "trainable"],
     "learner": ["Learner"],
     "losses": ["supervised_loss"],
     "model.policy": ["PolicyModel"],

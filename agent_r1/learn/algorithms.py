@@ -1,7 +1,7 @@
 """The algorithms, as rows of one table: how rewards become advantages, and which loss trains on them.
 
-Learner, trainer and rollout never ask which one runs. To add one: a pure function in `advantages.py` or `losses.py`,
-a credit function in `credit.py` that feeds it, a row, a test. Nothing here knows models.
+Learner, trainer and rollout never ask which one runs. To add one: a pure function in `advantages.py` or `losses.py`, an
+estimator in `estimators.py` that feeds it, a row, a test. Nothing here knows models.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.learn import credit, losses
-from agent_r1.learn.credit import CreditFunction, Share
+from agent_r1.learn import estimators, losses
+from agent_r1.learn.credit import CreditFunction
+from agent_r1.learn.estimators import Share
 from agent_r1.learn.losses import LossOutput
 
 LossFunction = Callable[..., LossOutput]
@@ -43,26 +44,14 @@ class Algorithm:
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NonNegativeFloat = 0.0  # what a response at its limit loses
 
-    def __post_init__(self) -> None:
-        """Refuse different defaults for a setting that credit, loss and the row share."""
-        for name, value in [pair for part in self._parts for pair in part.items()]:
-            if value != self.settings[name]:
-                raise ConfigError(
-                    f"algorithm {self.name!r}: the setting {name!r} has two defaults, {value!r} and "
-                    f"{self.settings[name]!r}. Give both the same default, or rename one"
-                )
-
     @property
     def settings(self) -> dict[str, object]:
         """Every setting with its value."""
-        return {name: value for part in self._parts for name, value in part.items()}
-
-    @property
-    def _parts(self) -> list[dict[str, object]]:
         own = {name: getattr(self, name) for name in OWN_SETTINGS}
-        return [_settings_of(self.credit), _settings_of(self.loss), own]
+        return _settings_of(self.credit) | _settings_of(self.loss) | own
 
     def with_settings(self, **settings: object) -> Algorithm:
+        """Change settings of this row. Unknown names, wrong types and settings without effect are errors."""
         before = self.settings
         hints = _hints_of(Algorithm) | _hints_of(self.credit) | _hints_of(self.loss)
         checked = {}
@@ -70,18 +59,15 @@ class Algorithm:
             if name not in before:
                 raise ConfigError(f"algorithm {self.name!r} has no setting {name!r}.{did_you_mean(name, before)}")
             checked[name] = self._check(name, value, hints[name])
-        self._refuse_idle({name for name in checked if checked[name] != before[name]}, before | checked)
+        after = before | checked
+        if "horizon" in before and before["horizon"] != after["horizon"] and after["aggregation"] != "constant":
+            raise ConfigError(
+                f"horizon has no effect with aggregation={after['aggregation']}; use aggregation=constant"
+            )
+        if before["overlong_buffer"] != after["overlong_buffer"] and not after["overlong_penalty"]:
+            raise ConfigError("overlong_buffer has no effect without overlong_penalty; set both")
         own = {name: value for name, value in checked.items() if name in OWN_SETTINGS}
         return replace(self, credit=_bind(self.credit, checked), loss=_bind(self.loss, checked), **own)
-
-    def _refuse_idle(self, changed: set[str], settings: Mapping[str, object]) -> None:
-        """Refuse settings that have no effect beside the others."""
-        if "horizon" in changed and settings["aggregation"] != "constant":
-            raise ConfigError(
-                f"horizon does nothing with aggregation={settings['aggregation']}; it belongs to aggregation=constant"
-            )
-        if "overlong_buffer" in changed and not settings["overlong_penalty"]:
-            raise ConfigError("overlong_buffer does nothing without overlong_penalty; set that too")
 
     def _check(self, name: str, value: object, hint: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -93,17 +79,13 @@ class Algorithm:
             raise ConfigError(f"algorithm {self.name!r}: setting {name}={value!r}: {message}") from None
 
     def require_updates(self, *, num_epochs: int, num_minibatches: int) -> None:
-        """Check the numbers of updates per batch before anything is sampled."""
         if self.on_policy_only and num_epochs * num_minibatches > 1:
-            given = {"num_epochs": num_epochs, "num_minibatches": num_minibatches}
-            needed = " and ".join(f"learner.{name}=1" for name, value in given.items() if value > 1)
             raise ConfigError(
                 f"{self.name} has no importance ratio, so only the first of {num_epochs * num_minibatches} updates of "
-                f"a batch would be right. Set {needed}, or use rloo or cispo."
+                "a batch would be right. Set learner.num_epochs=1 and learner.num_minibatches=1, or use rloo or cispo."
             )
 
     def require_group_size(self, group_size: int) -> None:
-        """Called with the configured size, before anything is sampled."""
         if group_size < self.min_group_size:
             raise ConfigError(
                 f"{self.name} needs at least {self.min_group_size} trajectories per row, got {group_size}. "
@@ -125,18 +107,7 @@ def _settings_of(function: Callable[..., object]) -> dict[str, object]:
 
 
 def _hints_of(function: Callable[..., object]) -> dict[str, Any]:
-    return get_type_hints(_unwrap(function), include_extras=True)
-
-
-def function_name(function: Callable[..., object]) -> str:
-    function = _unwrap(function)
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, partial):
-        function = function.func
-    return function
+    return get_type_hints(getattr(function, "func", function), include_extras=True)  # a partial has no hints
 
 
 def _bind(function: Callable[..., Result], settings: Mapping[str, object]) -> Callable[..., Result]:
@@ -149,7 +120,7 @@ _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(losses.token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
 # A hundred times the paper's range, which was tuned for responses of thousands of tokens: see docs/algorithms/gspo.md.
 _STEP_CLIP = partial(losses.step_clip, clip_low=0.03, clip_high=0.04, **{**_WEIGHTING, "aggregation": "step"})
-_GROUP = partial(credit.group_return, scale="group")
+_GROUP = partial(estimators.group_return, scale="group")
 # The step budget is part of the task: evaluation counts success within it, so an episode that runs out of steps keeps
 # what it earned. All algorithms share one discount, so that comparisons do not compare discounts.
 _GAMMA = 1.0
@@ -160,7 +131,7 @@ _ROWS = [
     Algorithm(
         name="dr_grpo",
         paper="arXiv:2503.20783",
-        credit=partial(credit.group_return, scale="none"),
+        credit=partial(estimators.group_return, scale="none"),
         loss=partial(_CLIP, aggregation="constant"),
         min_group_size=2,
     ),
@@ -188,11 +159,13 @@ _ROWS = [
         loss=partial(losses.capped_weight, weight_cap=5.0, **_WEIGHTING),
         min_group_size=2,
     ),
-    Algorithm(name="rloo", paper="arXiv:2402.14740", credit=credit.leave_one_out_return, loss=_CLIP, min_group_size=2),
+    Algorithm(
+        name="rloo", paper="arXiv:2402.14740", credit=estimators.leave_one_out_return, loss=_CLIP, min_group_size=2
+    ),
     Algorithm(
         name="remax",
         paper="arXiv:2310.10505",
-        credit=credit.greedy_difference,
+        credit=estimators.greedy_difference,
         loss=partial(losses.reinforce, **_WEIGHTING),
         needs_greedy=True,
         on_policy_only=True,
@@ -200,31 +173,31 @@ _ROWS = [
     Algorithm(
         name="reinforce",
         paper="10.1007/BF00992696",
-        credit=partial(credit.step_return, gamma=_GAMMA, whiten_batch=True),
+        credit=partial(estimators.step_return, gamma=_GAMMA, whiten_batch=True),
         loss=partial(losses.reinforce, **_WEIGHTING),
         on_policy_only=True,
     ),
     Algorithm(
-        name="reinforce++", paper="arXiv:2501.03262", credit=partial(credit.token_return, gamma=_GAMMA), loss=_CLIP
+        name="reinforce++", paper="arXiv:2501.03262", credit=partial(estimators.token_return, gamma=_GAMMA), loss=_CLIP
     ),
     Algorithm(
         name="reinforce++_baseline",
         paper="arXiv:2501.03262",
-        credit=credit.whitened_group_return,
+        credit=estimators.whitened_group_return,
         loss=_CLIP,
         min_group_size=2,
     ),
     Algorithm(
         name="ppo",
         paper="arXiv:1707.06347",
-        credit=partial(credit.token_gae, **_GAE),
+        credit=partial(estimators.token_gae, **_GAE),
         loss=_CLIP,
         needs_critic=True,
     ),
     Algorithm(
         name="steppo",
         paper="arXiv:2604.18401",
-        credit=partial(credit.step_gae, **_GAE),
+        credit=partial(estimators.step_gae, **_GAE),
         loss=_STEP_CLIP,
         needs_critic=True,
         own_old_logprobs=True,
@@ -233,7 +206,7 @@ _ROWS = [
         name="gigpo",
         paper="arXiv:2505.10978",
         credit=partial(
-            credit.anchored_return,
+            estimators.anchored_return,
             scale="group",
             step_weight=1.0,
             gamma=_GAMMA,

@@ -1,43 +1,27 @@
-"""Credit functions: scored trajectories in, one advantage per response token out.
+"""Credit assignment: groups of scored trajectories in, one advantage per response token out.
 
-Each reads what its formula (`advantages.py`) needs off a whole batch of groups and spreads the result over tokens.
-Nothing here knows models, losses or which algorithm runs; the table in `algorithms.py` names these functions, and
-`assignment.py` calls the one that the algorithm has.
+`assign_credit` selects the trajectories to train on, places their rewards on tokens (`rewards.py`) and calls the
+algorithm's estimator (`estimators.py`). The critic's values and the KL to the reference come in as data: select
+trajectories with `trainable`, query the learner, then call `assign_credit`. Nothing here knows models or losses.
 
 Only what the policy sampled takes part: rewards, values and advantages exist for response tokens alone, so tool text
 cannot enter a return, a recursion or a statistic. A step in which nothing was sampled is not a decision; its reward was
-already given to the decision before it (`rewards.py`).
-
-Shape suffixes: G = trajectories of a group, K = decisions of a trajectory, N = any set of numbers.
+already given to the decision before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING
 
-import torch
-from pydantic import Field, NonNegativeFloat
-from torch import Tensor
+from agent_r1.errors import ConfigError, DataError
+from agent_r1.learn.rewards import RewardShaper, is_uniform, is_valid, total
+from agent_r1.types import CreditedTrajectory, Group, PerToken, Trajectory
 
-from agent_r1.errors import DataError
-from agent_r1.learn.advantages import (
-    discounted_return,
-    gae,
-    group_centered,
-    leave_one_out,
-    match_states,
-    per_std,
-    standardize,
-)
-from agent_r1.learn.rewards import differ_by_rounding, total
-from agent_r1.types import PerToken, Trajectory
-
-Scale = Literal["group", "batch", "none"]  # the standard deviation that differences are divided by
-Level = Literal["step", "token"]  # what counts as one decision
-Share = Annotated[float, Field(ge=0, le=1)]
+if TYPE_CHECKING:
+    from agent_r1.learn.algorithms import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +29,7 @@ class Values:
     """A critic's values for one trajectory."""
 
     per_token: PerToken  # of the state before each response token
-    bootstrap: float | None = None  # of the state a truncated episode would have continued from, if there is one
+    bootstrap: float | None = None  # of the state a truncated episode would have continued from, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +39,7 @@ class Scored:
     trajectory: Trajectory
     rewards: PerToken  # each on the token that earned it; their sum is the return
     before_kl: PerToken | None = None  # the rewards without the KL penalty; None: there is no penalty
-    values: Values | None = None  # of the critic
+    values: Values | None = None
     baseline: float | None = None  # return of the greedy attempt at the same row
 
     @property
@@ -74,24 +58,27 @@ class Scored:
 
     def spread(self, per_decision: Sequence[float]) -> PerToken:
         """Repeat one number per decision at each of its tokens."""
-        self._expect(len(per_decision), len(self.decisions), "decisions")
-        numbers = iter(per_decision)
-        return [[next(numbers)] * len(s.response_ids) if s.response_ids else [] for s in self.trajectory.steps]
+        sizes = [len(self.trajectory.steps[k].response_ids) for k in self.decisions]
+        if len(per_decision) != len(sizes):
+            raise self._miscount(len(per_decision), f"{len(sizes)} decisions")
+        return self.unflatten([value for value, size in zip(per_decision, sizes, strict=True) for _ in range(size)])
 
     def unflatten(self, per_token: Sequence[float]) -> PerToken:
-        self._expect(len(per_token), self.trajectory.num_response_tokens, "response tokens")
+        """Nest one number per response token by step."""
+        count = self.trajectory.num_response_tokens
+        if len(per_token) != count:
+            raise self._miscount(len(per_token), f"{count} response tokens")
         numbers = iter(per_token)
         return [[next(numbers) for _ in step.response_ids] for step in self.trajectory.steps]
 
-    def _expect(self, got: int, wanted: int, what: str) -> None:
-        if got != wanted:
-            raise DataError(f"got {got} numbers for {wanted} {what} of trajectory {self.trajectory.trajectory_id!r}")
+    def _miscount(self, got: int, wanted: str) -> DataError:
+        return DataError(f"got {got} numbers for {wanted} of trajectory {self.trajectory.trajectory_id!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
     advantages: PerToken
-    value_targets: list[list[float | None]] | None = None  # None where the critic is not asked
+    value_targets: list[list[float | None]] | None = None  # None where the critic is not trained
 
 
 ScoredGroups = Sequence[Sequence[Scored]]
@@ -99,262 +86,113 @@ ScoredGroups = Sequence[Sequence[Scored]]
 CreditFunction = Callable[..., list[list[Credit]]]
 
 
-# Trajectory level: one number for all tokens.
+def trainable(
+    groups: Iterable[Group], algorithm: Algorithm | None = None, shaper: RewardShaper | None = None
+) -> list[Group]:
+    """Keep only the trajectories that can be trained on.
 
-
-def group_return(groups: ScoredGroups, *, scale: Scale) -> list[list[Credit]]:
-    """Compare the returns inside each group."""
-    return list(map(_broadcast, groups, _group_advantages(groups, scale)))
-
-
-def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
-    """Compare each return with the mean of the others in its group."""
-    return [_broadcast(group, leave_one_out(_returns(group))) for group in groups]
-
-
-def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
-    """REINFORCE++ with baseline: returns minus their group's mean, then whitened over the tokens of the batch."""
-
-    def centered(group: Sequence[Scored]) -> Tensor:
-        sizes_G = torch.tensor([item.trajectory.num_response_tokens for item in group])
-        return group_centered(_returns(group), divide_by_std=False).repeat_interleave(sizes_G)
-
-    sizes = [item.trajectory.num_response_tokens for item in _flat(groups)]
-    whitened = torch.cat(_whiten(list(map(centered, groups)), [centered(_without_kl(group)) for group in groups]))
-    return _credits(groups, whitened.split(sizes), "token")
-
-
-def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
-    """ReMax: the return minus that of the greedy attempt; 0 if the greedy attempt failed."""
-
-    def difference(item: Scored) -> float:
-        if item.baseline is None or differ_by_rounding(*sorted([item.total, item.baseline])):
-            return 0.0
-        return item.total - item.baseline
-
-    return [[_constant(item, difference(item)) for item in group] for group in groups]
-
-
-# Step level: one number for all tokens of a step. Token level: each token its own.
-
-
-def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:
-    """REINFORCE on the step-level MDP: the discounted return from each step on, whitened over all steps."""
-    return _return_credits(groups, "step", gamma, whiten_batch)
-
-
-def token_return(groups: ScoredGroups, *, gamma: Share) -> list[list[Credit]]:
-    """REINFORCE++: the discounted return from each token on, across steps, whitened over the tokens of the batch."""
-    return _return_credits(groups, "token", gamma, True)
-
-
-def step_gae(
-    groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
-) -> list[list[Credit]]:
-    """StepPO: GAE whose decisions are whole responses. V is read, and trained, at the last prompt token of a step."""
-    return _gae_credits(groups, "step", gamma, lam, whiten_batch, bootstrap_truncated)
-
-
-def token_gae(
-    groups: ScoredGroups, *, gamma: Share, lam: Share, whiten_batch: bool, bootstrap_truncated: bool
-) -> list[list[Credit]]:
-    """PPO: GAE over all tokens of the policy in order; the recursion runs on across steps and skips tool text."""
-    return _gae_credits(groups, "token", gamma, lam, whiten_batch, bootstrap_truncated)
-
-
-def anchored_return(
-    groups: ScoredGroups,
-    *,
-    scale: Scale,
-    step_weight: NonNegativeFloat,
-    gamma: Share,
-    anchor: Literal["prompt", "observation"],
-    similarity: Share | None,
-) -> list[list[Credit]]:
-    """GiGPO: the group's return advantage, plus a comparison of what followed from equal states of its attempts.
-
-    `anchor` says what a state is: the exact prompt, or only what the environment showed last, for environments in which
-    different histories lead to the same place. For the latter an environment can name the state in which an action was
-    taken, as `info["anchor"]` of its transition. Without a name or an observation (the first step, an environment
-    without feedback), and for summaries, the state is the prompt. Summaries are compared only with summaries.
+    Drops failed trajectories (their reward says nothing about the policy), those in which nothing was sampled, and, for
+    algorithms with several sampling rounds, groups whose attempts all earned the same.
     """
-    items = _flat(groups)
-    returns_N = torch.cat([_discounted_return(item, "step", gamma) for item in items])
-    before_kl_N = torch.cat([_discounted_return(item.without_kl, "step", gamma) for item in items])
-    sets = list(_equal_states(groups, anchor, similarity))
-    steps_N = torch.zeros_like(returns_N)
-    compared = _compare([(returns_N[same], before_kl_N[same]) for same in sets], scale)
-    for same, advantages in zip(sets, compared, strict=True):
-        steps_N[same] = advantages
-    whole_G = torch.cat(_group_advantages(groups, scale))
-    steps = steps_N.split([len(item.decisions) for item in items])
-    return _credits(groups, [one + step_weight * each_K for one, each_K in zip(whole_G, steps, strict=True)], "step")
+    kept = [replace(group, trajectories=list(filter(_is_trainable, group.trajectories))) for group in groups]
+    drops_uniform = algorithm is not None and algorithm.sampling_rounds > 1
+    return [group for group in kept if group.trajectories and not (drops_uniform and is_uniform(group, shaper))]
 
 
-def _equal_states(groups: ScoredGroups, anchor: str, similarity: float | None) -> Iterator[list[int]]:
-    """Yield the sets of decisions of one group that were taken in equal states, as indices into the batch."""
-    start = 0
-    for group in groups:
-        decisions = [(item, k) for item in group for k in item.decisions]
-        for is_summary in (False, True):  # summaries and actions are never compared, even in similar states
-            ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
-            numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
-            for number in set(numbers):
-                yield [start + n for n, own in zip(ours, numbers, strict=True) if own == number]
-        start += len(decisions)
+def attempts_of(groups: Iterable[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def _state(item: Scored, k: int, anchor: str) -> Hashable:
-    steps = item.trajectory.steps
-    shown = ""
-    if anchor == "observation" and not steps[k].is_summary:
-        before = next((step.feedback for step in reversed(steps[:k]) if not step.is_summary), "")
-        shown = str(steps[k].info.get("anchor", before))
-    return shown or tuple(steps[k].prompt_ids)
+def assign_credit(
+    groups: Iterable[Group],
+    algorithm: Algorithm,
+    *,
+    shaper: RewardShaper | None = None,
+    values: Sequence[Values] | None = None,
+    kl: Sequence[PerToken] | None = None,
+) -> list[CreditedTrajectory]:
+    """Compute advantages for every trajectory that can be trained on; the others enter no statistic either.
 
-
-def _return_credits(groups: ScoredGroups, level: Level, gamma: float, whiten_batch: bool) -> list[list[Credit]]:
-    items = _flat(groups)
-    returns = [_discounted_return(item, level, gamma) for item in items]
-    if whiten_batch:
-        before_kl = [
-            known if item.before_kl is None else _discounted_return(item.without_kl, level, gamma)
-            for item, known in zip(items, returns, strict=True)
+    `shaper` puts rewards on tokens (default: as paid). `values` of the critic and `kl`, the log-ratio to the reference,
+    have one entry for each of `attempts_of(trainable(groups, algorithm, shaper))`.
+    """
+    if algorithm.needs_critic != (values is not None):
+        raise ConfigError(f"algorithm {algorithm.name!r}: pass values if and only if it has a critic")
+    shaper = shaper or RewardShaper()
+    kept = trainable(groups, algorithm, shaper)
+    attempts = attempts_of(kept)
+    greedy = _greedy_attempts(kept) if algorithm.needs_greedy else {}
+    # Greedy attempts share the scale of the rewards, but get no KL penalty: they were not sampled.
+    before_kl = shaper.place([*attempts, *greedy.values()])
+    rewards = shaper.penalize(before_kl, None if kl is None else [*kl, *[None] * len(greedy)])
+    baselines = dict(zip(greedy, map(total, rewards[len(attempts) :]), strict=True))
+    scored = iter(
+        [
+            Scored(trajectory=trajectory, rewards=own, before_kl=None if kl is None else unpenalized, values=known)
+            for trajectory, own, unpenalized, known in zip(
+                attempts,
+                rewards[: len(attempts)],
+                before_kl[: len(attempts)],
+                [None] * len(attempts) if values is None else values,
+                strict=True,
+            )
         ]
-        returns = _whiten(returns, before_kl)
-    return _credits(groups, returns, level)
-
-
-def _discounted_return(item: Scored, level: Level, gamma: float) -> Tensor:
-    return discounted_return(_rewards(item, level), gamma=_discounts(item, level, gamma))
-
-
-def _gae_credits(
-    groups: ScoredGroups, level: Level, gamma: float, lam: float, whiten_batch: bool, bootstrap_truncated: bool
-) -> list[list[Credit]]:
-    """Whiten the advantages if asked, but never the critic's targets, because that would change their unit."""
-
-    def estimate(item: Scored) -> Tensor:
-        return gae(
-            _rewards(item, level),
-            _values(item, level),
-            bootstrap=_value_after(item) if bootstrap_truncated else 0.0,
-            gamma=_discounts(item, level, gamma),
-            lam=lam,
-        )
-
-    items = _flat(groups)
-    values = [_values(item, level) for item in items]
-    found = list(map(estimate, items))
-    # Advantage plus value is the return that GAE estimates; with lam below 1 it depends on the critic.
-    targets = [advantages_K + values_K for advantages_K, values_K in zip(found, values, strict=True)]
-    advantages = found
-    if whiten_batch:
-        returns = [
-            target_K if item.before_kl is None else estimate(item.without_kl) + values_K
-            for item, target_K, values_K in zip(items, targets, values, strict=True)
-        ]
-        advantages = _whiten(found, returns)
-    return _credits(groups, advantages, level, targets)
-
-
-# Reading and spreading.
-
-
-def _flat(groups: ScoredGroups) -> list[Scored]:
-    return list(chain.from_iterable(groups))
-
-
-def _without_kl(group: Sequence[Scored]) -> list[Scored]:
-    return [item.without_kl for item in group]
-
-
-def _returns(group: Sequence[Scored]) -> Tensor:
-    return torch.tensor([item.total for item in group], dtype=torch.float64)
-
-
-def _group_advantages(groups: ScoredGroups, scale: Scale) -> list[Tensor]:
-    return _compare([(_returns(group), _returns(_without_kl(group))) for group in groups], scale)
-
-
-def _compare(sets: Sequence[tuple[Tensor, Tensor]], scale: Scale) -> list[Tensor]:
-    """Center each set of returns, given with and without their KL penalty, and divide by the standard deviation that
-    `scale` selects: of the set, or of all sets of the batch together."""
-    if scale != "batch":
-        return [group_centered(own, divide_by_std=scale == "group", before_kl_G=pure) for own, pure in sets]
-    returns_N, before_kl_N = (torch.cat(each) for each in zip(*sets, strict=True))
-    return [per_std(group_centered(own, divide_by_std=False), returns_N, before_kl_N) for own, _ in sets]
-
-
-def _whiten(parts: Sequence[Tensor], returns: Sequence[Tensor]) -> list[Tensor]:
-    """Standardize all numbers of the batch together. For `returns`, see `standardize`."""
-    whole_N = standardize(torch.cat(list(parts)), torch.cat(list(returns)))
-    return list(whole_N.split([len(part) for part in parts]))
-
-
-def _rewards(item: Scored, level: Level) -> Tensor:
-    per_step = [item.rewards[k] for k in item.decisions]
-    return torch.tensor(
-        [sum(step) for step in per_step] if level == "step" else list(chain.from_iterable(per_step)),
-        dtype=torch.float64,
+    )
+    return _credit(
+        [
+            [replace(next(scored), baseline=baselines.get(number)) for _ in group.trajectories]
+            for number, group in enumerate(kept)
+        ],
+        algorithm.credit,
     )
 
 
-def _values(item: Scored, level: Level) -> Tensor:
-    """The critic's value before each decision. The last prompt token of a step predicts its first response token."""
-    assert item.values is not None  # `assign_credit` checks it
-    per_step = [item.values.per_token[k] for k in item.decisions]
-    return torch.tensor([v for step in per_step for v in (step[:1] if level == "step" else step)], dtype=torch.float64)
+def _credit(groups: list[list[Scored]], credit: CreditFunction) -> list[CreditedTrajectory]:
+    if not groups:
+        return []
+    try:
+        return [
+            CreditedTrajectory(
+                trajectory=item.trajectory,
+                advantages=own.advantages,
+                values=None if item.values is None else item.values.per_token,
+                value_targets=own.value_targets,
+            )
+            for items, credits in zip(groups, credit(groups), strict=True)
+            for item, own in zip(items, credits, strict=True)
+        ]
+    except ValueError as error:  # most likely it returned too many or too few numbers
+        name = getattr(getattr(credit, "func", credit), "__name__", repr(credit))
+        raise DataError(f"credit function {name!r}: {error}") from error
 
 
-def _discounts(item: Scored, level: Level, gamma: float) -> list[float]:
-    """The discount after each decision.
+def _greedy_attempts(groups: Sequence[Group]) -> dict[int, Trajectory]:
+    """The greedy attempt of each group, by the group's position; those that failed are left out."""
+    found = {number: group.greedy for number, group in enumerate(groups) if group.greedy is not None}
+    if len(found) < len(groups):
+        raise ConfigError(f"{len(groups) - len(found)} of {len(groups)} groups lack a greedy attempt: set Group.greedy")
+    return {number: greedy for number, greedy in found.items() if _is_trainable(greedy)}
 
-    Time passes when the environment answers, not while the policy speaks: only the last token of a step is discounted.
-    So gamma means the same for long and short responses, and at both levels. The environment does not answer a summary,
-    so there is no discount between it and the next action. The value after a truncated episode is always discounted.
+
+def as_demonstrations(trajectories: Iterable[Trajectory]) -> list[CreditedTrajectory]:
+    """Credit for imitation: advantage 1 on every response token.
+
+    How they were sampled (temperature, top-p, top-k) is dropped: imitation trains the plain distribution.
     """
-    steps = [item.trajectory.steps[k] for k in item.decisions]
-    after = [1.0 if step.is_summary else gamma for step in steps[:-1]] + [gamma]
-    if level == "step":
-        return after
-    return [d for step, end in zip(steps, after, strict=True) for d in [*[1.0] * (len(step.response_ids) - 1), end]]
+    return [
+        CreditedTrajectory(
+            trajectory=replace(trajectory, steps=[step.without_sampling() for step in trajectory.steps]),
+            advantages=[[1.0] * len(step.response_ids) for step in trajectory.steps],
+        )
+        for trajectory in trajectories
+        if _is_trainable(trajectory)
+    ]
 
 
-def _value_after(item: Scored) -> float:
-    """The critic's value of a prompt that a budget left unanswered, else 0.
-
-    A response that was cut off is not an action, and a prompt that outgrew the context is not a state. Any stand-in,
-    such as the value at the last decision, would make endless responses the best action in every state that the critic
-    overestimates.
-    """
-    assert item.values is not None
-    known = item.values.bootstrap
-    return known if item.trajectory.stop.is_truncated and known is not None else 0.0
-
-
-def _constant(item: Scored, value: float) -> Credit:
-    return Credit(advantages=item.spread([value] * len(item.decisions)))
-
-
-def _broadcast(group: Sequence[Scored], values_G: Tensor) -> list[Credit]:
-    return [_constant(item, value) for item, value in zip(group, values_G.tolist(), strict=True)]
-
-
-def _credits(
-    groups: ScoredGroups, advantages: Iterable[Tensor], level: Level, targets: Iterable[Tensor] | None = None
-) -> list[list[Credit]]:
-    """Spread one number per decision over tokens, for each trajectory of the batch in order."""
-    given, wanted = iter(advantages), iter(targets if targets is not None else [])
-
-    def credit(item: Scored) -> Credit:
-        spread = item.spread if level == "step" else item.unflatten
-        per_token = spread(next(given).tolist())
-        if targets is None:
-            return Credit(advantages=per_token)
-        rows = spread(next(wanted).tolist())
-        # At step level the critic is asked only at the first token of a step.
-        asked = [[None if n and level == "step" else value for n, value in enumerate(row)] for row in rows]
-        return Credit(advantages=per_token, value_targets=asked)
-
-    return [[credit(item) for item in group] for group in groups]
+def _is_trainable(trajectory: Trajectory) -> bool:
+    if is_valid(trajectory) and not math.isfinite(trajectory.total_reward):
+        raise DataError(
+            f"trajectory {trajectory.trajectory_id!r} of row {trajectory.row_id!r} has reward "
+            f"{trajectory.total_reward}; scoring must mark it as failed"
+        )
+    return is_valid(trajectory)

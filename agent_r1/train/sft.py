@@ -30,7 +30,7 @@ from agent_r1.envs.tool_env import no_tool
 from agent_r1.errors import DataError
 from agent_r1.flows.context import Author, ContextPolicy, Shown
 from agent_r1.flows.flow import AgentFlowBase, Episode
-from agent_r1.learn.assignment import as_demonstrations
+from agent_r1.learn.credit import as_demonstrations
 from agent_r1.learn.learner import Learner
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.records import TRAINED, read_trajectories, trajectories_of

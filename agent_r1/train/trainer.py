@@ -22,7 +22,7 @@ from agent_r1.config import RunConfig
 from agent_r1.data.rows import rows_for_step
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError
-from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
+from agent_r1.learn.credit import assign_credit, attempts_of, trainable
 from agent_r1.learn.learner import MAX_NAMED, Learner
 from agent_r1.learn.rewards import RewardShaper, is_uniform
 from agent_r1.rollout.collect import Collector, check_failures

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.learn.algorithms import Algorithm
-from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
+from agent_r1.learn.credit import assign_credit, attempts_of, trainable
 from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper
 from agent_r1.types import CreditedTrajectory, Group

@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm
-from agent_r1.learn.assignment import assign_credit, attempts_of, trainable
-from agent_r1.learn.credit import Values
+from agent_r1.learn.credit import Values, assign_credit, attempts_of, trainable
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, Step, StopReason, ToolCallRecord, Trajectory
 from tests.learn.builders import group, step, trajectory

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
-from agent_r1.learn.assignment import as_demonstrations, assign_credit, attempts_of, trainable
-from agent_r1.learn.credit import Values
+from agent_r1.learn.credit import Values, as_demonstrations, assign_credit, attempts_of, trainable
 from agent_r1.learn.losses import Counts, LossInputs, supervised_loss
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper, is_uniform
 from agent_r1.types import Group, StopReason, Trajectory
@@ -73,60 +73,53 @@ def test_settings_reach_the_function_they_belong_to() -> None:
     assert ALGORITHMS["grpo"].settings["clip_high"] == 0.2
 
 
-def test_settings_can_be_changed_twice() -> None:
-    twice = get_algorithm("ppo", gamma=0.5, clip_low=0.1).with_settings(gamma=0.25)
-    assert (twice.settings["gamma"], twice.settings["clip_low"], twice.settings["lam"]) == (0.25, 0.1, 1.0)
-
-
-def test_whole_numbers_are_accepted_for_fractions() -> None:
-    changed = get_algorithm("ppo", gamma=1, dual_clip=3)
-    assert [type(changed.settings[name]) for name in ("gamma", "dual_clip")] == [float, float]
-    assert get_algorithm("ppo", dual_clip=None).settings["dual_clip"] is None
+def test_settings_can_be_changed_twice_and_whole_numbers_stand_for_fractions() -> None:
+    twice = get_algorithm("ppo", gamma=1, clip_low=0.1, dual_clip=3).with_settings(gamma=0.25)
+    changed = {name: twice.settings[name] for name in ("gamma", "clip_low", "lam", "dual_clip")}
+    assert changed == {"gamma": 0.25, "clip_low": 0.1, "lam": 1.0, "dual_clip": 3.0}
+    assert isinstance(twice.settings["dual_clip"], float)
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "setting", "value"),
     [
-        ("ppo", {"gamma": True}, r"algorithm 'ppo': setting gamma=True: .*valid number"),
-        ("ppo", {"gamma": "0.9"}, r"setting gamma='0.9': .*valid number"),
-        ("ppo", {"gamma": None}, r"setting gamma=None: .*valid number"),
-        ("ppo", {"gamma": math.nan}, r"setting gamma=nan is not a finite number"),
-        ("ppo", {"dual_clip": math.inf}, r"setting dual_clip=inf is not a finite number"),
-        ("ppo", {"gamma": 1.01}, r"setting gamma=1.01: .*less than or equal to 1"),
-        ("steppo", {"lam": -0.1}, r"setting lam=-0.1: .*greater than or equal to 0"),
-        ("ppo", {"whiten_batch": 1}, r"setting whiten_batch=1: .*valid boolean"),
-        ("grpo", {"scale": "std"}, r"setting scale='std': .*'group', 'batch' or 'none'"),
-        ("grpo", {"clip_low": -0.2}, r"setting clip_low=-0.2: .*greater than or equal to 0"),
-        ("grpo", {"clip_low": 1.5}, r"setting clip_low=1.5: .*less than or equal to 1"),
-        ("grpo", {"dual_clip": 1}, r"setting dual_clip=1: .*greater than 1"),
-        ("grpo", {"horizon": 0}, r"setting horizon=0: .*greater than 0"),
-        ("grpo", {"horizon": 8.0}, r"setting horizon=8.0: .*valid integer"),
-        ("grpo", {"aggregation": "tokens"}, r"setting aggregation='tokens': .*'token', 'step', 'trajectory'"),
-        ("cispo", {"weight_cap": 0}, r"setting weight_cap=0: .*greater than 0"),
-        ("dapo", {"sampling_rounds": 0}, r"setting sampling_rounds=0: .*greater than 0"),
-        ("dapo", {"sampling_rounds": True}, r"setting sampling_rounds=True: .*valid integer"),
-        ("dapo", {"overlong_buffer": 1.5}, r"setting overlong_buffer=1.5: .*less than or equal to 1"),
-        ("dapo", {"overlong_penalty": -1}, r"setting overlong_penalty=-1: .*greater than or equal to 0"),
-        ("gigpo", {"anchor": "text"}, r"setting anchor='text': .*'prompt' or 'observation'"),
-        ("gigpo", {"similarity": 2}, r"setting similarity=2: .*less than or equal to 1"),
-        ("rloo", {"scale": "none"}, r"algorithm 'rloo' has no setting 'scale'"),
-        ("grpo", {"clip_hihg": 0.3}, r"algorithm 'grpo' has no setting 'clip_hihg'\. Did you mean 'clip_high'\?"),
-        ("grpo", {"name": "x"}, r"algorithm 'grpo' has no setting 'name'"),
-        ("grpo", {"inputs": 1}, r"algorithm 'grpo' has no setting 'inputs'"),
+        *[("ppo", "gamma", value) for value in (True, "0.9", None, math.nan, 1.01)],
+        ("ppo", "dual_clip", math.inf),
+        ("steppo", "lam", -0.1),
+        ("ppo", "whiten_batch", 1),
+        ("grpo", "scale", "std"),
+        ("grpo", "clip_low", -0.2),
+        ("grpo", "clip_low", 1.5),
+        ("grpo", "dual_clip", 1),
+        ("grpo", "horizon", 0),
+        ("grpo", "horizon", 8.0),
+        ("grpo", "aggregation", "tokens"),
+        ("cispo", "weight_cap", 0),
+        ("dapo", "sampling_rounds", 0),
+        ("dapo", "overlong_buffer", 1.5),
+        ("dapo", "overlong_penalty", -1),
+        ("gigpo", "anchor", "text"),
+        ("gigpo", "similarity", 2),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_refused_by_name(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ALGORITHMS[name].with_settings(**settings)
+def test_a_setting_out_of_range_is_refused_by_name_and_value(name: str, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm {name!r}: setting {setting}={value!r}")):
+        ALGORITHMS[name].with_settings(**{setting: value})
+
+
+@pytest.mark.parametrize(("name", "setting"), [("rloo", "scale"), ("grpo", "clip_hihg"), ("grpo", "inputs")])
+def test_a_setting_that_a_row_does_not_have_is_refused(name: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name!r} has no setting {setting!r}"):
+        ALGORITHMS[name].with_settings(**{setting: 0.3})
 
 
 def test_an_unknown_algorithm_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown algorithm 'grp'\. Did you mean 'grpo'\?"):
+    with pytest.raises(ConfigError, match=r"'grp'.*'grpo'"):
         get_algorithm("grp")
 
 
 def test_grpo_refuses_groups_it_cannot_learn_from() -> None:
-    with pytest.raises(ConfigError, match=r"grpo needs at least 2 trajectories per row, got 1\. Set group_size >= 2"):
+    with pytest.raises(ConfigError, match=r"grpo .*got 1\. Set group_size >= 2"):
         GRPO.require_group_size(1)
     GRPO.require_group_size(2)
 
@@ -237,9 +230,9 @@ def test_demonstrations_have_advantage_one_on_every_response_token() -> None:
 
 
 def test_critic_values_must_come_exactly_when_they_are_used() -> None:
-    with pytest.raises(ConfigError, match="does not use a critic, but values are given"):
+    with pytest.raises(ConfigError, match=r"'grpo'.*critic"):
         assign_credit([], GRPO, values=critic())
-    with pytest.raises(ConfigError, match="'ppo' needs a critic, but values are missing"):
+    with pytest.raises(ConfigError, match=r"'ppo'.*critic"):
         assign_credit([], get_algorithm("ppo"))
 
 
@@ -285,7 +278,7 @@ def test_equal_greedy_attempts_of_two_groups_are_not_confused() -> None:
 
 
 def test_remax_without_greedy_attempts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1 of 2 groups have no greedy attempt .* set Group\.greedy"):
+    with pytest.raises(ConfigError, match=r"1 of 2 groups .*Group\.greedy"):
         assign_credit([group(episode([1])), replace(group(episode([1])), greedy=episode([1]))], get_algorithm("remax"))
 
 

@@ -12,9 +12,8 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
-from agent_r1.learn.assignment import assign_credit
-from agent_r1.learn.credit import Values
-from agent_r1.learn.rewards import RewardShaper
+from agent_r1.learn.credit import Values, assign_credit
+from agent_r1.learn.rewards import RewardShaper, total
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import group, steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, critic, episode, flat
@@ -83,7 +82,7 @@ def test_the_scale_of_the_batch_is_that_of_trl(batch: Batch) -> None:
     both instead of their sum, so that rewards of usual size are not scaled at all."""
     made = batch.credit(get_algorithm("grpo", scale="batch"))
     plain = batch.credit(get_algorithm("grpo", scale="none"))
-    returns = [item.trajectory.total_reward for item in plain]
+    returns = list(map(total, RewardShaper()([item.trajectory for item in plain])))
     deviation = stdev(returns) if len(returns) > 1 else 0.0
     for ours, centered in zip(made, plain, strict=True):
         for a, b in zip(flat(ours.advantages), flat(centered.advantages), strict=True):
