@@ -1,9 +1,9 @@
-"""What a call of the Python sandbox costs at each level that this machine has.
+"""What a call of the Python sandbox costs at each level that this machine supports.
 
     python -m benchmarks.sandbox            # writes results/sandbox.json
 
-Two programs: one that prints a number, and one that uses sympy (not where a level has no libraries). Each is run alone,
-and with eight callers at once, who together keep all slots busy. The first call, which starts the level, is told apart.
+Two programs, one that prints a number and one that uses sympy, each run alone and by eight concurrent callers, which
+keep all slots busy. The first call, which starts the sandbox, is measured separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from agent_r1.tools.python.levels import LEVELS, what_is_missing
-from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
+from agent_r1.tools.python.sandbox import Sandbox
 from benchmarks.machine import RESULTS, machine
 
 CALLS = 200
@@ -64,12 +64,11 @@ async def measure_level(name: str) -> dict[str, Any]:
     missing = what_is_missing(name)
     if missing is not None:
         return {"missing": missing}
-    libraries = LIBRARIES if LEVELS[name].libraries else ()
-    box = Sandbox(level=name, libraries=libraries)
+    box = Sandbox(level=name)
     began = time.perf_counter()
     await box.run(PROGRAMS["print"])
     result: dict[str, Any] = {"first_call_seconds": round(time.perf_counter() - began, 2)}
-    for program in PROGRAMS if libraries else ("print",):
+    for program in PROGRAMS:
         for callers in CALLERS:
             result[f"{program}, {callers} at once"] = await measure(box, PROGRAMS[program], callers)
     result["print, in a session"] = await measure_session(box)

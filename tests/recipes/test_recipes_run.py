@@ -27,7 +27,7 @@ from agent_r1.guard import call
 from agent_r1.rollout.scoring import RewardFunction, named_components
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir, latest_checkpoint
-from agent_r1.tools.python.levels import LEVELS, what_is_missing
+from agent_r1.tools.python.levels import what_is_missing
 from agent_r1.train.sft import sft_trajectories
 from agent_r1.types import Group, TaskRow, Trajectory
 
@@ -64,7 +64,7 @@ def only_to_this_machine(connect: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settings(recipe: str) -> list[str]:
-    isolated = any(what_is_missing(name) is None for name, level in LEVELS.items() if level.isolates)
+    isolated = what_is_missing("namespaces") is None
     return ["task.tool_kwargs.python.level=process"] if recipe == "retool/tiny" and not isolated else []
 
 

@@ -375,8 +375,8 @@ def test_problems_made_in_code_are_the_same_each_time_and_split_for_good() -> No
 
 @pytest.fixture(scope="module")
 def python() -> PythonTool:
-    if all(what_is_missing(level) for level in ("bubblewrap", "namespaces", "monty")):
-        pytest.skip("no level isolates code here")
+    if (missing := what_is_missing("namespaces")) is not None:
+        pytest.skip(missing)
     return PythonTool(libraries=[], seconds=5)
 
 
@@ -406,10 +406,9 @@ def test_the_table_of_the_readme_is_the_table_of_the_code() -> None:
     lines = [line for line in readme.splitlines() if line.startswith("|")]
     [head] = [line for line in lines if line.startswith("| level |")]
     names = [cell.strip() for cell in head.split("|")[2:-1]]
-    assert names == [*Guarantee, "libraries"]
-    for name, level in LEVELS.items():
-        has = [*(guarantee in level.guarantees for guarantee in Guarantee), level.libraries]
-        row = f"| `{name}` | " + " | ".join("yes" if value else "no" for value in has) + " |"
+    assert names == [*Guarantee]
+    for name, guarantees in LEVELS.items():
+        row = f"| `{name}` | " + " | ".join("yes" if each in guarantees else "no" for each in Guarantee) + " |"
         assert row in lines
 
 

@@ -1,11 +1,12 @@
-"""Sandboxes for the tests, one per level that this machine has; the fixtures go through the levels."""
+"""Sandboxes for the tests, at every level that this machine supports."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import textwrap
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,65 +16,60 @@ from agent_r1.tools.python.levels import LEVELS, what_is_missing
 from agent_r1.tools.python.limits import Limits, Outcome
 from agent_r1.tools.python.sandbox import Sandbox
 
-LIMITS = Limits(seconds=1.5, cpu_seconds=2, memory_mb=128, output_chars=1000, processes=6, idle_seconds=600)
-CPYTHON = [name for name, level in LEVELS.items() if level.libraries]
-ISOLATING = [name for name in CPYTHON if LEVELS[name].isolates]
+LIMITS = Limits(seconds=1.5, cpu_seconds=2, memory_mb=128, output_chars=1000, processes=6)
+ROOMY = Limits(seconds=60, cpu_seconds=60, memory_mb=256, processes=10)  # enough time on a busy machine
 SECRET = "SECRET-5d21"
 
 
+def require(level: str) -> None:
+    if (missing := what_is_missing(level)) is not None:
+        pytest.skip(f"level {level}: {missing}")
+
+
 @pytest.fixture(scope="module")
-def boxes() -> Iterator[dict[str, Sandbox]]:
-    made: dict[str, Sandbox] = {}
+def boxes() -> Iterator[dict[tuple[str, Limits], Sandbox]]:
+    opened: dict[tuple[str, Limits], Sandbox] = {}
     os.environ["SANDBOX_TEST_SECRET"] = SECRET
-    yield made
+    yield opened
     del os.environ["SANDBOX_TEST_SECRET"]
-    for box in made.values():
+    for box in opened.values():
         asyncio.run(box.close())
 
 
-def open_box(boxes: dict[str, Sandbox], level: str) -> Sandbox:
-    missing = what_is_missing(level)
-    if missing is not None:
-        pytest.skip(f"level {level}: {missing}")
-    if level not in boxes:
-        boxes[level] = Sandbox(level=level, limits=LIMITS, libraries=(), slots=4)
-    return boxes[level]
+def open_box(
+    boxes: dict[tuple[str, Limits], Sandbox], level: str, limits: Limits, libraries: Sequence[str] = ()
+) -> Sandbox:
+    require(level)
+    if (level, limits) not in boxes:
+        boxes[level, limits] = Sandbox(level=level, limits=limits, libraries=libraries, slots=4)
+    return boxes[level, limits]
 
 
 @pytest.fixture(params=LEVELS)
-def any_box(request: pytest.FixtureRequest, boxes: dict[str, Sandbox]) -> Sandbox:
-    return open_box(boxes, request.param)
+def box(request: pytest.FixtureRequest, boxes: dict[tuple[str, Limits], Sandbox]) -> Sandbox:
+    return open_box(boxes, request.param, LIMITS)
 
 
-@pytest.fixture(params=CPYTHON)
-def cpython(request: pytest.FixtureRequest, boxes: dict[str, Sandbox]) -> Sandbox:
-    return open_box(boxes, request.param)
+@pytest.fixture
+def isolated(boxes: dict[tuple[str, Limits], Sandbox]) -> Sandbox:
+    return open_box(boxes, "namespaces", LIMITS)
 
 
-@pytest.fixture(params=ISOLATING)
-def isolated(request: pytest.FixtureRequest, boxes: dict[str, Sandbox]) -> Sandbox:
-    return open_box(boxes, request.param)
+@pytest.fixture(params=LEVELS)
+def roomy(request: pytest.FixtureRequest, boxes: dict[tuple[str, Limits], Sandbox]) -> Sandbox:
+    """A sandbox with libraries and generous limits."""
+    return open_box(boxes, request.param, ROOMY, [name for name in ("numpy", "sympy") if find_spec(name)])
 
 
-@pytest.fixture(scope="module")
-def roomy_boxes() -> Iterator[dict[str, Sandbox]]:
-    made: dict[str, Sandbox] = {}
-    yield made
-    for box in made.values():
+@contextmanager
+def fresh_box(level: str, limits: Limits, slots: int = 1) -> Iterator[Sandbox]:
+    """A sandbox for one test; skips the test if this machine does not support the level."""
+    require(level)
+    box = Sandbox(level=level, limits=limits, libraries=(), slots=slots)
+    try:
+        yield box
+    finally:
         asyncio.run(box.close())
-
-
-@pytest.fixture(params=CPYTHON)
-def roomy(request: pytest.FixtureRequest, roomy_boxes: dict[str, Sandbox]) -> Sandbox:
-    """A sandbox with libraries, and time enough for a busy machine."""
-    level = request.param
-    if (missing := what_is_missing(level)) is not None:
-        pytest.skip(f"level {level}: {missing}")
-    if level not in roomy_boxes:
-        libraries = [name for name in ("numpy", "sympy") if find_spec(name)]
-        limits = Limits(seconds=60, cpu_seconds=60, memory_mb=256, processes=10)
-        roomy_boxes[level] = Sandbox(level=level, limits=limits, libraries=libraries, slots=2)
-    return roomy_boxes[level]
 
 
 def run(box: Sandbox, code: str, session: str | None = None) -> Outcome:

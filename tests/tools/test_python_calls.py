@@ -11,11 +11,11 @@ import pytest
 
 from agent_r1.tools.python.inside import calls
 from agent_r1.tools.python.inside.calls import ALLOWED, MACHINES, RULED, numbers
-from agent_r1.tools.python.levels import what_is_missing
 from agent_r1.tools.python.sandbox import Sandbox
-from tests.tools.python_boxes import ISOLATING, run, together, works
+from tests.tools.python_boxes import boxes as boxes
+from tests.tools.python_boxes import isolated as isolated
 from tests.tools.python_boxes import roomy as roomy
-from tests.tools.python_boxes import roomy_boxes as roomy_boxes
+from tests.tools.python_boxes import run, together, works
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOTTY, ENOSYS = 1, 25, 38
@@ -273,10 +273,7 @@ def test_shared_files_cannot_be_locked_or_watched(roomy: Sandbox) -> None:
     assert run(roomy, code).stdout == "refused\nrefused\nrefused\n-1 -1 -1\n5\n"
 
 
-@pytest.mark.parametrize("level", ISOLATING)
-def test_times_of_devices_cannot_be_set(level: str) -> None:
-    if (missing := what_is_missing(level)) is not None:
-        pytest.skip(f"level {level}: {missing}")
+def test_times_of_devices_cannot_be_set(isolated: Sandbox) -> None:
     code = """
     import os
     touched = []
@@ -289,8 +286,4 @@ def test_times_of_devices_cannot_be_set(level: str) -> None:
     print(touched)
     print(open("/dev/null", "w").write("x"), open("/dev/zero", "rb").read(1))
     """
-    box = Sandbox(level=level, libraries=(), slots=1)
-    try:
-        assert run(box, code).stdout == "[]\n1 b'\\x00'\n"
-    finally:
-        asyncio.run(box.close())
+    assert run(isolated, code).stdout == "[]\n1 b'\\x00'\n"

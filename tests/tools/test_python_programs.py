@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent_r1.tools.python.sandbox import Sandbox
+from tests.tools.python_boxes import boxes as boxes
 from tests.tools.python_boxes import roomy as roomy
-from tests.tools.python_boxes import roomy_boxes as roomy_boxes
 from tests.tools.python_boxes import run
 
 PROGRAMS = {

@@ -13,17 +13,16 @@ from agent_r1.envs.python_env import PythonEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.tokens.tool_calls import FORMATS
-from agent_r1.tools.python.levels import LEVELS, what_is_missing
-from agent_r1.tools.python.tool import NOTHING, PythonTool
+from agent_r1.tools.python.tool import NO_OUTPUT, PythonTool
 from agent_r1.types import Action, TaskRow
+from tests.tools.python_boxes import require
 
 ROW = TaskRow(prompt=[{"role": "user", "content": "What is 6 * 7?"}], reward_model={"ground_truth": "42"})
 
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[PythonTool]:
-    if all(what_is_missing(name) for name, level in LEVELS.items() if level.isolates):
-        pytest.skip("no level isolates code here")
+    require("namespaces")
     tool = PythonTool(libraries=[], seconds=2, output_chars=200)
     yield tool
     asyncio.run(tool.sandbox.close())
@@ -53,7 +52,7 @@ def test_what_was_printed_comes_before_what_went_wrong(python: PythonTool) -> No
     [text] = said(ToolEnv(tools=[python]), "print('so far')\n1 / 0")
     assert text.startswith("so far\nTraceback")
     assert text.endswith("ZeroDivisionError: division by zero")
-    assert said(ToolEnv(tools=[python]), "x = 1") == [NOTHING]
+    assert said(ToolEnv(tools=[python]), "x = 1") == [NO_OUTPUT]
     assert said(ToolEnv(tools=[python]), "print('x' * 500)")[0].endswith("printed more than 200 characters")
 
 
@@ -68,7 +67,7 @@ def test_the_retool_format_calls_it(python: PythonTool) -> None:
 
 
 def test_variables_last_for_an_episode_of_a_python_env_only(python: PythonTool) -> None:
-    assert said(PythonEnv(tools=[python]), "x = 41", "x + 1") == [NOTHING, "42"]
+    assert said(PythonEnv(tools=[python]), "x = 41", "x + 1") == [NO_OUTPUT, "42"]
     assert "NameError" in said(ToolEnv(tools=[python]), "x = 41", "x + 1")[1]
     assert "NameError" in said(PythonEnv(tools=[python]), "x + 1")[0], "each episode has its own"
     assert python.sandbox._sessions == {}, "and gives it back"
@@ -81,39 +80,24 @@ def test_both_envs_keep_the_contract_of_envs(python: PythonTool) -> None:
 
 
 def test_a_python_env_needs_the_tool() -> None:
-    with pytest.raises(ConfigError, match="one PythonTool among its tools, got 0"):
+    with pytest.raises(ConfigError, match=r"one PythonTool .* got 0"):
         PythonEnv(tools=[])
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seconds": 0}, r"Limits\.seconds must be more than 0 and at most 1048576, got 0"),
-        ({"seconds": 1e9}, r"Limits\.seconds must be more than 0 and at most 1048576"),
-        ({"seconds": float("nan")}, r"Limits\.seconds must be more than 0"),
-        ({"seconds": "5"}, r"Limits\.seconds must be a number, got '5'"),
-        ({"seconds": None}, r"Limits\.seconds must be a number, got None"),
-        ({"memory_mb": -1}, r"Limits\.memory_mb must be more than 0"),
-        ({"memory_mb": 4.5}, r"Limits\.memory_mb must be a whole number, got 4\.5"),
-        ({"memory_mb": 1 << 50}, r"Limits\.memory_mb must be .* at most 1048576"),
-        ({"processes": True}, r"Limits\.processes must be a whole number, got True"),
-        ({"output_chars": 0}, r"Limits\.output_chars must be more than 0"),
-        ({"output_chars": 1.5}, r"Limits\.output_chars must be a whole number, got 1\.5"),
-        ({"slots": 0}, "slots of a sandbox must be a whole number from 1 on, got 0"),
-        ({"slots": 1.5}, r"slots of a sandbox must be a whole number from 1 on, got 1\.5"),
-        ({"libraries": "numpy"}, "libraries of a sandbox must be a list .*, got 'numpy'"),
-        ({"libraries": None}, "libraries of a sandbox must be a list .*, got None"),
-        ({"libraries": [1]}, r"libraries of a sandbox must be a list .*, got \[1\]"),
-        ({"level": 3}, "unknown sandbox level 3"),
-        ({"level": ["monty"]}, r"unknown sandbox level \['monty'\]"),
+        ({"seconds": 0}, "seconds must be positive .* got 0"),
+        ({"seconds": 1e9}, "seconds must be .* at most 1048576"),
+        ({"seconds": float("nan")}, "seconds must be positive"),
+        ({"seconds": "5"}, "seconds must be a number, got '5'"),
+        ({"memory_mb": 4.5}, r"memory_mb must be a whole number, got 4\.5"),
+        ({"processes": True}, "processes must be a whole number, got True"),
+        ({"slots": 0}, "slots .* got 0"),
+        ({"libraries": "numpy"}, "libraries .* got 'numpy'"),
+        ({"level": 3}, "level 3"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_when_the_tool_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PythonTool(**({"libraries": []} | settings))
-
-
-def test_libraries_that_a_level_cannot_offer_are_not_to_be_had_by_installing_it() -> None:
-    with pytest.raises(ConfigError, match=r"'monty' has no libraries, .*offer numpy: set libraries to \[\]") as refused:
-        PythonTool(level="monty", libraries=["numpy"])
-    assert "pip install" not in str(refused.value)

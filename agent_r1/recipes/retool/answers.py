@@ -18,7 +18,7 @@ from agent_r1.tools.python.sandbox import Sandbox
 
 MAX_ANSWER_CHARS = 500  # no answer of any set is nearly as long
 PROCESSES = 2
-LIMITS = Limits(seconds=5.0, session_cpu_seconds=3600, session_seconds=86400, idle_seconds=86400, memory_mb=1024)
+LIMITS = Limits(seconds=5.0, session_cpu_seconds=3600, memory_mb=1024)
 
 # Only LaTeX is read: reading plain expressions goes through `eval` in sympy.
 CHECK = """

@@ -1,4 +1,4 @@
-"""`PythonTool`: the tool "python" over a sandbox."""
+"""`PythonTool`: the tool "python", which runs code in a sandbox."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from agent_r1.tools.base import BaseTool, ToolError, ToolResult
-from agent_r1.tools.python.limits import Limits, Outcome
+from agent_r1.tools.python.limits import Limits
 from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
 
-QUEUE_SECONDS = 600.0  # a call may wait for its turn; its own time starts when it runs
+QUEUE_SECONDS = 600.0  # a call may wait this long for its turn; its own time starts when it runs
 DEFAULTS = Limits()
-NOTHING = "(no output; print what you want to see)"
+NO_OUTPUT = "(no output; print what you want to see)"
 
 
 class PythonTool(BaseTool):
-    """Runs the code it is sent in a sandbox. `execute` takes `session` from its env, never from the model."""
+    """Runs the code it is sent in a sandbox. `session` comes from the environment, never from the model."""
 
     name = "python"
     parallel = True  # each call is a separate program; `PythonEnv` shares variables, so it runs calls in order
-    parameters: dict[str, Any] = {  # noqa: RUF012 (as BaseTool has it)
+    parameters: dict[str, Any] = {  # noqa: RUF012 (as in BaseTool)
         "type": "object",
         "properties": {"code": {"type": "string", "description": "The program. What it prints is the answer."}},
         "required": ["code"],
@@ -29,7 +29,7 @@ class PythonTool(BaseTool):
     def __init__(
         self,
         *,
-        level: str = "auto",  # bubblewrap, namespaces, monty, process; auto: the strongest that isolates
+        level: str = "namespaces",  # or process, which isolates nothing
         seconds: float = DEFAULTS.seconds,
         memory_mb: int = DEFAULTS.memory_mb,
         processes: int = DEFAULTS.processes,
@@ -38,7 +38,7 @@ class PythonTool(BaseTool):
         slots: int | None = None,
     ) -> None:
         limits = Limits(seconds=seconds, memory_mb=memory_mb, processes=processes, output_chars=output_chars)
-        limits = replace(limits, cpu_seconds=int(seconds) + 1)  # only now is it certain to be a number
+        limits = replace(limits, cpu_seconds=int(seconds) + 1)  # `Limits` has checked that it is a number
         self.sandbox = Sandbox(level=level, limits=limits, libraries=libraries, slots=slots)
         self.timeout = QUEUE_SECONDS + seconds
         offered = f" {', '.join(libraries)} are installed." if libraries else ""
@@ -49,12 +49,7 @@ class PythonTool(BaseTool):
 
     async def execute(self, args: dict[str, Any], session: str | None = None) -> ToolResult:  # type: ignore[override]
         outcome = await self.sandbox.run(args["code"], session=session)
+        printed = outcome.stdout.rstrip("\n")
         if outcome.error is not None:
-            raise ToolError(as_text(outcome))
-        return ToolResult(as_text(outcome), info={"seconds": round(outcome.seconds, 4)})
-
-
-def as_text(outcome: Outcome) -> str:
-    """What the model reads: what was printed, then what went wrong."""
-    parts = [outcome.stdout.rstrip("\n"), outcome.error or ""]
-    return "\n".join(part for part in parts if part) or NOTHING
+            raise ToolError(f"{printed}\n{outcome.error}" if printed else outcome.error)
+        return ToolResult(printed or NO_OUTPUT, info={"seconds": round(outcome.seconds, 4)})

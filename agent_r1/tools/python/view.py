@@ -1,7 +1,6 @@
-"""What of the host's file system code in a sandbox sees: an interpreter, its standard library, and chosen packages.
+"""The part of the host's file system that sandboxed code sees: Python, its standard library and chosen packages.
 
-Found by asking this interpreter and the metadata of installed packages. Everything is read-only, and nothing else
-exists: no /etc, no home, no /proc, not the folder this project lies in.
+Everything is read-only, and nothing else exists: no /etc, no home, no /proc, no folder of this project.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from pathlib import Path
 
 from agent_r1.errors import ConfigError
 
-PACKAGES = "/sandbox/packages"  # where the libraries are seen
-CODE = "/sandbox/code"  # where our own side of it is seen
-INSIDE = Path(__file__).with_name("inside")
+PACKAGES = "/sandbox/packages"  # where the chosen libraries are mounted
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the dynamic loader and shared libraries
-OTHERS = ("site-packages", "dist-packages")  # where a standard library has what was installed beside it
+INSTALLED = ("site-packages", "dist-packages")  # folders of a standard library with other packages
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    folders: list[tuple[str, str]]  # of the host (also files and devices), and where they are seen
-    links: list[tuple[str, str]]  # target, place
-    hidden: list[str]  # folders of those that are seen empty
+    folders: list[tuple[str, str]]  # folders, files and devices of the host, and where they are mounted
+    links: list[tuple[str, str]]  # symbolic links: target, place
+    hidden: list[str]  # folders that appear empty
 
 
-def interpreter() -> str:
-    """The real program, not the link that a virtual environment puts before it."""
+def find_interpreter() -> str:
+    """Return the real program, not a virtual environment's link to it."""
     base: str = getattr(sys, "_base_executable", None) or sys.executable
     return os.path.realpath(base)
 
@@ -46,19 +43,19 @@ def make_view(libraries: Sequence[str]) -> View:
             links.append((os.readlink(folder), folder))
         elif os.path.isdir(folder):
             folders.append((folder, folder))
-    own = [interpreter(), *_libpython(), *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}]
-    # The standard library as the interpreter without a virtual environment finds it.
+    own = [find_interpreter(), *_find_libpython(), *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}]
+    # The standard library lies outside a virtual environment.
     own = [path.replace(sys.prefix, sys.base_prefix, 1) if path.startswith(sys.prefix) else path for path in own]
     folders += [(path, path) for path in own if not path.startswith(tuple(f"{f}/" for f, _ in folders))]
-    hidden = [f"{folder}/{name}" for folder in (*own, "/usr/lib/python3") for name in OTHERS]
-    folders += [(str(path), f"{PACKAGES}/{path.name}") for path in package_paths(libraries)]
-    folders += [(str(INSIDE), f"{CODE}/inside"), *((device, device) for device in DEVICES)]
+    hidden = [f"{folder}/{name}" for folder in (*own, "/usr/lib/python3") for name in INSTALLED]
+    folders += [(str(path), f"{PACKAGES}/{path.name}") for path in find_packages(libraries)]
+    folders += [(device, device) for device in DEVICES]
     return View(folders=folders, links=links, hidden=[path for path in dict.fromkeys(hidden) if os.path.isdir(path)])
 
 
-def package_paths(libraries: Iterable[str]) -> list[Path]:
-    """The files and folders of these distributions and of what they require."""
-    found: dict[Path, None] = {}
+def find_packages(libraries: Sequence[str]) -> list[Path]:
+    """Return the files and folders of these distributions and of their requirements."""
+    found: set[Path] = set()
     seen: set[str] = set()
     waiting = list(libraries)
     while waiting:
@@ -66,21 +63,29 @@ def package_paths(libraries: Iterable[str]) -> list[Path]:
         if name in seen:
             continue
         seen.add(name)
-        distribution = _distribution(name, wanted=name in libraries)
-        if distribution is None:
-            continue
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if name in libraries:
+                raise ConfigError(
+                    f"the sandbox cannot offer {name!r}, which is not installed: pip install {name}, or remove it from "
+                    "libraries"
+                ) from None
+            continue  # a requirement of other platforms
         for file in distribution.files or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".egg-info", ".pth")):
-                found[Path(str(distribution.locate_file(top)))] = None
-        waiting += [_name(line) for line in distribution.requires or () if "extra ==" not in line]
+                found.add(Path(str(distribution.locate_file(top))))
+        waiting += [
+            re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in distribution.requires or () if "extra ==" not in line
+        ]
     return sorted(path for path in found if path.exists())
 
 
-# Parts that a package imports only when they are used: better once than in every run.
+# Submodules that a package imports on first use: import them once instead of in every run.
 LAZY = {"numpy": ("numpy.fft", "numpy.linalg", "numpy.polynomial", "numpy.random")}
 
-# What makes a library do its slow first time. A first `sympy.solve` takes ten times as long as a second one.
+# Programs that warm up a library: the first `sympy.solve` takes ten times as long as the second.
 WARM_UP = {
     "sympy": """
 from sympy import Eq, Matrix, Rational, Symbol, binomial, diff, factorint, integrate, isprime, nsolve, simplify, solve
@@ -101,29 +106,12 @@ verify(read("$x^2+1$"), read("$1+x^2$"), timeout_seconds=None)
 
 
 def module_names(libraries: Iterable[str]) -> list[str]:
-    """What to import of these distributions: the package called like the distribution."""
+    """Return the modules to import: the package named like the distribution, and its lazy submodules."""
     return [module for name in libraries for module in (name.replace("-", "_"), *LAZY.get(name, ()))]
 
 
-def _distribution(name: str, *, wanted: bool) -> metadata.Distribution | None:
-    try:
-        return metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        if not wanted:
-            return None  # a requirement that this platform does without
-        raise ConfigError(
-            f"the sandbox is to offer {name!r}, which is not installed: pip install {name}, or take it out of libraries"
-        ) from None
-
-
-def _name(requirement: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None
-    return found[0]
-
-
-def _libpython() -> list[str]:
-    """The interpreter's shared library, where it has one."""
+def _find_libpython() -> list[str]:
+    """Return the interpreter's shared library, if it has one."""
     folder, name = sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")
     path = os.path.join(folder or "", name or "")
     return [path] if ".so" in path and os.path.exists(path) else []

@@ -1,1 +1,1 @@
-"""What runs on the other side: in the sandbox, started by path, with nothing but the standard library."""
+"""The side that runs in the sandbox. Imports only the standard library."""

@@ -1,8 +1,8 @@
-"""The system calls that code in a sandbox may make, and the seccomp filter that refuses all others.
+"""The system calls that sandboxed code may make, and the seccomp filter that refuses all others.
 
-An allow-list: a call that is not named here, today's or a future kernel's, is refused. Calls that are needed but
-dangerous with some arguments are in `RULES`. A filter sees numbers, not what pointers point to, so paths and structures
-cannot be checked; the file system that code sees (`confine.py`) takes care of paths.
+An allow-list: calls that are not named here, including those of future kernels, are refused. Calls that are needed but
+dangerous with some arguments are in `RULES`. A filter sees numbers, not what pointers refer to, so it cannot check
+paths and structures; the file system that code sees (`confine.py`) takes care of paths.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 EPERM, ENOTTY, ENOSYS = 1, 25, 38
-NO_ERROR = 0  # the caller is told that the call succeeded
-FIRST_UNKNOWN = 470  # Linux 6.17 has no call from this number on
+NO_ERROR = 0  # the call appears to succeed
+FIRST_UNKNOWN = 470  # the first number that Linux 6.17 does not use
 
-# Each call with its number on x86_64 and on aarch64, which lacks the older ones.
+# Each call with its numbers on x86_64 and on aarch64, which lacks the older calls.
 ALLOWED = """
     read=0/63 write=1/64 readv=19/65 writev=20/66 pread64=17/67 pwrite64=18/68 preadv=295/69 pwritev=296/70
     lseek=8/62 open=2/- openat=257/56 creat=85/- close=3/57 close_range=436/436 dup=32/23 dup2=33/- dup3=292/24
@@ -57,9 +57,9 @@ ALL_BITS = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An argument must have one of these values, or none of the bits outside `ignore`. Else the call gets `errno`."""
+    """An argument must have one of `values`, apart from the bits in `ignore`; otherwise the call fails with `errno`."""
 
-    argument: int  # its lower 32 bits: the kernel reads no more of those that are checked here
+    argument: int  # only its lower 32 bits, as the kernel reads no more of these arguments
     values: tuple[int, ...] = (0,)
     ignore: int = 0
     errno: int = EPERM
@@ -75,21 +75,21 @@ _FIFO = Check(1, (0o010000,), ignore=0o7777)
 RULES: dict[str, tuple[Check, ...]] = {
     "mmap": (Check(3, ignore=ALL_BITS & ~_LOCKED_HUGETLB_GROWSDOWN),),
     "mremap": (Check(3, ignore=1),),  # MAYMOVE, which is what realloc needs
-    "madvise": (Check(2, (0, 1, 2, 3, 4, 8, 10, 11, 16, 17)),),  # neither huge nor shared pages, nor prefaulted ones
+    "madvise": (Check(2, (0, 1, 2, 3, 4, 8, 10, 11, 16, 17)),),  # no huge, shared or prefaulted pages
     "clone": (Check(0, ignore=ALL_BITS & ~(NEW_NAMESPACES | _PARENT_PTRACE_PIDFD)),),
     "clone3": (Check(0, (), errno=ENOSYS),),  # its flags are behind a pointer; libc falls back to clone
-    "futex": (Check(1, (0, 1, 3, 4, 5, 9, 10), ignore=0x180),),  # no priority inheritance, the part with the holes
-    # Record locks take kernel memory and reach files that others have open; sqlite needs them, so they seem to succeed.
+    "futex": (Check(1, (0, 1, 3, 4, 5, 9, 10), ignore=0x180),),  # no priority inheritance, which has a history of holes
+    # Record locks take kernel memory and affect files of others. sqlite needs them, so they seem to succeed.
     "fcntl": (Check(1, (*_DESCRIPTORS, *_RECORD_LOCKS)), Check(1, _DESCRIPTORS, errno=NO_ERROR)),
     "ioctl": (
         Check(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451), errno=ENOTTY),
     ),  # of a terminal, FION*, FIO*CLEX
     "prctl": (Check(0, (15, 16)),),  # a thread's name
-    "arch_prctl": (Check(0, (0x1002, 0x1003)),),  # the FS register, for every program that starts
+    "arch_prctl": (Check(0, (0x1002, 0x1003)),),  # the FS register, which every program sets when it starts
     "mknod": (_FIFO,),
     "mknodat": (Check(2, _FIFO.values, _FIFO.ignore),),
-    # asyncio wakes itself with a pair of unix streams. Without sendmsg no descriptor travels, and without setsockopt
-    # no buffer grows.
+    # asyncio wakes itself through a pair of unix streams. Without sendmsg no descriptors are passed, and without
+    # setsockopt no buffer grows.
     "socketpair": (Check(0, (1,)), Check(1, (1,), ignore=0o2004000)),
     "sendto": (Check(3, ignore=0x4040),),  # NOSIGNAL, DONTWAIT
     "recvfrom": (Check(3, ignore=0x162),),  # PEEK, TRUNC, DONTWAIT, WAITALL
@@ -109,24 +109,24 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def program(machine: str) -> list[Instruction]:
-    """The filter for `machine`; `seccomp_data` holds number, machine, instruction pointer, arguments."""
-    made: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, MACHINES[machine]), (_ANSWER, 0, 0, _KILL)]
-    made.append((_LOAD, 0, 0, 0))
+    """Return the filter for `machine`. `seccomp_data` holds number, machine, instruction pointer and arguments."""
+    steps: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, MACHINES[machine]), (_ANSWER, 0, 0, _KILL)]
+    steps.append((_LOAD, 0, 0, 0))
     allowed = list(numbers(ALLOWED, machine).values())
     for start in range(0, len(allowed), _CHUNK):
         chunk = allowed[start : start + _CHUNK]
         last = len(chunk) - 1
-        made += [(_EQUAL, last - place, place == last, number) for place, number in enumerate(chunk)]
-        made.append((_ANSWER, 0, 0, _ALLOW))
+        steps += [(_EQUAL, last - place, place == last, number) for place, number in enumerate(chunk)]
+        steps.append((_ANSWER, 0, 0, _ALLOW))
     for name, number in numbers(RULED, machine).items():
-        body = [step for check in RULES[name] for step in _checked(check)]
-        made += [(_EQUAL, 0, len(body) + 1, number), *body, (_ANSWER, 0, 0, _ALLOW)]
-    # Libraries take "no such call" for an older kernel and do without; the x32 numbers of x86_64 are up here, too.
-    return [*made, (_AT_LEAST, 0, 1, FIRST_UNKNOWN), (_ANSWER, 0, 0, _ERRNO | ENOSYS), (_ANSWER, 0, 0, _ERRNO | EPERM)]
+        body = [step for check in RULES[name] for step in _check_steps(check)]
+        steps += [(_EQUAL, 0, len(body) + 1, number), *body, (_ANSWER, 0, 0, _ALLOW)]
+    # Libraries take "no such call" for an older kernel and do without. This includes the x32 calls of x86_64.
+    return [*steps, (_AT_LEAST, 0, 1, FIRST_UNKNOWN), (_ANSWER, 0, 0, _ERRNO | ENOSYS), (_ANSWER, 0, 0, _ERRNO | EPERM)]
 
 
-def _checked(check: Check) -> list[Instruction]:
-    """Goes on after its last instruction if the argument passes."""
+def _check_steps(check: Check) -> list[Instruction]:
+    """Instructions that continue past their end if the argument passes."""
     count = len(check.values)
     steps = [(_LOAD, 0, 0, 16 + 8 * check.argument), (_AND, 0, 0, ALL_BITS & ~check.ignore)]
     steps += [(_EQUAL, count - place, 0, value) for place, value in enumerate(check.values)]

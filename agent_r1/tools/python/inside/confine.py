@@ -1,11 +1,9 @@
-"""How a process gives up what it could do: a small file system, namespaces of its own, limits, filtered system calls.
+"""How a process gives up its rights: a small file system, separate namespaces, limits, filtered system calls.
 
-Two steps. The zygote confines itself once (`enter`): a read-only view of the file system, no network, no privileges. A
-run, forked from it, goes further (`confine_run`): user, process, network and mount namespaces that it shares with
-nobody, an empty /tmp of its own, limits, no capabilities, and a filter on system calls. The kernel ends every process
-of a process namespace with its first one, so when a run is over nothing of it is left.
-
-What is to be seen and how much is allowed is decided by whoever starts the zygote, and arrives as `Orders`.
+In two steps. The zygote confines itself once (`enter`): a read-only view of the file system, no network, no privileges.
+Each run forked from it goes further (`confine_run`): user, process, network and mount namespaces of its own, an empty
+/tmp, limits, no capabilities, and a filter on system calls. When the first process of a process namespace ends, the
+kernel kills all others in it, so nothing of a run is left.
 """
 
 from __future__ import annotations
@@ -19,25 +17,24 @@ from dataclasses import dataclass
 
 from agent_r1.tools.python.inside import kernel
 
-NOBODY = 65534  # who root becomes: the kernel counts no processes of root
+NOBODY = 65534  # root becomes this user, because the kernel does not limit root's processes
 MIB = 1 << 20
-APART = kernel.NEW_NS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
+SEPARATE = kernel.NEW_NS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
 MAX_PENDING_SIGNALS = 256  # each takes kernel memory
-NEW_ROOT = "/tmp"  # where the view is put together; any folder that surely exists
+NEW_ROOT = "/tmp"  # where the view is assembled; any folder that exists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the host asks of a zygote; travels as JSON."""
+    """The host's instructions for a zygote; sent as JSON."""
 
     isolated: bool  # False: limits only
-    build_view: bool  # False: bubblewrap has done it
-    folders: list[tuple[str, str]]  # of the host, and where they are seen
-    links: list[tuple[str, str]]  # target, place
-    hidden: list[str]  # folders that are seen empty
-    preload: list[str]  # modules imported once, for all runs
-    warm_up: list[str]  # our own programs, run once: what they make libraries load and remember, every run has
-    search: list[str]  # where they are found
+    folders: list[tuple[str, str]]  # this and the next two: see `View`
+    links: list[tuple[str, str]]
+    hidden: list[str]
+    preload: list[str]  # modules to import once for all runs
+    warm_up: list[str]  # our own programs, run once, so that every run starts with warm libraries
+    search: list[str]  # where modules are found
     cpu_seconds: int
     session_cpu_seconds: int
     memory_mb: int
@@ -45,25 +42,24 @@ class Orders:
     file_mb: int
     open_files: int
     scratch_mb: int
-    proc: int  # a descriptor of the host's /proc: the view has none
-    control: int  # a descriptor of the socket that requests come from
+    proc: int = -1  # a descriptor of the host's /proc, which the view lacks
+    control: int = -1  # a descriptor of the socket that requests arrive on
 
 
 def enter(orders: Orders) -> None:
-    """Confine the zygote. Returns in the first process of a new process namespace; the caller's waits for its end."""
+    """Confine the zygote. Returns in the first process of a new process namespace; the calling process waits for it."""
     uid, gid = os.getuid(), os.getgid()
-    if orders.build_view:
-        kernel.unshare(APART if uid == 0 else APART | kernel.NEW_USER)
-        if uid != 0:
-            _map_user(orders.proc, uid, gid)
-        _build_view(orders)
+    kernel.unshare(SEPARATE if uid == 0 else SEPARATE | kernel.NEW_USER)
+    if uid != 0:
+        _map_user(orders.proc, uid, gid)
+    _build_view(orders)
     if uid == 0:
         _become_nobody()
         uid, gid = NOBODY, NOBODY
-    # A user namespace, too: only its owner may make process namespaces, one for each run.
+    # Also a user namespace: only its owner may create process namespaces, one for each run.
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_NS)
     _map_user(orders.proc, uid, gid)
-    kernel.restrict_mount("/", kernel.READ_ONLY)  # bubblewrap leaves devices writable, so their times could be set
+    kernel.restrict_mount("/", kernel.READ_ONLY)
     inner = os.fork()
     if inner:
         os.close(orders.control)  # or the end of the host would go unnoticed
@@ -77,23 +73,23 @@ def _become_nobody() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    except OSError as error:  # root of a user namespace that has no other users
+    except OSError as error:  # root of a user namespace without other users
         raise OSError(error.errno, f"root cannot become user {NOBODY}: {error.strerror}") from error
     kernel.own_proc_files()
 
 
 def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
-    """Confine the process of one run. It is the first of a process namespace already (see `zygote.py`)."""
-    os.setsid()  # a process group reaches out of a process namespace: kill(0) would hit the zygote and other runs
+    """Confine the process of one run, which is already the first of a process namespace (see `zygote.py`)."""
+    os.setsid()  # process groups span process namespaces: kill(0) would reach the zygote and other runs
     if orders.isolated:
         uid, gid = os.getuid(), os.getgid()
-        # A user namespace for each run: the kernel counts processes per user and user namespace.
-        kernel.unshare(APART | kernel.NEW_USER)
+        # One user namespace per run, because the kernel counts processes per user and user namespace.
+        kernel.unshare(SEPARATE | kernel.NEW_USER)
         _map_user(orders.proc, uid, gid)
         options = f"size={orders.scratch_mb}m,nr_inodes=4096,mode=0700"
         kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.chdir("/tmp")
-    _write(orders.proc, "self/oom_score_adj", "1000")  # if memory runs out, this is what has to go
+    _write(orders.proc, "self/oom_score_adj", "1000")  # the first to be killed when memory runs out
     os.close(orders.proc)
     _set_limits(orders, base_bytes, session)
     kernel.no_new_privileges()
@@ -112,7 +108,7 @@ def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
-    if orders.isolated:  # elsewhere they would count what all processes of the user have
+    if orders.isolated:  # without user namespaces, these would count all processes of the user
         limits[resource.RLIMIT_NPROC] = orders.processes
         limits[resource.RLIMIT_SIGPENDING] = MAX_PENDING_SIGNALS
     for kind, value in limits.items():
@@ -120,9 +116,9 @@ def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
 
 
 def _build_view(orders: Orders) -> None:
-    """A root with nothing in it but what the orders name, read-only."""
+    """Change to a read-only root that contains only what the orders name."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-    # Sources are held open while they can still be reached: the new root may cover a part of where they are.
+    # Open all sources first: mounting the new root may hide some of them.
     held = [(os.open(source, os.O_PATH), place) for source, place in orders.folders]
     kernel.mount("tmpfs", NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
     for fd, place in held:
@@ -147,7 +143,7 @@ def _build_view(orders: Orders) -> None:
 
 
 def _map_user(proc: int, uid: int, gid: int) -> None:
-    """Be, in the new user namespace, who one was outside. Without this no file could be made there."""
+    """Keep the user's ids in the new user namespace. Without this, no file could be created there."""
     _write(proc, "self/setgroups", "deny")
     _write(proc, "self/uid_map", f"{uid} {uid} 1")
     _write(proc, "self/gid_map", f"{gid} {gid} 1")
@@ -163,8 +159,8 @@ def _write(proc: int, name: str, text: str) -> None:
         os.close(fd)
 
 
-def own_bytes(proc: int) -> int:
-    """The address space that this process takes now."""
+def address_space(proc: int) -> int:
+    """Return the bytes of address space that this process uses."""
     fd = os.open("self/statm", os.O_RDONLY, dir_fd=proc)
     try:
         return int(os.read(fd, 200).split()[0]) * resource.getpagesize()
@@ -172,7 +168,7 @@ def own_bytes(proc: int) -> int:
         os.close(fd)
 
 
-def threads(proc: int) -> int:
+def count_threads(proc: int) -> int:
     fd = os.open("self/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     try:
         return len(os.listdir(fd))
@@ -180,19 +176,19 @@ def threads(proc: int) -> int:
         os.close(fd)
 
 
-def children(proc: int) -> set[int]:
-    """The processes whose parent this one is, found among all: few kernels are built with a list of them."""
+def find_children(proc: int) -> set[int]:
+    """Return the child processes. Searches all processes, because few kernels list children."""
     found = set()
     for name in filter(str.isdigit, os.listdir(proc)):
-        with suppress(FileNotFoundError, ProcessLookupError):  # other processes end while we look
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
             with os.fdopen(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
-                after_name = file.read().rpartition(b")")[2]  # a process may be called what it likes
+                after_name = file.read().rpartition(b")")[2]  # the name may contain anything
             if int(after_name.split()[1]) == os.getpid():
                 found.add(int(name))
     return found
 
 
-def load_all(orders: Orders) -> None:
+def load_libraries(orders: Orders) -> None:
     sys.path[:0] = orders.search
     for name in orders.preload:
         __import__(name)

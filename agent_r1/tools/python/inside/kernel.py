@@ -1,7 +1,6 @@
-"""The Linux calls that Python has no function for: namespaces, mounts, capabilities, installing a filter.
+"""Linux calls that Python lacks: namespaces, mounts, capabilities, installing a filter.
 
-Thin and stateless: each function is one call, and raises OSError with what was tried. Nothing here knows what a sandbox
-is made of; `confine.py` does. Written for x86_64 and aarch64, whose system-call numbers differ.
+Each function is one call and raises OSError that names it. For x86_64 and aarch64, whose system-call numbers differ.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LIBC.syscall.restype = c_long
 _LIBC.mount.argtypes = [c_char_p, c_char_p, c_char_p, c_ulong, c_char_p]
 
 MACHINE = platform.machine()
-_NUMBERS = {  # of x86_64, of aarch64
+_NUMBERS = {  # on x86_64, on aarch64
     "mount_setattr": (442, 442),
     "pivot_root": (155, 41),
     "capset": (126, 91),
@@ -51,14 +50,14 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def restrict_mount(target: str, attributes: int) -> None:
-    """Set attributes on the mount at `target` and on all that are mounted below it."""
+    """Set attributes on the mount at `target` and on all mounts below it."""
     attr = struct.pack("QQQQ", attributes, 0, 0, 0)
     result = _syscall("mount_setattr", _AT_FDCWD, c_char_p(target.encode()), _AT_RECURSIVE, c_char_p(attr), len(attr))
     _check(result, f"mount_setattr({target!r})")
 
 
 def change_root(folder: str) -> None:
-    """Make `folder`, a mount point, the root, and let go of the old one."""
+    """Make the mount point `folder` the root and detach the old one."""
     os.chdir(folder)
     _check(_syscall("pivot_root", c_char_p(b"."), c_char_p(b".")), f"pivot_root({folder!r})")
     _check(_LIBC.umount2(b".", c_int(_DETACH)), "umount2(old root)")
@@ -79,7 +78,7 @@ def adopt_orphans() -> None:
 
 
 def own_proc_files() -> None:
-    """After a change of user, /proc/self belongs to root until the process says that it may be looked at."""
+    """Take back /proc/self, which belongs to root after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
@@ -88,26 +87,26 @@ def no_new_privileges() -> None:
 
 
 def forbid_huge_pages() -> None:
-    """Disable huge pages, also for children. A huge page stays allocated, uncounted, while any part of it is mapped."""
+    """Disable huge pages. One stays allocated, and is not counted, while any part of it is mapped."""
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
 @cache
-def compiled_filter() -> bytes:
+def compile_filter() -> bytes:
     _column()
     return b"".join(struct.pack("HBBI", *instruction) for instruction in calls.program(MACHINE))
 
 
 def filter_system_calls() -> None:
-    """Permanently refuse all calls that `calls.py` does not allow; needs `no_new_privileges`."""
-    instructions = compiled_filter()
+    """Refuse, for good, all calls that `calls.py` does not allow. Needs `no_new_privileges`."""
+    instructions = compile_filter()
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", c_void_p))
 
-    described = Program(len(instructions) // 8, ctypes.addressof(buffer))
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(described))
+    program = Program(len(instructions) // 8, ctypes.addressof(buffer))
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(program))
 
 
 def _column() -> int:

@@ -1,0 +1,181 @@
+"""Starts zygotes and has them fork processes. All of this blocks.
+
+A zygote (`inside/zygote.py`) is a confined Python with the libraries loaded; forking it takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from agent_r1.errors import ConfigError
+from agent_r1.tools.python.inside.confine import Orders
+from agent_r1.tools.python.inside.zygote import RUN, SESSION
+from agent_r1.tools.python.limits import Limits, SandboxError
+from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.view import PACKAGES, WARM_UP, find_interpreter, make_view, module_names
+
+FOLDER = Path(__file__).parent
+START_SECONDS = 60.0  # to start Python and import the libraries, on a busy machine
+END_SECONDS = 10.0
+
+# Import our modules by their full names, but not the packages around them, which load far more than a zygote needs:
+# empty modules stand in for those.
+BOOT = """\
+import sys, types
+for name in ("agent_r1", "agent_r1.tools", "agent_r1.tools.python"):
+    sys.modules[name] = module = types.ModuleType(name)
+    module.__path__ = [sys.argv[1]]
+from agent_r1.tools.python.inside.zygote import main
+main()
+"""
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # sets have the same order in every run
+    # A process with threads cannot be forked, and one run must not take all cores.
+    **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+
+
+class Launcher:
+    """A few zygotes, started when first needed and again after they have died, used in turn."""
+
+    def __init__(self, limits: Limits, libraries: Sequence[str], *, isolated: bool, num_zygotes: int = 1) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(f"the Python sandbox needs Linux, and this is {sys.platform}")
+        self._limits, self._libraries, self._isolated = limits, libraries, isolated
+        self._view = make_view(libraries)  # fails now if a library is missing
+        self._zygotes: list[_Zygote | None] = [None] * num_zygotes
+        self._locks = [threading.Lock() for _ in range(num_zygotes)]
+        self._turn = 0
+        self._closed = False
+
+    def fork(self, *, session: bool) -> SandboxProcess:
+        """Return a process that waits for code."""
+        self._turn = turn = (self._turn + 1) % len(self._zygotes)
+        with self._locks[turn]:
+            if self._closed:
+                raise SandboxError("the Python sandbox is closed")
+            zygote = self._zygotes[turn]
+            if zygote is None or not zygote.is_alive:
+                if zygote is not None:
+                    zygote.close()
+                zygote = self._zygotes[turn] = _Zygote(self._orders(), self._limits)
+        return zygote.fork(session=session)
+
+    def close(self) -> None:
+        self._closed = True
+        for index, lock in enumerate(self._locks):
+            with lock:
+                zygote, self._zygotes[index] = self._zygotes[index], None
+                if zygote is not None:
+                    zygote.close()
+
+    def _orders(self) -> Orders:
+        limits = asdict(self._limits)
+        return Orders(
+            isolated=self._isolated,
+            folders=self._view.folders,
+            links=self._view.links,
+            hidden=self._view.hidden,
+            preload=module_names(self._libraries),
+            warm_up=[WARM_UP[name] for name in self._libraries if name in WARM_UP],
+            search=[PACKAGES] if self._isolated else [path for path in sys.path if path],
+            **{name: limits[name] for name in Orders.__dataclass_fields__ if name in limits},
+        )
+
+
+class _Zygote:
+    """The host's handle on a zygote."""
+
+    def __init__(self, orders: Orders, limits: Limits) -> None:
+        """Start a zygote and wait until it is confined and has loaded its libraries."""
+        self._limits = limits
+        self._control, control_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        orders = replace(orders, control=control_inside.fileno(), proc=proc)
+        try:
+            self._process = subprocess.Popen(
+                _command(orders),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=(orders.control, orders.proc),
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            control_inside.close()  # or the end of the zygote would go unnoticed
+            os.close(proc)
+        try:
+            self._control.settimeout(START_SECONDS)
+            if self._control.recv(64) != b"ready":
+                raise OSError(self._read_errors())
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the Python sandbox did not start: {error}") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, *, session: bool) -> SandboxProcess:
+        try:
+            channel, channel_inside = socket.socketpair()
+            status, status_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            output, output_inside = os.pipe()
+        except OSError as error:
+            raise SandboxError(
+                f"too few file descriptors for another sandboxed process ({error}). Each running call and each session "
+                "takes 4: raise the limit (ulimit -n)"
+            ) from error
+        cpu_seconds = self._limits.session_cpu_seconds if session else self._limits.cpu_seconds
+        process = SandboxProcess(
+            channel=channel, status=status, output=output, limits=self._limits, cpu_seconds=cpu_seconds
+        )
+        try:
+            fds = [channel_inside.fileno(), output_inside, status_inside.fileno()]
+            socket.send_fds(self._control, [SESSION if session else RUN], fds)
+        except OSError as error:
+            process.close()
+            raise SandboxError(f"the Python sandbox has ended: {error}") from error
+        finally:
+            channel_inside.close()
+            status_inside.close()
+            os.close(output_inside)
+        process.wait_until_ready()
+        return process
+
+    def close(self) -> None:
+        """End the zygote and everything it has forked."""
+        self._control.close()  # the zygote notices and exits
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._errors)
+
+    def _read_errors(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        text = os.pread(self._errors, 4000, 0).decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else "it ended without a message"
+
+
+def _command(orders: Orders) -> list[str]:
+    # Not -I, which would also ignore PYTHONHASHSEED; no other variable of the environment concerns Python.
+    return [find_interpreter(), "-P", "-s", "-S", "-c", BOOT, str(FOLDER), json.dumps(asdict(orders))]

@@ -1,0 +1,244 @@
+"""The host's side of one sandboxed process: send it code, enforce limits, see how it ends.
+
+Blocking, one thread per call. A process can forge what it reports, so only its error message is taken from the
+report; whether it has ended, when and why, is observed from here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from agent_r1.tools.python.inside.interpreter import HEADER
+from agent_r1.tools.python.inside.zygote import ENDED
+from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
+
+FORK_SECONDS = 20.0  # to fork and confine a process
+END_SECONDS = 10.0  # from killing a process until the zygote has seen it end
+MAX_REPORT_BYTES = 64 * 1024
+
+
+class SandboxProcess:
+    """One forked process, for a single call or for a session of them."""
+
+    def __init__(
+        self, *, channel: socket.socket, status: socket.socket, output: int, limits: Limits, cpu_seconds: int
+    ) -> None:
+        self._channel = channel  # to the process: code there, reports back
+        self._status = status  # to the zygote: a handle on the process, and later how it ended
+        self._output = output  # what the process prints
+        self._limits, self._cpu_seconds = limits, cpu_seconds
+        self._handle = -1  # a pidfd: unlike a pid, it never refers to another process
+        self._lock = threading.Lock()
+        self.usable = True
+        os.set_blocking(output, False)
+        channel.setblocking(False)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the process is confined."""
+        try:
+            self._status.settimeout(FORK_SECONDS)
+            message, fds, _, _ = socket.recv_fds(self._status, 4096, 1)
+            if message != b"started":
+                raise SandboxError(f"the Python sandbox could not fork: {message.decode(errors='replace')}")
+            self._handle = fds[0]
+            os.set_inheritable(self._handle, False)
+            report = _Report()
+            deadline = time.monotonic() + FORK_SECONDS
+            while not report.done:
+                if not _is_readable(self._channel.fileno(), deadline - time.monotonic()):
+                    raise SandboxError(f"a process of the Python sandbox was not ready within {FORK_SECONDS:g} s")
+                if not report.read(self._channel):
+                    raise SandboxError("a process of the Python sandbox ended before it ran anything")
+            if "ready" not in report.message:
+                raise SandboxError(f"a process of the Python sandbox could not be confined: {report.message}")
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the Python sandbox did not answer: {error!r}") from error
+        except SandboxError:
+            self.close()
+            raise
+
+    def call(self, code: str) -> Outcome:
+        """Run `code`. A process that was killed, or has ended itself, is no longer `usable`."""
+        began = time.monotonic()
+        exchange = _Exchange(self._channel, self._output, code, self._limits.output_chars)
+        killed_by, ended = self._watch(exchange, began + self._limits.seconds)
+        seconds = time.monotonic() - began
+        if killed_by is None and exchange.report.done:
+            exchange.drain()
+            if not exchange.too_long:
+                if exchange.report.has_more:
+                    self._end()
+                return Outcome(stdout=exchange.text, error=exchange.report.error, seconds=seconds)
+            killed_by = KilledBy.OUTPUT
+        status, cpu_seconds = ended or self._end()
+        self.usable = False
+        exchange.drain()
+        killed_by, error = self._explain_end(killed_by, status, cpu_seconds)
+        return Outcome(stdout=exchange.text, error=error, seconds=seconds, killed_by=killed_by)
+
+    def kill(self) -> None:
+        """Kill the process and, with it, its process namespace. Safe to call from any thread."""
+        with self._lock, suppress(OSError):  # it has ended already
+            if self._handle >= 0:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the process, wait for its end, and close its descriptors."""
+        if self.usable and self._handle >= 0:
+            with suppress(SandboxError):
+                self._end()
+        self.usable = False
+        self._channel.close()
+        self._status.close()
+        with self._lock:  # the number of a closed descriptor may soon refer to another process
+            for fd in (self._output, self._handle):
+                if fd >= 0:
+                    os.close(fd)
+            self._output = self._handle = -1
+
+    def _watch(self, exchange: _Exchange, deadline: float) -> tuple[KilledBy | None, tuple[int, float] | None]:
+        """Wait for a report, an end or a limit. Returns the limit that was exceeded, and the status if it has ended."""
+        poll, channel, status = select.poll(), self._channel.fileno(), self._status.fileno()
+        poll.register(channel, select.POLLIN | select.POLLOUT)
+        poll.register(self._output, select.POLLIN)
+        poll.register(status, select.POLLIN)
+        while True:
+            left = deadline - time.monotonic()
+            ready = dict(poll.poll(max(0.0, left) * 1000))
+            if self._output in ready and not exchange.read_output():
+                poll.unregister(self._output)
+            if exchange.too_long:
+                return KilledBy.OUTPUT, None
+            if ready.get(channel, 0) & select.POLLOUT and exchange.send_code():
+                poll.modify(channel, select.POLLIN)
+            if ready.get(channel, 0) & ~select.POLLOUT and not exchange.report.read(self._channel):
+                poll.unregister(channel)
+            if exchange.report.done:
+                return None, None
+            if status in ready:
+                return None, self._wait()
+            if left <= 0:
+                return KilledBy.TIME, None
+
+    def _end(self) -> tuple[int, float]:
+        self.usable = False
+        self.kill()
+        return self._wait()
+
+    def _wait(self) -> tuple[int, float]:
+        """Return the wait status and CPU seconds of a process that has ended or is about to."""
+        try:
+            self._status.settimeout(END_SECONDS)
+            message = self._status.recv(64)
+        except OSError as error:
+            raise SandboxError(f"the Python sandbox did not end a process: {error!r}") from error
+        if len(message) != ENDED.size:
+            raise SandboxError("the Python sandbox ended while code was running in it")
+        status, cpu_seconds = ENDED.unpack(message)
+        return status, cpu_seconds
+
+    def _explain_end(self, killed_by: KilledBy | None, status: int, cpu_seconds: float) -> tuple[KilledBy | None, str]:
+        if killed_by is KilledBy.TIME:
+            return killed_by, f"stopped: it ran for more than {self._limits.seconds:g} s"
+        if killed_by is KilledBy.OUTPUT:
+            return killed_by, f"stopped: it printed more than {self._limits.output_chars} characters"
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return None, f"the process ended itself with exit status {code}"
+        # The limit counts clock ticks, but usage is measured in time: on a shared machine they differ widely.
+        if -code == signal.SIGKILL and cpu_seconds > 0.5 * self._cpu_seconds:
+            return KilledBy.CPU, f"stopped: it used {cpu_seconds:.0f} s of CPU time"
+        return KilledBy.SIGNAL, f"the process was ended by signal {-code} ({signal.strsignal(-code)})"
+
+
+def _is_readable(fd: int, seconds: float) -> bool:
+    waiting = select.poll()  # unlike select, it works for descriptors above 1024
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0.0, seconds) * 1000))
+
+
+class _Exchange:
+    """What host and process send each other during one call."""
+
+    def __init__(self, channel: socket.socket, output: int, code: str, output_chars: int) -> None:
+        self._channel, self._output = channel, output
+        data = code.encode("utf-8", errors="replace")
+        self._unsent = HEADER.pack(len(data)) + data
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._room = output_chars
+        self.text = ""
+        self.too_long = False
+        self.report = _Report()
+
+    def send_code(self) -> bool:
+        """Send some of the code; True once all of it is sent."""
+        with suppress(OSError):  # the process has closed its end, which the next read notices
+            self._unsent = self._unsent[self._channel.send(self._unsent) :]
+        return not self._unsent
+
+    def read_output(self) -> bool:
+        """Read some output, little more than is allowed; False at its end."""
+        try:
+            data = os.read(self._output, min(65536, 4 * self._room + 4))
+        except BlockingIOError:
+            return True
+        text = self._decoder.decode(data, final=not data)
+        self.text += text[: self._room]
+        self.too_long = self.too_long or len(text) > self._room
+        self._room -= min(self._room, len(text))
+        return bool(data)
+
+    def drain(self) -> None:
+        """Read what was printed before the process reported or ended."""
+        while self.read_output() and not self.too_long and _is_readable(self._output, 0):
+            pass
+
+
+class _Report:
+    """A message from the process, which may contain anything: it is bounded, and only its error is used."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self.done = False
+        self.has_more = False  # the code wrote messages itself, so later ones could not be trusted
+        self.message: dict[str, object] = {}
+
+    @property
+    def error(self) -> str | None:
+        error = self.message.get("error")
+        return error if isinstance(error, str) else None
+
+    def read(self, channel: socket.socket) -> bool:
+        """Read what has arrived; False if there will be no more."""
+        try:
+            data = channel.recv(MAX_REPORT_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._data += data
+        if len(self._data) > MAX_REPORT_BYTES:
+            return False
+        if len(self._data) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self._data)[0]
+            if len(self._data) >= end:
+                self._parse(self._data[HEADER.size : end])
+                self.has_more = len(self._data) > end
+        return bool(data)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError):
+            message = None
+        self.message = message if isinstance(message, dict) else {"error": "the process sent an unreadable report"}
+        self.done = True
