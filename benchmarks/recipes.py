@@ -251,9 +251,9 @@ def success_cell(evaluation: Mapping[str, Any]) -> str:
 
 
 HOW_SURE = (
-    "The gain of a run is over its own evaluation before the first step. That is of the same weights as the warm "
-    "start's, but greedy sampling on a GPU repeats itself only up to rounding. Intervals are over rows, not over seeds "
-    "of training."
+    "The gain compares each run with its own evaluation before the first step. Those weights are the warm start's, but "
+    "greedy sampling on a GPU is reproducible only up to rounding. Intervals cover the choice of rows, not the training "
+    "seed."
 )
 
 
