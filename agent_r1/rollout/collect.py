@@ -1,10 +1,10 @@
 """Collect: rows in, groups of finished trajectories out, with no turn barrier.
 
-Every episode is its own task and advances as soon as its own tool returns. A failed episode is data: its error is kept
-on the trajectory, it is never trained on, and only when too many of a batch fail does the run stop.
+Every episode is a task and advances as soon as its tool returns. A failed episode keeps its cause and is never trained
+on; `check_failures` stops the run when too many of a batch fail.
 
-Not covered: code that blocks the event loop itself. Blocking tools run in threads (`guard.py`); an env that
-blocks belongs in worker processes (`envs/processes`).
+Not covered: code that blocks the event loop. Blocking tools run in threads (`guard.py`); environments that block belong
+in worker processes (`envs/processes`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -52,14 +52,29 @@ class Collector:
         on_episode: OnEpisode | None = None,
         gate: asyncio.Semaphore | None = None,
     ) -> list[Group]:
-        """`seed` fixes all sampling noise of the batch: the same rows, seed and weights give the same trajectories.
+        """Play all rows and return their groups in row order. Arguments as for `stream`."""
+        finished = self.stream(rows, seed=seed, on_episode=on_episode, gate=gate)
+        groups = {position: group async for position, group in finished}
+        return [groups[position] for position in range(len(rows))]
 
-        `gate` is that of others that play at the same time, where there are any: together they are `max_concurrent`.
+    async def stream(
+        self,
+        rows: Sequence[TaskRow],
+        *,
+        seed: int,
+        on_episode: OnEpisode | None = None,
+        gate: asyncio.Semaphore | None = None,
+    ) -> AsyncGenerator[tuple[int, Group], None]:
+        """Yield (position in `rows`, group) as soon as the last episode of a group has ended.
+
+        Closing the generator ends the episodes that still run; use `contextlib.aclosing` to leave its loop early.
+        `seed` fixes all sampling noise: the same rows, seed and weights give the same trajectories. Collectors that
+        play at the same time share a `gate`, so that together they play `max_concurrent` episodes at once.
         """
-        gate = gate or self.gate()
-        attempts = [(row, attempt) for row in rows for attempt in range(self.group_size)]
+        size, gate = self.group_size, gate or asyncio.Semaphore(self.max_concurrent)
 
-        async def play(index: int, row: TaskRow, attempt: int) -> Trajectory:
+        async def play(row: TaskRow, index: int) -> Trajectory:
+            attempt = index % size
             async with gate:
                 name = f"{row.row_id}#{attempt}@{seed:x}.{index}"
                 episode = self.episode(Episode, name, stable_seed(seed, index, row.row_id, attempt))
@@ -68,20 +83,20 @@ class Collector:
                 on_episode(trajectory)
             return trajectory
 
-        tasks = [asyncio.create_task(play(i, row, attempt)) for i, (row, attempt) in enumerate(attempts)]
-        try:
-            played = await asyncio.gather(*tasks)
-        finally:
-            await _end(tasks)
-        size = self.group_size
-        return [Group(row=row, trajectories=list(played[i * size : (i + 1) * size])) for i, row in enumerate(rows)]
+        async def finish(position: int, row: TaskRow) -> tuple[int, Group]:
+            trajectories = await asyncio.gather(*episodes[position * size : (position + 1) * size])
+            return position, Group(row=row, trajectories=trajectories)
 
-    def gate(self) -> asyncio.Semaphore:
-        """As many may pass at once as may play at once."""
-        return asyncio.Semaphore(self.max_concurrent)
+        episodes = [asyncio.create_task(play(rows[i // size], i)) for i in range(len(rows) * size)]
+        groups = [asyncio.create_task(finish(position, row)) for position, row in enumerate(rows)]
+        try:
+            for finished in asyncio.as_completed(groups):
+                yield await finished
+        finally:
+            await _end(episodes)
 
     def episode(self, kind: type[EpisodeKind], episode_id: str, seed: int) -> EpisodeKind:
-        """One to be played, as all of this collector are."""
+        """Create an episode with this collector's engine, sampling and limits, for `play`."""
         return kind(
             episode_id=episode_id,
             sampler=self.sampler,
@@ -92,16 +107,13 @@ class Collector:
         )
 
     async def play(self, row: TaskRow, episode: Episode) -> Trajectory:
-        """Run the row's flow to its end, whatever that is. The episode is closed then.
-
-        It is played with a row of its own: what a flow or an env does to that, others do not see.
-        """
+        """Run the row's flow until it ends or fails, then close the episode. The flow gets its own copy of the row."""
         started = time.perf_counter()
         try:
             stop, failure = await self._outcome(row, episode)
         finally:
             self.sampler.release(episode.episode_id)
-            await episode.close()  # code that was left behind must not sample any more
+            await episode.close()  # code left behind must not sample any more
         return Trajectory(
             row_id=row.row_id,
             trajectory_id=episode.episode_id,
@@ -114,7 +126,7 @@ class Collector:
         )
 
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, Failure | None]:
-        """Why the episode ended, and what went wrong if something did."""
+        """Run the flow and return why the episode ended, with the cause if it failed."""
         try:
             who, stop = await guarded(self._run(own_row(row), episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
@@ -153,10 +165,10 @@ def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, Failure | 
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
-    """After an interruption: let every episode close its env, for a bounded time, before anybody goes on."""
+    """Cancel what still runs and wait a bounded time, so that every episode can close its environment."""
     running = [task for task in tasks if not task.done()]
     for task in running:
-        if not task.cancelling():  # a second cancel would cut the cleaning up short
+        if not task.cancelling():  # a second cancel would interrupt its cleanup
             task.cancel()
     if running:
         await asyncio.wait(running, timeout=2 * CANCEL_SECONDS)

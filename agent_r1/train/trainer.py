@@ -128,7 +128,7 @@ class Trainer:
         counter = self._counter(len(rows) * self.collector.group_size)
         if self.greedy_collector is None:
             return await self.scorer(await self.collector(rows, seed=seed, on_episode=counter))
-        gate = self.collector.gate()
+        gate = asyncio.Semaphore(self.collector.max_concurrent)
         both = [
             asyncio.create_task(self.collector(rows, seed=seed, on_episode=counter, gate=gate)),
             asyncio.create_task(self.greedy_collector(rows, seed=stable_seed(seed, "greedy"), gate=gate)),

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.flows.flow import AgentFlowBase, Episode, SingleStepFlow
 from agent_r1.rollout.collect import Collector, check_failures
-from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
+from agent_r1.types import Action, Group, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 
 
@@ -295,6 +296,52 @@ def test_cancelling_a_batch_closes_every_env_and_releases_every_session() -> Non
     asyncio.run(main())
     assert Echo.closed == closed + 4
     assert len(engine.released) == 4
+
+
+def slow_and_fast(row: TaskRow) -> AgentEnv:
+    async def wait(_: Action) -> Transition:
+        await asyncio.sleep(0.2 if row.row_id == "slow" else 0)
+        return Transition(terminated=True)
+
+    return Echo(wait)
+
+
+def test_a_stream_yields_groups_as_they_finish_and_collecting_sorts_them() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer())
+        played = collector(engine, make_env=slow_and_fast, group_size=2)
+        rows = [row("slow"), row("fast"), row("fast")]
+        finished = [(position, group) async for position, group in played.stream(rows, seed=0)]
+        assert [position for position, _ in finished][2] == 0
+        groups = await played(rows, seed=0)
+        assert [group.row.row_id for group in groups] == ["slow", "fast", "fast"]
+        streamed = [group for _, group in sorted(finished, key=lambda item: item[0])]
+        assert [names(group) for group in groups] == [names(group) for group in streamed]
+
+    def names(group: Group) -> list[str]:
+        return [trajectory.trajectory_id for trajectory in group.trajectories]
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_early_ends_the_episodes_that_still_run() -> None:
+    closed = Echo.closed
+    engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer())
+
+    def make_env(row: TaskRow) -> AgentEnv:
+        return Echo(hangs) if row.row_id == "hangs" else slow_and_fast(row)
+
+    async def main() -> None:
+        async with aclosing(collector(engine, make_env=make_env).stream([row("hangs"), row("fast")], seed=0)) as groups:
+            async for position, _ in groups:
+                assert position == 1
+                break
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1  # this one
+
+    asyncio.run(main())
+    assert Echo.closed == closed + 2
+    assert len(engine.released) == 2
 
 
 def test_an_env_that_cannot_be_closed_keeps_its_outcome() -> None:
