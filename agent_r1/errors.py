@@ -30,6 +30,15 @@ class DiskError(AgentR1Error, OSError):
     """A run ended because something could not be written or read."""
 
 
+def brief(value: object) -> str:
+    """Return the type of a value and the beginning of its repr, for messages."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (nested too deep, or a class whose repr raises)
+        text = "(cannot be printed)"
+    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an 'unknown name' message: the nearest known name, then all of them."""
     names = sorted(known)

@@ -8,16 +8,41 @@ the action is the exact response it sampled. Nothing here knows models, environm
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Real
+from types import UnionType
 from typing import Any, Literal
+
+from agent_r1.errors import brief
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
 Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, tokens it sampled), in order of the tokens
+
+
+def check_type(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {brief(value)}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Accept numpy's booleans too. A text is refused: "false" would count as true."""
+    try:
+        is_bool = value in (True, False)
+    except ValueError:  # an array
+        is_bool = False
+    if not is_bool:
+        raise TypeError(f"{name} must be true or false, got {brief(value)}")
+
+
+def check_reward(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not math.isfinite(value):  # numpy's scalars are real numbers too
+        raise TypeError(f"{name} must be a finite number, got {brief(value)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +68,10 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The complete next model input (not a delta), in exactly one of three forms."""
+    """The complete next model input (not a delta), in exactly one of three forms.
+
+    Environments are user code, so the types of the fields are checked here, where a traceback leads to their line.
+    """
 
     messages: list[Message] | None = None
     text: str | None = None
@@ -56,6 +84,15 @@ class Observation:
                 f"Observation needs exactly one of messages, text, token_ids: got {given or 'none'}. "
                 "It is the whole next model input, so the three are alternatives."
             )
+        check_type("Observation.text", self.text, str | None, "a text")
+        check_type("Observation.token_ids", self.token_ids, list | None, "a list of ids")
+        if self.messages is not None:
+            check_type("Observation.messages", self.messages or None, list, "a list of at least one message")
+            for index, message in enumerate(self.messages):
+                name = f"Observation.messages[{index}]"
+                check_type(name, message, dict | Mapping, "a dict with a role and a content")
+                check_type(f"{name}['role']", message.get("role"), str, "a text")
+                check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +141,7 @@ class ToolCallRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """What the env answers to an action."""
+    """What the env answers to an action. Field types are checked as in `Observation`."""
 
     observation: Observation | None = None  # None when the episode has terminated
     reward: float = 0.0
@@ -115,11 +152,22 @@ class Transition:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_bool("Transition.terminated", self.terminated)
         if not self.terminated and self.observation is None:
             raise ValueError(
                 "Transition has no observation although terminated=False: the episode could not go on. "
                 "Return the next observation or terminated=True."
             )
+        check_type("Transition.observation", self.observation, Observation | None, "an Observation")
+        check_reward("Transition.reward", self.reward)
+        check_type("Transition.feedback", self.feedback, str, "a text")
+        check_type("Transition.info", self.info, Mapping, "a dict")
+        check_type("Transition.calls", self.calls, tuple | list, "a tuple of ToolCallRecord")
+        for index, call in enumerate(self.calls):
+            check_type(f"Transition.calls[{index}]", call, ToolCallRecord, "a ToolCallRecord")
+            check_reward(f"Transition.calls[{index}].reward", call.reward)
+        if self.terminated:
+            check_type("Transition.stop", self.stop, StopReason, "a StopReason such as StopReason.ANSWERED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

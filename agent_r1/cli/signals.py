@@ -23,7 +23,7 @@ from rich.text import Text
 from safetensors import SafetensorError
 
 from agent_r1.config import RunConfig
-from agent_r1.envs.base import ask
+from agent_r1.envs.base import call_env
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import started_here
@@ -172,7 +172,7 @@ def _env_at_work(frame: FrameType | None) -> str | None:
     """The method of an environment that is running, with file and line; None if no environment is (learning may also
     take long, but is expected to)."""
     frames: list[FrameType] = []
-    while frame is not None and frame.f_code is not ask.__code__:
+    while frame is not None and frame.f_code is not call_env.__code__:
         frames.append(frame)
         frame = frame.f_back
     if frame is None or not frames:

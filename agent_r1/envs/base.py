@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
-from numbers import Real
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError, brief, did_you_mean
 from agent_r1.registry import Registry
-from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from agent_r1.types import Action, Observation, TaskRow, Transition
 
 EnvClass = TypeVar("EnvClass", bound="type[AgentEnv]")
+Answer = TypeVar("Answer", Observation, Transition)
 
 _ENVS: Registry[type[AgentEnv]] = Registry("env")
 
@@ -76,14 +76,38 @@ def make_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> AgentEnv
     return cls(**kwargs)
 
 
-async def ask(env: AgentEnv, given: TaskRow | Action) -> Any:
-    """`reset` for a row, `step` for an action. Envs are written by users: what comes back may be anything."""
-    method = "reset" if isinstance(given, TaskRow) else "step"
-    answer: object = getattr(env, method)(given)
-    if not inspect.isawaitable(answer):
-        source = f"{type(env).__name__}.{method}"
-        raise TypeError(f"{source} gave {type(answer).__name__}, which cannot be awaited: write `async def {method}`")
-    return await answer
+async def reset_env(env: AgentEnv, row: TaskRow) -> Observation:
+    """Call `reset`, which is user code, and check what it returns."""
+    observation = await call_env(env, "reset", row, Observation)
+    _check_last_message(env, observation)
+    return observation
+
+
+async def step_env(env: AgentEnv, action: Action) -> Transition:
+    """Call `step`, which is user code, and check what it returns."""
+    transition = await call_env(env, "step", action, Transition)
+    if not transition.terminated and transition.observation is not None:
+        _check_last_message(env, transition.observation)
+    return transition
+
+
+async def call_env(env: AgentEnv, method: str, given: TaskRow | Action, kind: type[Answer]) -> Answer:
+    source = f"{type(env).__name__}.{method}"
+    pending: object = getattr(env, method)(given)
+    if not inspect.isawaitable(pending):
+        raise TypeError(f"{source} returned {brief(pending)}, which cannot be awaited: write `async def {method}`")
+    answer: object = await pending
+    if not isinstance(answer, kind):
+        raise TypeError(f"{source} returned {brief(answer)} instead of {kind.__name__}")
+    return answer
+
+
+def _check_last_message(env: AgentEnv, observation: Observation) -> None:
+    if observation.messages and observation.messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{type(env).__name__} returned an Observation that ends with a message from the assistant: "
+            f"{brief(observation.messages[-1])}. The model replies next, so end with another role"
+        )
 
 
 def takes_setting(cls: type[AgentEnv], name: str) -> bool:
@@ -106,7 +130,7 @@ def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> No
         if given in _SETTINGS and given not in kinds and not (given is int and float in kinds):
             wanted = " or ".join(map(_IN_WORDS.__getitem__, kinds))
             raise ConfigError(
-                f"env {name!r}: env_kwargs.{key} of {cls.__name__} must be {wanted}, not {_brief(kwargs[key])}"
+                f"env {name!r}: env_kwargs.{key} of {cls.__name__} must be {wanted}, not {brief(kwargs[key])}"
             )
 
 
@@ -193,73 +217,3 @@ def _is_array(value: Any) -> bool:
     are copied are files."""
     kind, flags = type(value), getattr(value, "flags", None)
     return hasattr(kind, "__array__") and hasattr(kind, "__deepcopy__") and getattr(flags, "writeable", True)
-
-
-def check_observation(value: object, source: str) -> None:
-    """`source`: who returned it, for the error. Before each action, so nothing but types is looked at."""
-    if not isinstance(value, Observation):
-        raise TypeError(f"{source} returned {_brief(value)} where an Observation belongs")
-    if value.text is not None and not isinstance(value.text, str):
-        raise wrong(source, "an Observation", "text", value.text, "a text")
-    if value.token_ids is not None and not isinstance(value.token_ids, list):
-        raise wrong(source, "an Observation", "token_ids", value.token_ids, "a list of ids")
-    if value.messages is not None:
-        _check_messages(value.messages, source)
-
-
-def _check_messages(messages: object, source: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise wrong(source, "an Observation", "messages", messages, "a list of at least one message")
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict | Mapping) or not isinstance(message.get("role"), str):
-            raise wrong(source, "an Observation", f"messages[{place}]", message, "a dict with a role and a content")
-        content = message.get("content")
-        if not isinstance(content, str | list | tuple | None):
-            raise wrong(source, "an Observation", f"messages[{place}]['content']", content, "a text or a list of parts")
-    if messages[-1]["role"] == "assistant":
-        raise wrong(
-            source,
-            "an Observation",
-            "messages[-1]",
-            messages[-1],
-            "somebody else's than the assistant's: the next reply is the model's",
-        )
-
-
-def check_transition(value: object, source: str) -> None:
-    """All but its observation, which nobody reads where the episode has ended."""
-    if not isinstance(value, Transition):
-        raise TypeError(f"{source} returned {_brief(value)} instead of a Transition")
-    check_truth(value.terminated, source, "a Transition", "terminated")
-    fields = (
-        ("reward", Real, "a number"),
-        ("feedback", str, "a text"),
-        ("info", Mapping, "a dict"),
-        ("calls", tuple | list, "a tuple of ToolCallRecord"),
-        *((("stop", StopReason, "a StopReason, as StopReason.ANSWERED is"),) if value.terminated else ()),
-    )
-    for name, kind, expected in fields:
-        if not isinstance(getattr(value, name), kind):
-            raise wrong(source, "a Transition", name, getattr(value, name), expected)
-    for place, call in enumerate(value.calls):
-        if not isinstance(call, ToolCallRecord):
-            raise wrong(source, "a Transition", f"calls[{place}]", call, "a ToolCallRecord")
-
-
-def check_truth(value: object, source: str, made: str, field: str) -> None:
-    """Numpy's True is one, too. A text is not: "false" would count as true, and end the episode."""
-    try:
-        known = value in (True, False)
-    except ValueError:  # an array of several
-        known = False
-    if not known:
-        raise wrong(source, made, field, value, "true or false")
-
-
-def wrong(source: str, made: str, field: str, value: object, expected: str) -> TypeError:
-    return TypeError(f"{source} returned {made} whose {field} is {_brief(value)}; it must be {expected}")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"

@@ -7,7 +7,6 @@ the mistakes that would poison a run without a word: chance, leaks of the answer
 from __future__ import annotations
 
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from agent_r1.envs.base import AgentEnv, ask, make_env, merge_env_kwargs
+from agent_r1.envs.base import AgentEnv, make_env, merge_env_kwargs, reset_env, step_env
 from agent_r1.envs.check_parallel import State, different_results, different_states, overlapping, plain, taking_turns
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.guard import explain
@@ -178,20 +177,18 @@ async def _play(
     if isinstance(env, ToolEnv):
         env.parallel = env.parallel and parallel
     try:
-        given.append(await ask(env, row.without_ground_truth() if hide and not env.sees_ground_truth else row))
-        _check_observation(given[-1], "reset returned")
+        given.append(await reset_env(env, row.without_ground_truth() if hide and not env.sees_ground_truth else row))
         play.observations.append(deepcopy(given[-1]))
         json.dumps(env.tool_schemas)
         play.states.append(_state(env))
         for index, text in enumerate(actions):
-            transition = await ask(env, Action(text=text, token_ids=[]))
-            _check_transition(transition, text, f"step {index} returned")
+            transition = await step_env(env, Action(text=text, token_ids=[]))
+            _check_spans(transition, text, index)
             play.rewards.append(transition.reward)
             play.calls.append(transition.calls)
             play.ends.append((transition.terminated, transition.stop if transition.terminated else ""))
             if transition.observation is None or transition.terminated:
                 break
-            _check_observation(transition.observation, f"step {index} returned")
             given.append(transition.observation)
             play.observations.append(deepcopy(transition.observation))
         play.states.append(_state(env))
@@ -231,23 +228,11 @@ def _canary_like(answer: Any) -> Any:
     return str(CANARY_NUMBER) if is_number else CANARY
 
 
-def _check_observation(observation: object, what: str) -> None:
-    assert isinstance(observation, Observation), f"{what} {type(observation).__name__} instead of an Observation"
-    if observation.messages is None:
-        assert observation.text or observation.token_ids, f"{what} an empty observation; the policy needs a prompt"
-        return
-    assert observation.messages, f"{what} an observation without messages; the policy needs a prompt"
-    for message in observation.messages:
-        good = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-        assert good, f"{what} a message without 'role' and 'content': {message!r}"
-
-
-def _check_transition(transition: object, text: str, what: str) -> None:
-    assert isinstance(transition, Transition), f"{what} {type(transition).__name__} instead of a Transition"
-    assert math.isfinite(transition.reward), f"{what} reward {transition.reward}; rewards must be finite"
+def _check_spans(transition: Transition, text: str, index: int) -> None:
     for call in transition.calls:
         start, end = call.text_span
-        assert 0 <= start <= end <= len(text), f"{what} a call at {call.text_span} of a text of {len(text)} characters"
+        inside = 0 <= start <= end <= len(text)
+        assert inside, f"step {index} returned a call at {call.text_span} of a text of {len(text)} characters"
 
 
 async def _close_twice(env: AgentEnv) -> None:

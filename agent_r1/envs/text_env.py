@@ -17,11 +17,19 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, ClassVar
 
-from agent_r1.envs.base import AgentEnv, check_truth, wrong
-from agent_r1.types import Action, Message, Observation, TaskRow, Transition
+from agent_r1.envs.base import AgentEnv
+from agent_r1.types import (
+    Action,
+    Message,
+    Observation,
+    TaskRow,
+    Transition,
+    check_bool,
+    check_reward,
+    check_type,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,12 @@ class Reply:
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_type("Reply.text", self.text, str, "a text")
+        check_reward("Reply.reward", self.reward)
+        check_bool("Reply.done", self.done)
+        check_type("Reply.info", self.info, Mapping, "a dict")
 
 
 class TextEnv(AgentEnv):
@@ -50,8 +64,7 @@ class TextEnv(AgentEnv):
     async def reset(self, row: TaskRow) -> Observation:
         shown = self.begin(row)
         first = await shown if inspect.isawaitable(shown) else shown
-        if not isinstance(first, str):
-            raise TypeError(f"{type(self).__name__}.begin returned {type(first).__name__} instead of a text")
+        check_type(f"what {type(self).__name__}.begin returns", first, str, "a text")
         system = [{"role": "system", "content": self.system}] if self.system else []
         self._messages: list[Message] = [*system, {"role": "user", "content": first}]
         return Observation(messages=self._messages)
@@ -59,7 +72,7 @@ class TextEnv(AgentEnv):
     async def step(self, action: Action) -> Transition:
         answered = self.reply(action.text)
         reply = await answered if inspect.isawaitable(answered) else answered
-        check_reply(reply, f"{type(self).__name__}.reply")
+        check_type(f"what {type(self).__name__}.reply returns", reply, Reply, "a Reply")
         said = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
         return Transition(
@@ -69,17 +82,3 @@ class TextEnv(AgentEnv):
             feedback=reply.text,
             info=reply.info,
         )
-
-
-def check_reply(value: object, source: str) -> None:
-    """TypeError that names the field of the `Reply`, which is what the author of an env knows."""
-    if not isinstance(value, Reply):
-        raise TypeError(f"{source} returned {type(value).__name__} instead of a Reply")
-    for name, kind, expected in (
-        ("text", str, "a text"),
-        ("reward", Real, "a number"),
-        ("info", Mapping, "a dict"),
-    ):
-        if not isinstance(getattr(value, name), kind):
-            raise wrong(source, "a Reply", name, getattr(value, name), expected)
-    check_truth(value.done, source, "a Reply", "done")

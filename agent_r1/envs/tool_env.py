@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.text_env import Reply, check_reply
+from agent_r1.envs.text_env import Reply
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.guard import blame
 from agent_r1.text import sanitize
@@ -31,7 +31,7 @@ from agent_r1.tokens.tool_calls import (
 )
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.tools.runner import ToolOutcome, run_tool
-from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition
+from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition, check_type
 
 
 def no_tool(name: str) -> str:
@@ -139,7 +139,7 @@ class ToolEnv(AgentEnv):
         if reply is None:
             self._messages = None
             return Transition(terminated=True, info={"answer": said})
-        check_reply(reply, f"{type(self).__name__}.reply")
+        check_type(f"what {type(self).__name__}.reply returns", reply, Reply, "a Reply")
         if reply.done:
             self._messages = None
             info = {"answer": said, **reply.info}

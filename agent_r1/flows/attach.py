@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from agent_r1.data.files import is_nested_deeper
-from agent_r1.envs.base import check_transition
 from agent_r1.text import sanitize
 from agent_r1.types import Step, ToolCallRecord, Transition
 
@@ -24,10 +21,9 @@ def attach(
     step: Step, transition: Transition, *, source: str, seconds: float = 0.0, token_span: TokenSpan | None = None
 ) -> Step:
     """The step with the transition added to what it has already. `source` is named in errors."""
-    check_transition(transition, source)
     return replace(
         step,
-        reward=step.reward + _finite(transition.reward, source),
+        reward=step.reward + float(transition.reward),
         calls=step.calls + tuple(_plain_call(call, source, token_span) for call in transition.calls),
         feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
         env_seconds=step.env_seconds + seconds,
@@ -39,17 +35,11 @@ def _plain_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None)
     return replace(
         call,
         token_span=None if token_span is None else token_span(*call.text_span),
-        reward=_finite(call.reward, source),
+        reward=float(call.reward),
         result=sanitize(call.result),
         arguments=_plain(call.arguments, source),
         info=_plain(call.info, f"tool {call.name!r}" if call.name else source),
     )
-
-
-def _finite(reward: object, source: str) -> float:
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"{source} returned reward {reward!r:.80}; rewards must be finite numbers")
-    return float(reward)
 
 
 def _plain(info: Mapping[str, Any], source: str) -> dict[str, Any]:

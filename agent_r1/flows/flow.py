@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
-from agent_r1.envs.base import AgentEnv, ask, check_observation
+from agent_r1.envs.base import AgentEnv, reset_env, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.attach import attach
 from agent_r1.flows.context import Author, ContextPolicy, Shown, spoken
@@ -209,11 +209,9 @@ class Episode:
     async def step(self, env: AgentEnv, action: Action) -> Transition:
         """What the env answers to the action, checked, timed and attached to the step just taken."""
         started = time.perf_counter()
-        transition: Transition = await ask(env, action)
+        transition = await step_env(env, action)
         seconds = time.perf_counter() - started
         self.observe(transition, seconds=seconds, source=f"{type(env).__name__}.step")
-        if not transition.terminated and self.num_actions < self.limits.max_steps:  # somebody will see it
-            check_observation(transition.observation, type(env).__name__)
         return transition
 
     def observe(self, transition: Transition, *, seconds: float = 0.0, source: str = "the env") -> None:
@@ -310,8 +308,7 @@ class AgentFlowBase(ABC):
         """
         env = self.make_env(row)
         try:
-            observation: Observation = await ask(env, row if env.sees_ground_truth else row.without_ground_truth())
-            check_observation(observation, type(env).__name__)
+            observation = await reset_env(env, row if env.sees_ground_truth else row.without_ground_truth())
             yield env, observation
         finally:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agent_r1.envs.base import AgentEnv, ask, check_observation, make_env, merge_env_kwargs, own_row
+from agent_r1.envs.base import AgentEnv, make_env, merge_env_kwargs, own_row, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.attach import attach
 from agent_r1.flows.flow import AgentEnvLoop
@@ -23,16 +23,15 @@ async def replay(env: type[AgentEnv], row: TaskRow, texts: Sequence[str], **env_
     if isinstance(texts, str):
         raise TypeError(f"replay takes a list of texts, one for each response, got the text {texts[:80]!r}")
     steps: list[Step] = []
-    stop, source = StopReason.MAX_STEPS, env.__name__
+    stop = StopReason.MAX_STEPS
     async with AgentEnvLoop(lambda own: _make(env, own, env_kwargs)).playing(own_row(row)) as (played, first):
         for text in texts:
-            transition = await ask(played, Action(text=text, token_ids=[]))
+            transition = await step_env(played, Action(text=text, token_ids=[]))
             step = Step(prompt_ids=[], response_ids=[], response_logprobs=[], action_text=text)
-            steps.append(attach(step, transition, source=f"{source}.step"))
+            steps.append(attach(step, transition, source=f"{env.__name__}.step"))
             if transition.terminated:
                 stop = transition.stop
                 break
-            check_observation(transition.observation, source)
     if len(steps) < len(texts):
         raise DataError(
             f"row {row.row_id!r}: the episode ended ({stop.value}) after {len(steps)} of {len(texts)} texts; the last "

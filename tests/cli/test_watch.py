@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent_r1.cli.signals import watch_for_blocking
-from agent_r1.envs.base import AgentEnv, ask
+from agent_r1.envs.base import AgentEnv, reset_env, step_env
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.types import Action, Observation, TaskRow, Transition
 from tests.envs.worker_worlds import row
@@ -52,8 +52,8 @@ def told(work: Coroutine[Any, Any, Any]) -> list[str]:
 
 
 async def one_episode(env: AgentEnv) -> None:
-    await ask(env, row())
-    await ask(env, ACTION)
+    await reset_env(env, row())
+    await step_env(env, ACTION)
 
 
 @pytest.mark.parametrize(("env", "method"), [(Blocks(), "step"), (BlocksInReply(), "reply")])
@@ -65,7 +65,7 @@ def test_an_env_that_blocks_is_named_once_with_its_line(env: AgentEnv, method: s
 
 def test_what_waits_without_blocking_and_what_blocks_without_an_env_is_not_told() -> None:
     async def waits() -> None:
-        await ask(Blocks(), row())
+        await reset_env(Blocks(), row())
 
     async def learns() -> None:
         rest()

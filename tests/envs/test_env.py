@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -142,58 +143,65 @@ CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("make", "fields", "named"),
     [
-        (ended(feedback=None), "Odd.step returned a Transition whose feedback is NoneType None; it must be a text"),
-        (ended(info=[1]), "Odd.step returned a Transition whose info is list [1]; it must be a dict"),
-        (ended(reward="1"), "Odd.step returned a Transition whose reward is str '1'; it must be a number"),
-        (ended(reward=float("nan")), "Odd.step returned reward nan; rewards must be finite numbers"),
-        (ended(calls=["x"]), "whose calls[0] is str 'x'; it must be a ToolCallRecord"),
-        (ended(calls=(CALL, None)), "whose calls[1] is NoneType None; it must be a ToolCallRecord"),
-        (ended(calls=None), "whose calls is NoneType None; it must be a tuple of ToolCallRecord"),
-        (ended(stop="done"), "whose stop is str 'done'; it must be a StopReason, as StopReason.ANSWERED is"),
-        (Transition(terminated="no"), "whose terminated is str 'no'; it must be true or false"),  # type: ignore[arg-type]
-        (
-            ended(calls=(replace(CALL, info={"a": {1}}),)),
-            "what tool 'look' returned cannot be kept with the trajectory",
-        ),
-        (ended(info={"a": {1}}), "what Odd.step returned cannot be kept with the trajectory: info and arguments"),
-        (shown(messages=["hi"]), "Odd returned an Observation whose messages[0] is str 'hi'; it must be a dict with"),
-        (
-            shown(messages=[{"content": "x"}]),
-            "whose messages[0] is dict {'content': 'x'}; it must be a dict with a role",
-        ),
-        (
-            shown(messages=[{"role": "user", "content": 5}]),
-            "whose messages[0]['content'] is int 5; it must be a text or",
-        ),
-        (shown(messages=[]), "whose messages is list []; it must be a list of at least one message"),
-        (shown(messages="hi"), "whose messages is str 'hi'; it must be a list of at least one message"),
-        (shown(messages=[{"role": "assistant", "content": "x"}]), "the next reply is the model's"),
-        (shown(text=5), "Odd returned an Observation whose text is int 5; it must be a text"),
-        (shown(token_ids="x"), "whose token_ids is str 'x'; it must be a list of ids"),
+        (ended, {"feedback": None}, "Transition.feedback"),
+        (ended, {"info": [1]}, "Transition.info"),
+        (ended, {"reward": "1"}, "Transition.reward"),
+        (ended, {"reward": float("nan")}, "Transition.reward"),
+        (ended, {"calls": None}, "Transition.calls"),
+        (ended, {"calls": (CALL, None)}, "Transition.calls[1]"),
+        (ended, {"calls": [replace(CALL, reward=float("inf"))]}, "Transition.calls[0].reward"),
+        (ended, {"stop": "done"}, "Transition.stop"),
+        (Transition, {"terminated": "no"}, "Transition.terminated"),
+        (Transition, {"terminated": np.array([True, False])}, "Transition.terminated"),
+        (ended, {"observation": "x"}, "Transition.observation"),
+        (shown, {"messages": []}, "Observation.messages"),
+        (shown, {"messages": "hi"}, "Observation.messages"),
+        (shown, {"messages": ["hi"]}, "Observation.messages[0]"),
+        (shown, {"messages": [{"content": "x"}]}, "Observation.messages[0]['role']"),
+        (shown, {"messages": [{"role": "user", "content": 5}]}, "Observation.messages[0]['content']"),
+        (shown, {"text": 5}, "Observation.text"),
+        (shown, {"token_ids": "x"}, "Observation.token_ids"),
     ],
 )
-def test_what_an_env_may_not_return_fails_its_episode_with_env_field_and_value(answer: Transition, told: str) -> None:
-    stop, error = outcome(Odd(answer))
-    assert stop is StopReason.ERROR
-    assert told in error
+def test_a_field_of_the_wrong_type_is_named(
+    make: Callable[..., Transition], fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"^{re.escape(named)} must be .*, got "):
+        make(**fields)
 
 
-def test_what_is_read_only_at_the_end_may_be_anything_before_it() -> None:
+def test_fields_that_are_not_read_may_be_anything_and_numpy_values_are_accepted() -> None:
     going_on = Transition(observation=Observation(messages=[{"role": "user", "content": "?"}]), stop=None)  # type: ignore[arg-type]
     assert outcome(Odd(going_on)) == (StopReason.MAX_STEPS, "")
     assert outcome(Odd(ended(calls=[CALL], reward=np.float32(1)))) == (StopReason.ANSWERED, "")
 
 
-def test_a_first_observation_is_checked_like_any_other() -> None:
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ("nonsense", "Odd.step returned str 'nonsense' instead of Transition"),
+        (shown(messages=[{"role": "assistant", "content": "x"}]), "Odd returned an Observation that ends with"),
+        (ended(calls=(replace(CALL, info={"a": {1}}),)), "tool 'look'"),
+        (ended(info={"a": {1}}), "Odd.step"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_fails_its_episode(answer: Any, named: str) -> None:
+    stop, error = outcome(Odd(answer))
+    assert stop is StopReason.ERROR
+    assert named in error
+
+
+def test_a_malformed_observation_fails_its_episode_with_the_line_that_made_it() -> None:
     class Begins(Odd):
         async def reset(self, row: TaskRow) -> Observation:
-            return Observation(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+            return Observation(messages=["hi"])  # type: ignore[list-item]
 
     stop, error = outcome(Begins(ended()))
     assert stop is StopReason.ERROR
-    assert "Begins returned an Observation whose messages[-1] is dict" in error
+    assert "Observation.messages[0]" in error
+    assert f"(test_env.py:{Begins.reset.__code__.co_firstlineno + 1})" in error
 
 
 def test_an_env_that_ends_its_episode_as_failed_is_named() -> None:
@@ -231,13 +239,11 @@ def test_a_reset_or_step_that_cannot_be_awaited_is_named() -> None:
         def step(self, action: Action) -> Transition:  # type: ignore[override]
             return Transition(terminated=True)
 
-    told = "TypeError: Hasty{} gave {}, which cannot be awaited: write `async def {}`"
-    stop, error = outcome(HastyReset())
-    assert stop is StopReason.ERROR
-    assert told.format("Reset.reset", "Observation", "reset") in error
-    stop, error = outcome(HastyStep())
-    assert stop is StopReason.ERROR
-    assert told.format("Step.step", "Transition", "step") in error
+    for env, method in ((HastyReset(), "reset"), (HastyStep(), "step")):
+        stop, error = outcome(env)
+        assert stop is StopReason.ERROR
+        assert f"{type(env).__name__}.{method} returned" in error
+        assert f"write `async def {method}`" in error
 
 
 def test_reset_and_step_may_be_decorated() -> None:

@@ -95,36 +95,28 @@ def test_a_reply_that_is_none_is_refused() -> None:
     async def play() -> None:
         env = Wrong()
         await env.reset(ROW)
-        with pytest.raises(TypeError, match=r"Wrong\.reply returned str instead of a Reply"):
+        with pytest.raises(TypeError, match=r"Wrong\.reply returns must be a Reply, got str"):
             await env.step(act("x"))
 
     asyncio.run(play())
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value"),
     [
-        ("text", None, "NoneType None; it must be a text"),
-        ("text", 5, "int 5; it must be a text"),
-        ("info", None, "NoneType None; it must be a dict"),
-        ("reward", "1", "str '1'; it must be a number"),
-        ("done", "false", "str 'false'; it must be true or false"),
-        ("done", None, "NoneType None; it must be true or false"),
-        ("done", np.array([True, False]), r"ndarray array\(\[ True, False\]\); it must be true or false"),
+        ("text", None),
+        ("text", 5),
+        ("info", None),
+        ("reward", "1"),
+        ("reward", float("nan")),
+        ("done", "false"),
+        ("done", None),
+        ("done", np.array([True, False])),
     ],
 )
-def test_a_field_of_a_reply_that_is_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
-    class Wrong(Counter):
-        def reply(self, said: str) -> Reply:
-            return Reply(**{field: value})
-
-    async def play() -> None:
-        env = Wrong()
-        await env.reset(ROW)
-        with pytest.raises(TypeError, match=rf"^Wrong\.reply returned a Reply whose {field} is {told}$"):
-            await env.step(act("x"))
-
-    asyncio.run(play())
+def test_a_field_of_a_reply_of_the_wrong_type_is_named(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^Reply\.{field} must be .*, got {type(value).__name__} "):
+        Reply(**{field: value})
 
 
 def test_a_world_without_its_two_methods_cannot_be_made() -> None:

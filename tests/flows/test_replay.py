@@ -121,16 +121,15 @@ def test_a_row_may_choose_among_the_given_tools_by_name() -> None:
 def test_bugs_and_broken_rules_of_the_env_are_raised() -> None:
     class Broken(Shop):
         async def step(self, action: Any) -> Transition:
-            messages = [{"role": "assistant", "content": "me again"}]
-            return Transition(observation=Observation(messages=messages), reward=float("nan"))
+            return Transition(terminated=True, reward=float("nan"))
 
     class Endless(Shop):
         async def step(self, action: Any) -> Transition:
             return Transition(observation=Observation(messages=[{"role": "assistant", "content": "me again"}]))
 
-    with pytest.raises(ValueError, match=r"Broken\.step returned reward nan"):
+    with pytest.raises(TypeError, match=r"Transition\.reward"):
         play("Done.", env=Broken)
-    with pytest.raises(TypeError, match=r"Endless returned an Observation whose messages\[-1\]"):
+    with pytest.raises(ValueError, match="Endless returned an Observation that ends with"):
         play("Done.", env=Endless)
 
 

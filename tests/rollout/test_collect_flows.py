@@ -110,9 +110,9 @@ def odd(**methods: Callable[..., Any]) -> World:
     ("env", "error"),
     [
         (odd(reset=lambda row: 1 / 0), "ZeroDivisionError: division by zero"),
-        (odd(reset=lambda row: row.prompt), "Odd returned list [{'role': 'user', 'content': '?'}] where an Obs"),
-        (odd(step=lambda action: {"reward": 1}), "Odd.step returned dict {'reward': 1} instead of a Transition"),
-        (odd(step=lambda action: Transition(observation="on")), "Odd returned str 'on' where an Observation belongs"),  # type: ignore[arg-type]
+        (odd(reset=lambda row: row.prompt), "Odd.reset returned list"),
+        (odd(step=lambda action: {"reward": 1}), "Odd.step returned dict"),
+        (odd(step=lambda action: Transition(observation="on")), "Transition.observation"),  # type: ignore[arg-type]
     ],
 )
 def test_an_env_that_fails_or_answers_oddly_is_named_and_closed(env: World, error: str) -> None:

@@ -25,14 +25,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_r1.envs.base import AgentEnv, ask
+from agent_r1.envs.base import AgentEnv, reset_env, step_env
 from agent_r1.envs.processes.channel import (
     MAX_BYTES,
     Answer,
     Close,
     EnvLost,
     EnvReply,
-    Given,
     Message,
     Play,
     Start,
@@ -40,9 +39,9 @@ from agent_r1.envs.processes.channel import (
     take_frames,
     write_answer,
 )
-from agent_r1.envs.processes.values import brief, dump, dump_error
+from agent_r1.envs.processes.values import dump, dump_error
 from agent_r1.guard import describe, run_through, runner, trace
-from agent_r1.types import Observation, TaskRow, Transition
+from agent_r1.types import TaskRow
 
 READ_BYTES = 1 << 18
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -152,7 +151,8 @@ class _Envs:
             env = self._envs.get(episode)
             if env is None:
                 raise RuntimeError("the env was never made: see the error of its first call")
-            value = await _call(env, message.given)
+            given = message.given
+            value = await (reset_env(env, given) if isinstance(given, TaskRow) else step_env(env, given))
             schemas = env.tool_schemas
         finally:
             lift()
@@ -194,15 +194,6 @@ def _limit(max_bytes: int | None) -> Callable[[], object]:
 
 def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-
-
-async def _call(env: AgentEnv, given: Given) -> Observation | Transition:
-    """Checked here, where a wrong value can still be named."""
-    value: object = await ask(env, given)
-    method, wanted = ("reset", Observation) if isinstance(given, TaskRow) else ("step", Transition)
-    if isinstance(value, wanted):
-        return value
-    raise TypeError(f"{type(env).__name__}.{method} returned {brief(value)} instead of {wanted.__name__}")
 
 
 def _dump(reply: EnvReply, source: str) -> bytes:

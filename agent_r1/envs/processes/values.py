@@ -16,6 +16,7 @@ from numbers import Real
 from types import NoneType
 from typing import Any
 
+from agent_r1.errors import brief
 from agent_r1.guard import Escaped, blame, describe, explain
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
 
@@ -156,15 +157,6 @@ def _plain_number(value: Any, source: str, where: str) -> Any:
 def _refused(value: object, source: str, where: str, why: str) -> TypeError:
     inside = f" in {where.lstrip('.')}" if where else ""
     return TypeError(f"{source} returned {brief(value)}{inside}, which cannot be sent from a worker process: {why}")
-
-
-def brief(value: object) -> str:
-    """The type of a value and the beginning of its repr."""
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 (nested too deep, or a class whose repr raises)
-        text = "(which cannot be printed)"
-    return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"
 
 
 def _read_object(found: dict[str, Any]) -> Any:
