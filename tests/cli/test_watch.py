@@ -13,7 +13,7 @@ from agent_r1.cli.signals import watch_for_blocking
 from agent_r1.envs.base import AgentEnv, reset_env, step_env
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.types import Action, Observation, TaskRow, Transition
-from tests.envs.worker_worlds import row
+from tests.envs.worker_envs import row
 
 SECONDS = 0.2
 ACTION = Action(text="wait", token_ids=[1])

@@ -23,7 +23,7 @@ from agent_r1.flows.attach import MAX_INFO_NESTING
 from agent_r1.tokens.call_format import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
 from tests.envs.worker_pools import pool_of
-from tests.envs.worker_worlds import (
+from tests.envs.worker_envs import (
     Counting,
     Double,
     Knowing,

@@ -23,7 +23,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
 from tests.envs.worker_pools import pool_of
-from tests.envs.worker_worlds import (
+from tests.envs.worker_envs import (
     Counting,
     Library,
     Sure,
@@ -129,7 +129,7 @@ def test_what_hangs_is_killed_and_its_neighbours_go_on(
 
 def test_the_first_import_of_its_module_is_not_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes first would pay for it, and then the next one, in a process that has imported nothing either."""
-    late = "import sys, time\nfrom tests.envs.worker_worlds import Counting\nclass Late(Counting): pass\n"
+    late = "import sys, time\nfrom tests.envs.worker_envs import Counting\nclass Late(Counting): pass\n"
     late += 'if "agent_r1.envs.processes.inside" in sys.modules: time.sleep(1.5)\n'
     (tmp_path / "late_world.py").write_text(late, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -261,7 +261,7 @@ def test_what_an_env_raises_keeps_its_name_and_where_it_was_raised(pool: EnvPool
         return failed.value
 
     error = asyncio.run(raised()).with_traceback(None)  # which is this test's
-    assert re.fullmatch(r"Custom: odd \(worker_worlds\.py:\d+\)", str(explain(error)))
+    assert re.fullmatch(r"Custom: odd \(worker_envs\.py:\d+\)", str(explain(error)))
 
 
 @pytest.mark.parametrize("trick", ["bomb", "bomb inside"])
@@ -382,7 +382,7 @@ def test_modules_of_the_working_directory_do_not_get_in_the_way(
 PARENT = """
 import asyncio, os, sys
 from agent_r1.envs.processes import EnvPool
-from tests.envs.worker_worlds import Counting, Sure, action, row
+from tests.envs.worker_envs import Counting, Sure, action, row
 
 pool = EnvPool(processes=2, step_seconds=600)
 

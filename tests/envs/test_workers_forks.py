@@ -14,7 +14,7 @@ import pytest
 from agent_r1.envs.processes import EnvCrashed, EnvPool
 from agent_r1.types import Transition
 from tests.envs.worker_pools import pool_of
-from tests.envs.worker_worlds import Sure, action, is_alive, outcome, run, started, wait_until
+from tests.envs.worker_envs import Sure, action, is_alive, outcome, run, started, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +72,7 @@ def test_and_nobody_is_blamed_who_asks_it_for_something_later(pool: EnvPool) -> 
 PARENT = """
 import asyncio, os, time
 from agent_r1.envs.processes import EnvPool
-from tests.envs.worker_worlds import Counting, action, row
+from tests.envs.worker_envs import Counting, action, row
 
 pool = EnvPool(processes=1, step_seconds=600)
 

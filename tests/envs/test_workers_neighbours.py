@@ -14,7 +14,7 @@ from agent_r1.envs.processes.pool import MAX_REPLAYS
 from agent_r1.types import Transition
 from tests.envs.worker_pools import pool_of
 from tests.envs.worker_values import Once
-from tests.envs.worker_worlds import (
+from tests.envs.worker_envs import (
     Counting,
     Fickle,
     Stalling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from agent_r1.types import Action, Observation, TaskRow, Transition
-from tests.envs.worker_worlds import MIB, Counting
+from tests.envs.worker_envs import MIB, Counting
 
 KEPT: list[object] = []
 

@@ -41,10 +41,10 @@ def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
     """Somebody in a hurry, who takes any coin and often does not look how much is left."""
     chance, shown = random.Random(seed), list[tuple[TaskRow, list[str]]]()
     for row in chance.choices(rows("train"), k=count):
-        world, said = Machine(**row.env_kwargs), list[str]()
-        while world.left > 0 and len(said) < 8:
-            fitting = [coin for coin, worth in COINS.items() if worth <= world.left]
+        machine, said = Machine(**row.env_kwargs), list[str]()
+        while machine.left > 0 and len(said) < 8:
+            fitting = [coin for coin, worth in COINS.items() if worth <= machine.left]
             said.append(chance.choice(list(COINS) if chance.random() < 0.3 else fitting))
-            world.reply(said[-1])
+            machine.reply(said[-1])
         shown.append((row, said))
     return shown

@@ -1,4 +1,4 @@
-"""The world that docs/write-an-env.md is written around: a recipe of fewer than sixty lines that learns."""
+"""The recipe in docs/write-an-env.md: fewer than sixty lines, and it learns."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def corridor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_world_of_the_page_has_fewer_than_sixty_lines(corridor: Path) -> None:
+def test_the_recipe_of_the_page_has_fewer_than_sixty_lines(corridor: Path) -> None:
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in corridor.iterdir()) < 60
 
 
-def test_the_world_of_the_page_is_learned_as_it_stands(corridor: Path, tmp_path: Path) -> None:
+def test_the_recipe_of_the_page_learns_as_written(corridor: Path, tmp_path: Path) -> None:
     config = load_config(str(corridor), ["trainer.eval_every=8", "model.device=cpu"])
     run = RunDir.create(tmp_path / "run", config)
     run_training(config, build_plan(config), run, Console(file=io.StringIO()), resume=False)

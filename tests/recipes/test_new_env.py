@@ -1,4 +1,4 @@
-"""A world written by somebody who knew the docs and nothing else: fewer than sixty lines, and all works on it."""
+"""An environment written from the docs alone, in fewer than sixty lines, trains in every mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.recipes.vending.task import Machine, rows
 
-WORLD = Path(__file__).with_name("vending")
+RECIPE = Path(__file__).with_name("vending")
 SMALL = [
     "sft.count=64",
     "sft.epochs=1",
@@ -32,7 +32,7 @@ SMALL = [
 
 
 def test_it_has_fewer_than_sixty_lines() -> None:
-    files = [file for file in WORLD.iterdir() if file.name in ("task.py", "base.yaml")]
+    files = [file for file in RECIPE.iterdir() if file.name in ("task.py", "base.yaml")]
     assert len(files) == 2
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 60
 
@@ -49,7 +49,7 @@ def test_it_trains_as_it_stands_with_a_context_policy_and_in_worker_processes(
 ) -> None:
     monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
     torch.set_num_threads(1)
-    config = load_config(str(WORLD), [*SMALL, *more])
+    config = load_config(str(RECIPE), [*SMALL, *more])
     run = RunDir.create(tmp_path / "run", config)
     run_training(config, build_plan(config), run, Console(file=io.StringIO()), resume=False)
     trained = run.read_metrics("train")
