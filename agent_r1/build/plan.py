@@ -36,12 +36,12 @@ from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.flows.flow import AgentEnvLoop, Limits
 from agent_r1.guard import explain
 from agent_r1.learn.algorithms import Algorithm, get_algorithm
-from agent_r1.learn.learner import CriticTraining, Learner
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss
-from agent_r1.learn.model.critic import Critic
+from agent_r1.learn.memory import estimate
+from agent_r1.learn.model.critic import Critic, CriticTraining
 from agent_r1.learn.model.layers import require_compiler
 from agent_r1.learn.model.lora import LoRA, require_peft
-from agent_r1.learn.model.memory import estimate
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Decay, Schedule, schedule
 from agent_r1.learn.rewards import KLInReward, RewardShaper

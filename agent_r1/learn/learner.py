@@ -1,10 +1,10 @@
 """The learner: credited trajectories in, one or more optimizer steps, metrics out.
 
 It does not know which algorithm runs (the loss is a function it is given), where the trajectories came from, or how
-weights are saved. One `update` is: mini-batches of whole trajectories, reshuffled from the second epoch on; for each of
-them, gradients accumulated over its packs with one global denominator, then one AdamW step. A critic, if there is
-one, is trained in the same passes at the tokens that have a value target. An optimizer step whose loss or gradient is
-not finite is skipped and counted; several in a row are an error that names the trajectories.
+weights are saved. One `update` splits the batch into mini-batches of whole trajectories, reshuffled from the second
+epoch on. For each mini-batch, gradients accumulate over its packs with one global denominator, then AdamW takes one
+step. A critic is trained in the same passes, at the tokens that have a value target. An optimizer step whose loss or
+gradient is not finite is skipped and counted; several in a row raise an error that names the trajectories.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from agent_r1.errors import ConfigError, TrainingError, did_you_mean
+from agent_r1.errors import ConfigError, TrainingError
 from agent_r1.learn.batch.minibatch import (
     Columns,
     MiniBatch,
@@ -29,12 +29,12 @@ from agent_r1.learn.batch.minibatch import (
     reshuffle,
     with_own_logprobs,
 )
-from agent_r1.learn.batch.packs import Pack, column_with_gaps, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch.packs import Pack, merge_steps, nested, pack, split_evenly
 from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
-from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput, value_loss
-from agent_r1.learn.model.critic import Critic, value_report, with_last_state
+from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput
+from agent_r1.learn.model.critic import CriticTraining, value_report, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess
@@ -45,21 +45,9 @@ MAX_NAMED = 8  # trajectories an error message lists
 Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticTraining:
-    """How a critic is trained."""
-
-    critic: Critic
-    lr: float
-    value_clip: float | None  # how far from its old value a new one may help; None: no clip
-    value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
-    warmup_updates: int  # updates in which the critic alone is trained
-    schedule: Schedule | None = None  # of its learning rate; None: the learner's
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Learner:
-    """Trains one policy, and its critic if there is one."""
+    """Trains one policy, and a critic if the algorithm has one."""
 
     policy: PolicyModel = field(kw_only=False)
     loss: Callable[[LossInputs], LossOutput]  # an algorithm's `loss`, or `supervised_loss`
@@ -70,18 +58,18 @@ class Learner:
     max_grad_norm: float
     max_tokens_per_pack: int
     max_nonfinite_updates: int  # optimizer steps skipped in a row before giving up
-    adam_eps: float = 1e-8  # torch's own default
+    adam_eps: float = 1e-8
     schedule: Schedule = field(default_factory=lambda: warmup(0))  # multiplies lr
     num_epochs: int = 1
     num_minibatches: int = 1
     seed: int = 0  # of the order of trajectories from the second epoch on
     target_kl: float | None = None  # KL per token to the old log-probs above which the rest of an update is dropped
     kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
-    kl_estimator: KLEstimator | None = None  # of that KL; None: there is none
+    kl_estimator: KLEstimator | None = None  # required with kl_coef
     reference: PolicyModel | None = None  # for the KL, in the loss or (`kl_to_reference`) in the reward
     entropy_coef: float = 0.0
     own_old_logprobs: bool = False  # ratios to the learner's log-probs from before the update, not the sampler's
-    correction: Correction | None = None  # implies that, and weights tokens by the disagreement
+    correction: Correction | None = None  # implies own_old_logprobs, and weights tokens by the disagreement
     critic: CriticTraining | None = None
     offload_optimizer: bool = False  # its state stays on the host between steps
     prefix_sharing: PrefixSharing = "off"
@@ -91,8 +79,9 @@ class Learner:
     _nonfinite_in_a_row: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._validate()
-        shared: dict[str, Any] = {
+        if self.kl_coef > 0 and (self.reference is None or self.kl_estimator is None):
+            raise ConfigError(f"kl_coef={self.kl_coef} needs a reference model and a KL estimator")
+        settings: dict[str, Any] = {
             "betas": self.betas,
             "eps": self.adam_eps,
             "weight_decay": self.weight_decay,
@@ -100,38 +89,12 @@ class Learner:
             "offload": self.offload_optimizer,
         }
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
-        self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **shared)
-        self._critic_optimizer = (
-            Optimizer(
-                self.critic.critic.parameters,
-                lr=self.critic.lr,
-                schedule=self.critic.schedule or self.schedule,
-                **shared,
-            )
-            if self.critic is not None
-            else None
-        )
-
-    def _validate(self) -> None:
-        positive = ("lr", "temperature", "max_grad_norm", "max_tokens_per_pack", "num_epochs", "num_minibatches")
-        for name in (*positive, "adam_eps", *(["target_kl"] if self.target_kl is not None else [])):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"Learner.{name} must be positive, got {getattr(self, name)}")
-        if self.target_kl is not None and self.num_epochs * self.num_minibatches == 1:
-            raise ConfigError(
-                f"target_kl={self.target_kl:g} has no effect with one update per batch: "
-                "set num_epochs or num_minibatches above 1, or leave target_kl out"
-            )
-        for name in ("kl_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"Learner.{name} must not be negative, got {getattr(self, name)}")
-        if self.kl_estimator is not None and self.kl_estimator not in KL_PENALTIES:
-            raise ConfigError(
-                f"unknown KL estimator {self.kl_estimator!r}.{did_you_mean(self.kl_estimator, KL_PENALTIES)}"
-            )
-        for name, part in (("reference model", self.reference), ("KL estimator", self.kl_estimator)):
-            if self.kl_coef > 0 and part is None:
-                raise ConfigError(f"kl_coef is {self.kl_coef} but the {name} is missing: a penalty needs both")
+        self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **settings)
+        self._critic_optimizer: Optimizer | None = None
+        if self.critic is not None:
+            own = self.critic.critic.parameters
+            schedule = self.critic.schedule or self.schedule
+            self._critic_optimizer = Optimizer(own, lr=self.critic.lr, schedule=schedule, **settings)
 
     @property
     def optimizer_steps(self) -> int:
@@ -139,12 +102,13 @@ class Learner:
 
     @property
     def is_warming_up(self) -> bool:
-        """The critic alone is trained: its values do not yet deserve to move the policy."""
+        """Only the critic is trained: its values are not yet good enough to move the policy."""
         return self.critic is not None and self.updates < self.critic.warmup_updates
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         """Train on these trajectories. With nothing to learn from, nothing changes and `empty_update` is 1."""
-        self._note_targets(credited)
+        if self.critic is not None:
+            self.critic.note_targets(credited)
         parts = split_evenly(range(len(credited)), self.num_minibatches)
         batches = [self._with_old_logprobs(self._prepare(credited, part)) for part in parts]
         filled = [batch for batch in batches if batch.num_segments]
@@ -161,7 +125,9 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.planned = planned
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
-        metrics |= self._batch_metrics(credited, filled) | self._critic_metrics(credited)
+        metrics |= self._batch_metrics(credited, filled)
+        if report := value_report(credited):
+            metrics |= report | {"critic_warming_up": float(self.is_warming_up)}
         self.updates += bool(filled)
         if self.target_kl is not None:
             metrics["kl_dropped_updates"] = float(dropped)
@@ -174,11 +140,11 @@ class Learner:
         }
 
     def rehearse(self, credited: Sequence[CreditedTrajectory]) -> int:
-        """The passes of one optimizer step without the step: to have layers compiled, or to measure what it takes.
-        Returns the tokens that were computed.
+        """Run the passes of one optimizer step without the step, to compile layers or to measure memory. Returns the
+        number of tokens computed.
 
-        Gradients are left behind, as in the middle of an update; `zero_grad` drops them. A policy that still waits for
-        its critic takes part too, as it will later.
+        Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy takes part even while it
+        waits for its critic, as it will later.
         """
         batch = self._with_old_logprobs(self._prepare(credited, range(len(credited))))
         for part in batch.packs:
@@ -191,38 +157,36 @@ class Learner:
 
     @torch.no_grad()
     def values(self, trajectories: Sequence[Trajectory]) -> list[Values]:
-        """What the critic says of every state in which a token was sampled, and of where truncated episodes stopped."""
-        assert self.critic is not None  # whoever asks has built one
+        """The critic's value before every sampled token, and of the states in which truncated episodes stopped."""
+        assert self.critic is not None
         extended = [with_last_state(trajectory) for trajectory in trajectories]
-        values_R = self._ask(extended, self.critic.critic.values)
+        values_R = self._query(extended, self.critic.critic.values)
         if not bool(values_R.isfinite().all()):
-            raise TrainingError(
-                f"the critic gives values that are not finite after {self.updates} updates; try a lower critic.lr"
-            )
-        asked = nested(values_R, extended)
+            raise TrainingError(f"critic values are not finite after {self.updates} updates; try a lower critic.lr")
+        values = nested(values_R, extended)
         steps = [len(trajectory.steps) for trajectory in trajectories]
         return [
             Values(per_token=rows[:count], bootstrap=rows[count][0] if len(rows) > count else None)
-            for count, rows in zip(steps, asked, strict=True)
+            for count, rows in zip(steps, values, strict=True)
         ]
 
     @torch.no_grad()
     def kl_to_reference(self, trajectories: Sequence[Trajectory]) -> list[PerToken]:
         """log pi - log reference at every response token: the k1 estimate that a KL in the reward adds up.
 
-        Both by the learner's own kernels: against the sampler's log-probs even equal policies would differ by noise.
+        Both come from the learner's kernels; compared with the sampler's log-probs, even equal policies would differ.
         """
         assert self.reference is not None
         own, other = self._logprobs_of(self.policy), self._logprobs_of(self.reference)
         supports = supports_of(trajectories, temperature=self.temperature)
-        return nested(self._ask(trajectories, lambda part: own(part) - other(part), supports), trajectories)
+        return nested(self._query(trajectories, lambda part: own(part) - other(part), supports), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """For the engine: the weights by name, tied ones once."""
+        """The weights by name for the engine, tied ones once."""
         return self.policy.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the weights of the policy. As usual in torch the tensors are live: save before the next update."""
+        """Everything except the policy's weights. As usual in torch, tensors are live: save before the next update."""
         return {
             "adapter": self.policy.adapter_state(),
             "optimizer": self._optimizer.state_dict(),
@@ -234,32 +198,24 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_adapter_state(state.get("adapter"))  # states from before there were any have none
+        self.policy.load_adapter_state(state.get("adapter"))  # older states do not have it
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if (state["critic"] is None) != (self.critic is None):
-            raise ConfigError(
-                f"the saved state has {'no' if state['critic'] is None else 'a'} critic, this learner has "
-                f"{'none' if self.critic is None else 'one'}: continue with the algorithm that was saved"
-            )
+            raise ConfigError("only one of saved state and learner has a critic: continue with the saved algorithm")
         if self.critic is not None and self._critic_optimizer is not None:
             self.critic.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
-    def _ask(
+    def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
     ) -> Tensor:
-        """One number per response token, from a model that is not being trained right now."""
+        """One number per response token, computed without a gradient."""
         device = self.policy.device
-        packs = pack(
-            merge_steps(trajectories),
-            self.max_tokens_per_pack,
-            prefix_sharing=self.prefix_sharing,
-            device=device,
-            supports=supports,
-        )
+        settings: dict[str, Any] = {"prefix_sharing": self.prefix_sharing, "device": device, "supports": supports}
+        packs = pack(merge_steps(trajectories), self.max_tokens_per_pack, **settings)
         count = sum(trajectory.num_response_tokens for trajectory in trajectories)
         return on_columns(packs, model, torch.empty(count, device=device))
 
@@ -280,14 +236,13 @@ class Learner:
 
     def _prepare(self, credited: Sequence[CreditedTrajectory], positions: Sequence[int]) -> MiniBatch:
         """Pack the trajectories at these positions. A trajectory stays on one rank, which holds its columns."""
-        everything = self.kl_coef > 0 or self.entropy_coef > 0
         chosen = [credited[position] for position in positions]
         return prepare(
             chosen,
             max_tokens=self.max_tokens_per_pack,
             device=self.policy.device,
             is_mine=lambda index: self.ranks.is_mine(positions[index]),
-            keep_idle=everything or self.critic is not None,
+            keep_idle=self._regularizes or self.critic is not None,
             prefix_sharing=self.prefix_sharing,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
         )
@@ -307,7 +262,7 @@ class Learner:
 
     def _optimize(self, batch: MiniBatch, tally: Tally) -> Outcome:
         """Take one optimizer step, unless loss or gradient is not finite or the policy has already moved too far."""
-        optimizers = self._stepping(batch)
+        optimizers = self._active_optimizers(batch)
         self.zero_grad()
         outputs, logprobs = [], []
         for part in batch.packs:
@@ -319,7 +274,7 @@ class Learner:
             self.ranks.sum_gradients(optimizer.parameters)
         norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
         own = Tally.of(outputs, tokens=sum(part.num_trained for part in batch.packs), norms=norms)
-        step = Tally.merged(self.ranks.gather(own))
+        step = Tally.merge(self.ranks.gather(own))
         if not step.is_finite:
             self._skip(batch, logprobs, {"loss": step.loss, **step.norms})
             return "nonfinite"
@@ -333,7 +288,7 @@ class Learner:
         return "taken"
 
     def _is_too_far(self, step: Tally) -> bool:
-        """Whether the KL of the next mini-batch, over all ranks, is above `target_kl`."""
+        """Whether the KL of this mini-batch, over all ranks, is above `target_kl`."""
         if self.target_kl is None or self.is_warming_up:
             return False
         if "approx_kl" not in step.sums:
@@ -344,27 +299,32 @@ class Learner:
     def optimizers(self) -> list[Optimizer]:
         return [self._optimizer, *([] if self._critic_optimizer is None else [self._critic_optimizer])]
 
-    def _stepping(self, batch: MiniBatch) -> dict[str, Optimizer]:
-        """Those that take a step now, by the name under which the norm of their gradient is reported."""
-        policy = {"grad_norm": self._optimizer} if self._moves_policy(batch) else {}
+    @property
+    def _regularizes(self) -> bool:
+        """Whether the loss has a term that does not depend on advantages."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
+
+    def _active_optimizers(self, batch: MiniBatch) -> dict[str, Optimizer]:
+        """The optimizers that take a step now, by the metric for the norm of their gradient.
+
+        The policy's is left out if there is nothing to learn from: Adam's momentum alone would move the weights.
+        """
+        is_shared = self.critic is not None and self.critic.critic.shared
+        moves_policy = (batch.has_advantages or is_shared or self._regularizes) and not self.is_warming_up
+        policy = {"grad_norm": self._optimizer} if moves_policy else {}
         critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}
         return policy | critic
 
-    def _moves_policy(self, batch: MiniBatch) -> bool:
-        """Whether the policy takes a step. Without anything to learn from, Adam's momentum alone would move it."""
-        is_shared = self.critic is not None and self.critic.critic.shared
-        learns = batch.has_advantages or is_shared or self.kl_coef > 0 or self.entropy_coef > 0
-        return learns and not self.is_warming_up
-
     def _pack_loss(self, part: Pack, batch: MiniBatch, *, critic_alone: bool) -> tuple[LossOutput, Tensor]:
-        """This pack's share of the loss of the optimizer step, and its log-probs for the post-mortem."""
+        """This pack's share of the loss, and its log-probs to find the culprit if it is not finite."""
         columns = batch.columns.at(part.columns_T)
         if critic_alone:
-            return self._value_loss(part, columns, None, batch.num_targets), columns.old_logprobs_R
+            assert self.critic is not None
+            return self.critic.loss(part, columns, None, batch.num_targets), columns.old_logprobs_R
         hidden_TD = self.policy.hidden(part)
         output, logprobs_T = self._policy_loss(part, columns, hidden_TD, batch)
         if self.critic is not None:
-            value = self._value_loss(part, columns, hidden_TD, batch.num_targets)
+            value = self.critic.loss(part, columns, hidden_TD, batch.num_targets)
             shares = value.shares | {"policy_loss": output.loss.detach()}
             output = replace(output, loss=output.loss + value.loss, shares=shares)
         return output, logprobs_T.detach()
@@ -384,7 +344,7 @@ class Learner:
             assert columns.reference_logprobs_R is not None
             assert self.kl_estimator is not None
             kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
-            # An estimate from what the sampler drew, so it is corrected like the loss. The entropy is no estimate.
+            # The KL is estimated from the sampler's tokens, so it is corrected like the loss. The entropy is exact.
             loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / batch.counts.tokens
             sums["kl_to_reference"] = kl_T.detach().sum()
         if columns.sampler_logprobs_R is not None:
@@ -392,23 +352,8 @@ class Learner:
             sums, maxima = sums | more, maxima | most
         return LossOutput(loss=loss, sums=sums, maxima=maxima), logprobs_T
 
-    def _value_loss(self, part: Pack, columns: Columns, hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
-        """Without the policy's hidden states the critic is trained alone: nothing that is the policy's may change."""
-        assert self.critic is not None
-        assert columns.values_R is not None
-        assert columns.targets_R is not None
-        error = value_loss(
-            self.critic.critic.values(part, hidden_TD, head_only=hidden_TD is None),
-            columns.values_R,
-            columns.targets_R,
-            num_targets=num_targets,
-            clip=self.critic.value_clip,
-        )
-        error = error / self.critic.critic.unit**2
-        return LossOutput(loss=self.critic.value_coef * error, shares={"value_loss": error.detach()})
-
     def _skip(self, batch: MiniBatch, logprobs: list[Tensor], seen: dict[str, float]) -> None:
-        """Leave the weights alone, count, and give up when it keeps happening."""
+        """Leave the weights alone and count. Raise after too many in a row."""
         self.zero_grad()
         self.nonfinite_updates += 1
         self._nonfinite_in_a_row += 1
@@ -416,23 +361,13 @@ class Learner:
             return
         found = [name for names in self.ranks.gather(culprits(batch, logprobs)) for name in names]
         names = found or batch.trajectory_names
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise TrainingError(
             f"{self._nonfinite_in_a_row} optimizer steps in a row were not finite "
-            f"({', '.join(f'{name} {value}' for name, value in seen.items())}); "
-            f"the weights are those of optimizer step {self.optimizer_steps}. Look at trajectories: "
-            f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}. "
-            "Their log-probs or advantages are not finite, or their gradient overflowed (try a lower lr)."
+            f"({', '.join(f'{name} {value}' for name, value in seen.items())}). Check trajectories "
+            f"{', '.join(names[:MAX_NAMED])}{more}, or try a lower lr. "
+            f"The weights are those of optimizer step {self.optimizer_steps}."
         )
-
-    def _note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
-        """Update the critic's statistics before training, so that the head keeps its unit during the update."""
-        if self.critic is not None:
-            targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-            self.critic.critic.note_targets(targets_R[targets_R.isfinite()])
-
-    def _critic_metrics(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
-        report = value_report(credited)
-        return report | {"critic_warming_up": float(self.is_warming_up)} if report else {}
 
     def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[MiniBatch]) -> dict[str, float]:
         """How the batch was laid out, on all ranks together; counts are per epoch."""

@@ -1,4 +1,4 @@
-"""What an update has to say for itself: sums, maxima and losses of packs, optimizer steps and ranks, added up."""
+"""Metrics of an update: sums and maxima over packs, ranks and optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,56 +15,50 @@ from agent_r1.learn.losses import LossOutput
 @dataclass(slots=True)
 class Tally:
     tokens: int = 0
-    steps: int = 0
-    loss: float = 0.0
+    steps: int = 0  # optimizer steps
     sums: dict[str, float] = field(default_factory=dict)  # over trained tokens
     maxima: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)  # over optimizer steps
-    norms: dict[str, float] = field(default_factory=dict)  # of gradients, of one optimizer step
+    norms: dict[str, float] = field(default_factory=dict)  # of the gradients of one optimizer step, over all ranks
     mismatch: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outputs: Iterable[LossOutput], *, tokens: int, norms: Mapping[str, Tensor]) -> Tally:
-        """One rank's share of one optimizer step; the gradient's norms are those of all ranks."""
-        reports = [
-            {"loss": {"": output.loss}, "sums": output.sums, "shares": output.shares, "maxima": output.maxima}
-            for output in outputs
-        ]
-        made = cls(tokens=tokens)
-        *packs, last = _read([*reports, {"norms": dict(norms)}])
-        for report in packs:
-            made.loss += report["loss"][""]
-            _add(made.sums, report["sums"])
-            _add(made.step_sums, report["shares"])
-            _raise(made.maxima, report["maxima"])
-        made.norms = last["norms"]
-        return made
+        """One rank's share of one optimizer step."""
+        tally = cls(tokens=tokens)
+        entries: list[tuple[dict[str, float], str, Tensor]] = []
+        for output in outputs:
+            entries += [(tally.sums, name, tensor) for name, tensor in output.sums.items()]
+            entries += [(tally.maxima, name, tensor) for name, tensor in output.maxima.items()]
+            entries += [(tally.step_sums, name, tensor) for name, tensor in output.shares.items()]
+            entries += [(tally.step_sums, "loss", output.loss)]
+        entries += [(tally.norms, name, tensor) for name, tensor in norms.items()]
+        numbers = _read([tensor for _, _, tensor in entries])
+        for (totals, name, _), number in zip(entries, numbers, strict=True):
+            (_raise if totals is tally.maxima else _add)(totals, {name: number})
+        return tally
 
     @classmethod
-    def merged(cls, shares: Sequence[Tally]) -> Tally:
-        """All ranks of one optimizer step."""
-        made = cls()
-        for share in shares:
-            made.tokens += share.tokens
-            made.loss += share.loss
-            _add(made.sums, share.sums)
-            _add(made.step_sums, share.step_sums)
-            _raise(made.maxima, share.maxima)
-            made.norms = share.norms
-        return made
+    def merge(cls, ranks: Sequence[Tally]) -> Tally:
+        """Join the shares of all ranks in one optimizer step."""
+        merged = cls(norms=ranks[0].norms)
+        for rank in ranks:
+            merged._include(rank)
+        return merged
 
     @property
     def is_finite(self) -> bool:
-        """Of one optimizer step: whether it may be taken."""
+        """Whether this optimizer step may be taken."""
         return all(map(math.isfinite, [self.loss, *self.norms.values()]))
+
+    @property
+    def loss(self) -> float:
+        return self.step_sums.get("loss", 0.0)
 
     def add_step(self, step: Tally) -> None:
         self.steps += 1
-        self.tokens += step.tokens
-        _add(self.sums, step.sums)
-        # 0: a policy that waits for its critic does not move
-        _add(self.step_sums, step.step_sums | {"loss": step.loss, "grad_norm": 0.0} | step.norms)
-        _raise(self.maxima, step.maxima)
+        self._include(step)
+        _add(self.step_sums, {"grad_norm": 0.0} | step.norms)  # 0 while the policy waits for its critic
         if self.steps == 1 and "approx_kl" in self.sums and "mismatch_kl" not in self.sums:
             # Nothing has been learned yet, so this is how far sampler and learner disagree about the same weights.
             self.mismatch = {
@@ -79,24 +73,27 @@ class Tally:
         step_means = {name: total / self.steps for name, total in self.step_sums.items()}
         return step_means | means | self.maxima | self.mismatch
 
+    def _include(self, other: Tally) -> None:
+        self.tokens += other.tokens
+        _add(self.sums, other.sums)
+        _add(self.step_sums, other.step_sums)
+        _raise(self.maxima, other.maxima)
 
-def _add(totals: dict[str, float], values: dict[str, float]) -> None:
+
+def _add(totals: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0.0) + value
 
 
-def _raise(maxima: dict[str, float], values: dict[str, float]) -> None:
+def _raise(maxima: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         maxima[name] = max(maxima.get(name, -math.inf), value)
 
 
-Report = dict[str, dict[str, Tensor]]
-
-
-def _read(reports: Sequence[Report]) -> list[dict[str, dict[str, float]]]:
-    """All tensors as numbers, with one copy from the device: each one waits until the device has done all its work."""
-    tensors = [tensor for report in reports for values in report.values() for tensor in values.values()]
+def _read(tensors: Sequence[Tensor]) -> list[float]:
+    """Convert to numbers with a single copy from the device, because each copy waits for all its pending work."""
+    if not tensors:
+        return []
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    flat = [tensor.detach().to(device, torch.float64) for tensor in tensors]
-    numbers = iter(torch.stack(flat).tolist() if flat else [])
-    return [{kind: {name: next(numbers) for name in values} for kind, values in report.items()} for report in reports]
+    numbers: list[float] = torch.stack([tensor.detach().to(device, torch.float64) for tensor in tensors]).tolist()
+    return numbers

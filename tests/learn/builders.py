@@ -23,9 +23,8 @@ from transformers import (
 from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm, trainable
 from agent_r1.learn.batch.minibatch import on_columns
 from agent_r1.learn.batch.packs import merge_steps, pack, step_sizes
-from agent_r1.learn.learner import CriticTraining
 from agent_r1.learn.losses import Correction
-from agent_r1.learn.model.critic import Critic
+from agent_r1.learn.model.critic import Critic, CriticTraining
 from agent_r1.learn.rewards import KLInReward
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agent_r1.compiling import repeated_layers
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
-from agent_r1.learn.model import attention, flash
-from agent_r1.learn.model.attention import packed_attention_for, segments, varlen
+from agent_r1.learn.model import flash, packed_attention
 from agent_r1.learn.model.flash import flash_runs, flash_runs_backward
+from agent_r1.learn.model.packed_attention import packed_attention_for, segments, varlen
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
 from tests.learn.plain_kernels import PlainKernels
@@ -80,7 +80,7 @@ def computed(kernel: Any, tensors: list[Tensor], layout: PackLayout, window: int
 @pytest.fixture
 def in_single_precision(kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
     """Which the stand-ins can do and the real ones cannot."""
-    monkeypatch.setattr(attention, "_FLASH_DTYPES", (torch.float32,))
+    monkeypatch.setattr(packed_attention, "_FLASH_DTYPES", (torch.float32,))
     return kernels
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from agent_r1.errors import ConfigError
 from agent_r1.learn import PolicyModel
 from agent_r1.learn.batch.packs import merge_steps, pack
-from agent_r1.learn.model.lora import LoRA
-from agent_r1.learn.model.memory import (
+from agent_r1.learn.memory import (
     Fixed,
     Measured,
     check_fits,
@@ -28,6 +27,7 @@ from agent_r1.learn.model.memory import (
     size_of,
     synthetic_batch,
 )
+from agent_r1.learn.model.lora import LoRA
 from tests.learn.builders import VOCABULARY, learner_for, tiny_model
 
 FIXED = Fixed(weights=2**30, gradients=2**30, optimizer=2**31, reference=0, critic=0)

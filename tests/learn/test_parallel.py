@@ -101,4 +101,4 @@ def test_what_one_rank_cannot_train_on_all_ranks_skip_and_name(runs: Any) -> Non
         assert [update["skipped_updates"] for update in poisoned["metrics"]] == [1, 1]
         assert all(math.isnan(update["loss"]) for update in poisoned["metrics"])
         assert "3 optimizer steps in a row were not finite" in poisoned["error"]
-        assert f"Look at trajectories: {poisoned['name']}. " in poisoned["error"]
+        assert f"trajectories {poisoned['name']}, or" in poisoned["error"]

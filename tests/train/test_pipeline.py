@@ -29,7 +29,7 @@ from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import Outcome, run_training
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn.learner import CriticTraining
+from agent_r1.learn.model.critic import CriticTraining
 from agent_r1.runs.records import read_trajectories, trajectory_to_json
 from agent_r1.runs.run_dir import RunDir, latest_checkpoint, list_checkpoints
 from agent_r1.train.checkpoint import load_state

@@ -6,7 +6,7 @@ states and its gradient also shapes the policy's body. Knows packs and models; k
 With `normalize_returns` the head predicts in units of the targets seen so far: V = mean + std * head. The size of the
 value loss and of the head's weights then does not depend on the unit of the rewards.
 
-Shape suffixes: T = trained tokens of a pack, D = hidden size.
+Shape suffixes: T = trained tokens of a pack, D = hidden size, N = any set of numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
+from agent_r1.learn.batch.minibatch import Columns
 from agent_r1.learn.batch.packs import Pack, column, column_with_gaps
+from agent_r1.learn.losses import LossOutput, value_loss
 from agent_r1.learn.model.policy import PolicyModel
+from agent_r1.learn.optimizer import Schedule
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
 
-SMALLEST_STD = 1e-6  # of value targets that differ by more than rounding
+MIN_STD = 1e-6  # smaller differences between value targets are rounding
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ class RunningMoments:
     def std(self) -> float:
         """Standard deviation of the targets; 1 while they are all equal."""
         std = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return std if std > SMALLEST_STD else 1.0
+        return std if std > MIN_STD else 1.0
 
 
 class Critic:
@@ -56,18 +59,18 @@ class Critic:
         self.returns = RunningMoments() if normalize_returns else None
         self.backbone = policy if shared else policy.copy()
         self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
-        nn.init.zeros_(self.head.weight)  # it knows nothing yet: V = 0 everywhere, not noise
+        nn.init.zeros_(self.head.weight)  # start with V = 0 everywhere, not with noise
         nn.init.zeros_(self.head.bias)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are its own."""
+        """The parameters it does not share with the policy."""
         return [*self.head.parameters(), *([] if self.shared else self.backbone.body_parameters())]
 
     def values(self, pack: Pack, policy_hidden_TD: Tensor | None = None, *, head_only: bool = False) -> Tensor:
-        """[T] in fp32, in units of returns. A shared critic reads `policy_hidden_TD` if the pass was made already.
+        """[T] in fp32, in units of returns. A shared critic reuses `policy_hidden_TD` if given.
 
-        `head_only` keeps the gradient out of a shared body: that one belongs to the policy.
+        `head_only` keeps the gradient out of a shared body, which belongs to the policy.
         """
         body_learns = torch.is_grad_enabled() and not (head_only and self.shared)
         with torch.set_grad_enabled(body_learns):
@@ -82,8 +85,8 @@ class Critic:
 
     @torch.no_grad()
     def note_targets(self, targets_N: Tensor) -> None:
-        """Update mean and std with these targets. The head is rescaled so that no value changes (PopArt,
-        arXiv:1602.07714), because a value clip compares with earlier values."""
+        """Update mean and std with these targets, and rescale the head so that no value changes (PopArt,
+        arXiv:1602.07714): a value clip compares with earlier values."""
         if self.returns is None:
             return
         mean, std = self.returns.mean, self.returns.std
@@ -110,11 +113,41 @@ class Critic:
             self.backbone.load_weights(state["backbone"])
 
 
-def with_last_state(trajectory: Trajectory) -> Trajectory:
-    """A truncated trajectory plus one step for the state it would have gone on from, if that is known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticTraining:
+    """How a critic is trained."""
 
-    The step's single token is never trained on; the critic's value before it is what a truncated return is completed
-    with.
+    critic: Critic
+    lr: float
+    value_clip: float | None  # how far from its old value a new one may help; None: no clip
+    value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
+    warmup_updates: int  # updates in which the critic alone is trained
+    schedule: Schedule | None = None  # of its learning rate; None: the learner's
+
+    def note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
+        """Update the critic's statistics before training, so that the head keeps its unit during the update."""
+        targets_R = column_with_gaps([item.value_targets or [] for item in credited])
+        self.critic.note_targets(targets_R[targets_R.isfinite()])
+
+    def loss(self, pack: Pack, columns: Columns, policy_hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
+        """This pack's share of the value loss. Without the policy's hidden states, the policy gets no gradient."""
+        assert columns.values_R is not None
+        assert columns.targets_R is not None
+        error = value_loss(
+            self.critic.values(pack, policy_hidden_TD, head_only=policy_hidden_TD is None),
+            columns.values_R,
+            columns.targets_R,
+            num_targets=num_targets,
+            clip=self.value_clip,
+        )
+        error = error / self.critic.unit**2
+        return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
+
+
+def with_last_state(trajectory: Trajectory) -> Trajectory:
+    """Add a step for the state a truncated trajectory would have continued from, if known.
+
+    Its single token is never trained on; the critic's value before it completes the truncated return.
     """
     if not (trajectory.stop.is_truncated and trajectory.next_prompt_ids):
         return trajectory
@@ -137,8 +170,8 @@ def value_report(credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
 
 
 def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
-    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows the mean alone. 0 where all
-    targets are equal, since there is nothing to explain."""
+    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that predicts the mean. 0 if all targets are
+    equal."""
     if targets_N.numel() < 2:
         return 0.0
     values_N, targets_N = values_N.double(), targets_N.double()

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout
-from agent_r1.learn.model.attention import use_packed_attention
 from agent_r1.learn.model.head import OUTSIDE, HeadSettings, narrow, token_logprobs
 from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler
 from agent_r1.learn.model.lora import Adapters, LoRA
+from agent_r1.learn.model.packed_attention import use_packed_attention
 
 # The most logits that may exist at once (256 MiB in fp32). With a vocabulary of 150k that is 447 tokens at a time.
 MAX_LOGITS = 2**26
