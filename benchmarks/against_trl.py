@@ -24,7 +24,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers.utils import logging
 
-from agent_r1.bench.models import TINY, make_network, make_tokenizer
+from agent_r1.bench.models import TINY, make_tokenizer
 from agent_r1.learn import get_algorithm
 from agent_r1.learn.losses import Correction, KLEstimator
 from benchmarks.parity import (
@@ -92,7 +92,7 @@ def rollout(prompts: Sequence[Any], trainer: FromCase) -> dict[str, Any]:
 def model_folder() -> str:
     """TRL loads the reference model from where the model is from."""
     folder = tempfile.TemporaryDirectory()
-    make_network(TINY, dtype=torch.float32, device=torch.device("cpu")).save_pretrained(folder.name)
+    TINY.model().network(dtype=torch.float32, device=torch.device("cpu")).save_pretrained(folder.name)
     make_tokenizer(TINY.vocabulary).save_pretrained(folder.name)
     KEPT.append(folder)
     return folder.name

@@ -1,4 +1,4 @@
-"""Where and on what a benchmark ran; goes into every result file."""
+"""The machine and the versions a benchmark ran with; stored in every result file."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    # A copy that travelled without its history is told by whoever sent it.
-    return os.environ.get("AGENT_R1_COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    # Set AGENT_R1_COMMIT for a copy of the repository without its history.
+    return os.environ.get("AGENT_R1_COMMIT") or _git("rev-parse", "--short=12", "HEAD") or "unknown"
 
 
 def changed_files() -> int | None:
-    """Since the commit; None where the copy has no history to compare with."""
+    """Number of files changed since the commit; None for a copy without its history."""
     if os.environ.get("AGENT_R1_COMMIT"):
         return None
-    return len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines())
+    return len(_git("status", "--porcelain", "--untracked-files=no").splitlines())
 
 
 def processor() -> str:
@@ -53,29 +53,23 @@ def pick_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {name!r}: choose auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here")
-    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+        raise ConfigError("--device cuda: torch finds no CUDA device")
+    cuda = name != "cpu" and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def accelerator(device: torch.device) -> str:
-    """What computed, by name: results of the same name compare."""
+    """Name of the GPU or processor; only results with the same name are compared."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def slug(name: str) -> str:
-    """Fit for a file name: NVIDIA H200 -> nvidia-h200."""
+    """Make a name fit for a file name: NVIDIA H200 -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def checkout() -> Path | None:
-    """The root of the repository this package runs from, or None where it was installed elsewhere."""
-    root = HERE.parents[1]
-    return root if (root / "benchmarks" / "machine.py").is_file() else None
-
-
-def _output(*words: str) -> str:
+def _git(*words: str) -> str:
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
-    except FileNotFoundError:  # no git here
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
+    except FileNotFoundError:  # git is not installed
         return ""

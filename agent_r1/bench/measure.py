@@ -1,11 +1,10 @@
-"""Clocks and yardsticks: timed calls, memory, and what this device copies and multiplies per second."""
+"""Clocks and yardsticks: timed calls, memory, and what the hardware could do at best."""
 
 from __future__ import annotations
 
 import gc
-import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,26 +20,28 @@ def synchronize(device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """What one call took."""
+class Cost:
+    """Time and memory of one call."""
 
     seconds: float
-    added_bytes: int  # the most it had allocated on the GPU beyond what was there before; 0 on a CPU
+    added_bytes: int  # peak GPU memory above the level before the call; 0 on a CPU
 
 
-def spend(work: Callable[[], object], device: torch.device) -> Spent:
+def measure(work: Callable[[], object], device: torch.device) -> Cost:
+    cuda = device.type == "cuda"
     synchronize(device)
-    before = _reset_peak(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if cuda else 0
     began = time.perf_counter()
     work()
     synchronize(device)
     seconds = time.perf_counter() - began
-    added = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    return Spent(seconds=seconds, added_bytes=added)
+    return Cost(seconds, torch.cuda.max_memory_allocated(device) - before if cuda else 0)
 
 
 def alternate(sides: Mapping[str, Callable[[], Result]], repeats: int) -> list[dict[str, Result]]:
-    """All sides in each repeat, each repeat beginning with the next one, so that another load hits all of them."""
+    """Run all sides in each repeat, rotating which goes first, so that a background load affects all of them."""
     names = list(sides)
     results = []
     for repeat in range(repeats):
@@ -51,52 +52,56 @@ def alternate(sides: Mapping[str, Callable[[], Result]], repeats: int) -> list[d
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more, so that one benchmark does not crowd the next."""
-    gc.unfreeze()  # what was set aside for a benchmark that is over is no longer needed either
+    """Release unreferenced memory before the next benchmark."""
+    gc.unfreeze()  # objects frozen for a benchmark that has ended
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def allocated_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def resident_bytes() -> int:
-    """Of this process, now."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def copy_bytes_per_second(device: torch.device) -> float:
-    """Bytes read plus bytes written by a copy within the device's memory, several times the size of its caches."""
+    """Bytes read plus bytes written by a copy within the device's memory, much larger than its caches."""
     size, calls = (2 * GIB, 20) if device.type == "cuda" else (GIB // 8, 3)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = _per_call(lambda: target.copy_(source), calls, device)
-    return 2 * size / seconds
+    return 2 * size / _seconds_per_call(lambda: target.copy_(source), calls, device)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of a large square product of random matrices: zeros would draw less power, and run faster."""
+    """FLOPs per second of a large square product of random matrices; zeros would draw less power and run faster."""
     side, calls = (8192, 20) if device.type == "cuda" else (512, 3)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / _per_call(lambda: left @ right, calls, device)
+    return 2 * side**3 / _seconds_per_call(lambda: left @ right, calls, device)
 
 
-def _per_call(work: Callable[[], object], calls: int, device: torch.device) -> float:
+def _seconds_per_call(work: Callable[[], object], calls: int, device: torch.device) -> float:
     for _ in range(3):
         work()
 
-    def several() -> None:
+    def repeat() -> None:
         for _ in range(calls):
             work()
 
-    return spend(several, device).seconds / calls
+    return measure(repeat, device).seconds / calls
 
 
-def _reset_peak(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+def floor_tokens_per_second(
+    *, sequences: int, context: float, weight_bytes: int, kv_bytes_per_token: int, bytes_per_second: float
+) -> float:
+    """Decoding speed if a step only read the weights and every sequence's keys and values once."""
+    step_bytes = weight_bytes + sequences * context * kv_bytes_per_token
+    return sequences * bytes_per_second / step_bytes
+
+
+def training_flops(
+    lengths: Iterable[int], *, trained: int, body_parameters: int, head_parameters: int, attention_width: int
+) -> float:
+    """FLOPs that one forward and backward pass over sequences of these lengths needs.
+
+    2 FLOPs per weight and token forward and 4 backward; the output head only where a token is trained. Attention: a
+    causal sequence of L tokens has L(L+1)/2 pairs of a query and a key, each with 4 FLOPs (score and sum) per unit of
+    `attention_width` (layers x heads x head size) forward, and twice that backward.
+    """
+    sizes = list(lengths)
+    pairs = sum(length * (length + 1) // 2 for length in sizes)
+    return 6.0 * (body_parameters * sum(sizes) + head_parameters * trained) + 12.0 * attention_width * pairs

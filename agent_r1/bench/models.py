@@ -1,14 +1,15 @@
-"""What is benchmarked: a Llama made from its shape alone, with random weights, and a tokenizer that fits any shape.
+"""The models that are measured, with random weights, and a tokenizer that fits any of them.
 
-Speed does not depend on what weights say, so nothing is downloaded. The end-of-text token lies beyond the model's
-vocabulary: it can never be sampled, so every response has exactly the length it is given, on every side of a
-comparison, while each side still looks for it.
+Speed does not depend on the weights, so none are downloaded. The end-of-text token lies beyond the model's vocabulary:
+it cannot be sampled, so every response has exactly the requested length, while both sides of a comparison still look
+for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from itertools import islice, product
 from string import ascii_lowercase
 from typing import Any
@@ -18,9 +19,11 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token, key_value_shape
 from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.errors import ConfigError
 from agent_r1.tokens.rendering import FORGETFUL
 
 PAD, TURN_START, TURN_END, NEVER = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|never|>"
@@ -33,9 +36,69 @@ TEMPLATE = (
 )
 
 
+class BenchModel:
+    """A causal LM with random weights, and the sizes that set its cost."""
+
+    def __init__(self, config: Any, settings: dict[str, Any]) -> None:
+        self.config = config
+        self.settings = settings  # identify the model in a row of results
+
+    @classmethod
+    def load(cls, path: str) -> BenchModel:
+        """The architecture and sizes of a model directory or hub name; only its config.json is read."""
+        try:
+            config = AutoConfig.from_pretrained(path).get_text_config()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--model {path}: cannot read its configuration: {error}") from error
+        return cls(config, {"model": path})
+
+    @property
+    def vocabulary(self) -> int:
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def attention_width(self) -> int:
+        """Multiply-adds for one pair of query and key, over all layers."""
+        size: int = (
+            self.config.num_hidden_layers * self.config.num_attention_heads * key_value_shape(self.config)["size"]
+        )
+        return size
+
+    @property
+    def head_parameters(self) -> int:
+        size: int = self.config.vocab_size * self.config.hidden_size
+        return size
+
+    @property
+    def body_parameters(self) -> int:
+        """Weights that every token is multiplied with. Looking up an embedding is not a multiplication."""
+        matrices: list[int] = [p.numel() for p in self._empty.base_model.parameters() if p.ndim > 1]
+        return sum(matrices) - self.head_parameters
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self._empty.parameters())
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return bytes_per_token(self.config, dtype)
+
+    def network(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+        """Equal seeds give equal weights; the caller's random state is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # A network's attention is set in its configuration, so each needs its own.
+            return cast_weights(AutoModelForCausalLM.from_config(deepcopy(self.config)), dtype).to(device)
+
+    @cached_property
+    def _empty(self) -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Of a Llama with tied embeddings."""
+class LlamaShape:
+    """Sizes of a Llama with tied embeddings."""
 
     layers: int
     hidden: int
@@ -45,57 +108,32 @@ class Shape:
     vocabulary: int
     positions: int
 
-    @property
-    def attention_width(self) -> int:
-        """What a pair of a query and a key costs, over all layers, in multiply-adds."""
-        return self.layers * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        return self.vocabulary * self.hidden
-
-    @property
-    def body_parameters(self) -> int:
-        """Those every token is multiplied with. Looking an embedding up is no multiplication."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * (self.hidden // self.heads) * self.kv_heads
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def parameters(self) -> int:
-        norms = (2 * self.layers + 1) * self.hidden
-        return self.body_parameters + self.head_parameters + norms
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * dtype.itemsize
+    def model(self) -> BenchModel:
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=make_tokenizer(self.vocabulary).pad_token_id,
+        )
+        return BenchModel(config, {"shape": asdict(self)})
 
 
-SMOLLM2_135M = Shape(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, vocabulary=49_152, positions=8_192)
-TINY = Shape(layers=2, hidden=48, intermediate=96, heads=3, kv_heads=1, vocabulary=320, positions=1_024)
-
-
-def make_network(shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """The same weights for the same shape and seed."""
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=make_tokenizer(shape.vocabulary).pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the random numbers they had
-        torch.manual_seed(seed)
-        return cast_weights(LlamaForCausalLM(config), dtype).to(device)
+SMOLLM2_135M = LlamaShape(
+    layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, vocabulary=49_152, positions=8_192
+)
+TINY = LlamaShape(layers=2, hidden=48, intermediate=96, heads=3, kv_heads=1, vocabulary=320, positions=1_024)
 
 
 @cache
 def make_tokenizer(vocabulary: int) -> Any:
-    """Text is bytes, one token each; the other ids only ever come from a model, and read as four letters."""
+    """Text is bytes, one token each; the remaining ids decode to four letters."""
     bare = Tokenizer(BPE(vocab=dict(_words(vocabulary)), merges=[]))
     bare.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     bare.decoder = ByteLevelDecoder()
@@ -111,7 +149,7 @@ def make_tokenizer(vocabulary: int) -> Any:
 
 
 def _words(vocabulary: int) -> list[tuple[str, int]]:
-    """Everything but `NEVER`, whose id is then the first that the model does not have."""
+    """Every token except `NEVER`, which gets the first id beyond the model's vocabulary."""
     alphabet = sorted(ByteLevel.alphabet())
     control = [PAD, TURN_START, TURN_END]
     fillers = islice(product(ascii_lowercase, repeat=4), vocabulary - len(alphabet) - len(control))

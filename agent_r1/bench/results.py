@@ -1,22 +1,21 @@
-"""Results of benchmarks: rows in a JSON file per command and accelerator, read back to be compared and shown.
+"""Benchmark results: rows in one JSON file per benchmark and accelerator, compared with later runs.
 
-A row is one line of a table. It carries the settings it was measured with, and compares only with a stored row of the
-same name, settings and accelerator. Running part of a benchmark replaces the rows it measured and keeps the others, so
-every row also says which commit it is from.
+A row is one line of a table. It carries the settings it was measured with, and is compared only with a stored row of
+the same name, settings and accelerator. Running some groups of a benchmark replaces their rows and keeps the others, so
+every row also carries its commit.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from agent_r1.bench.arithmetic import medians
 from agent_r1.data.files import read_json
 from agent_r1.errors import DataError
 
@@ -29,7 +28,7 @@ class Row:
     settings: Mapping[str, Any]
     headline: str  # the figure to compare by
     repeats: Sequence[Figures]
-    once: Figures = field(default_factory=dict)  # figures with no repeats: start-up times, yardsticks
+    once: Figures = field(default_factory=dict)  # figures that are not repeated: start-up times, yardsticks
     commit: str = "unknown"
 
     @property
@@ -38,15 +37,19 @@ class Row:
 
     @property
     def figures(self) -> Figures:
-        """Medians, and what was measured once."""
-        return (medians(self.repeats) if self.repeats else {}) | self.once
+        """The median of each figure over the repeats, and what was measured once.
+
+        A ratio's median is that of the ratios within repeats.
+        """
+        names = self.repeats[0] if self.repeats else {}
+        return {name: median(repeat[name] for repeat in self.repeats) for name in names} | self.once
 
     @property
     def value(self) -> float:
         return self.figures[self.headline]
 
     def speed_against(self, other: Row) -> float | None:
-        """How many times as good as another measurement of the same; None when the two do not compare."""
+        """How many times as good as another measurement of the same; None if the two cannot be compared."""
         if (self.name, dict(self.settings), self.headline) != (other.name, dict(other.settings), other.headline):
             return None
         if not self.value or not other.value:
@@ -56,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """One file."""
+    """One result file."""
 
     command: str
     machine: Mapping[str, Any]
@@ -71,7 +74,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results | None:
-        """None where nothing is stored."""
+        """None if there is no such file."""
         if not path.exists():
             return None
         try:
@@ -79,34 +82,33 @@ class Results:
             rows = [Row(**{key: value for key, value in row.items() if key != "figures"}) for row in tree.pop("rows")]
             command, accelerator = tree.pop("command"), tree.pop("accelerator")
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} does not hold results of agent-r1 bench: {error!r}. Move it away") from error
+            raise DataError(f"{path} is not a file of benchmark results: {error!r}. Move it away") from error
         return cls(command=command, accelerator=accelerator, machine=tree, rows=rows)
 
     def merged_over(self, stored: Results | None) -> Results:
-        """These rows, and the stored ones of groups that were not measured now, in the order they were stored."""
+        """These rows, and the stored rows of other groups, in the stored order."""
         if stored is None:
             return self
-        groups = {row.group for row in self.rows}
-        kept = {row.group: None for row in stored.rows}
-        order = [*kept, *(group for group in dict.fromkeys(row.group for row in self.rows) if group not in kept)]
-        rows = [row for group in order for row in (self if group in groups else stored).rows if row.group == group]
+        measured = {row.group for row in self.rows}
+        groups = dict.fromkeys(row.group for row in (*stored.rows, *self.rows))
+        rows = [row for group in groups for row in (self if group in measured else stored).rows if row.group == group]
         return Results(command=self.command, machine=self.machine, accelerator=self.accelerator, rows=rows)
 
 
 def comparison(rows: Iterable[Row], stored: Results | None) -> dict[str, float]:
-    """By row name: how many times as good as the stored one, for rows that have one."""
+    """By row name: how many times as good as the stored row, for rows that have one."""
     before = {row.name: row for row in stored.rows} if stored is not None else {}
     found = {row.name: row.speed_against(before[row.name]) for row in rows if row.name in before}
     return {name: speed for name, speed in found.items() if speed is not None}
 
 
 def as_tables(rows: Sequence[Row], against: Mapping[str, float]) -> list[Table]:
-    """For the terminal: one table per group."""
+    """One table per group, for the terminal."""
     tables = []
     for group in dict.fromkeys(row.group for row in rows):
-        head, *lines = _grid(rows, group, against)
+        header, *lines = grid(rows, group, against)
         table = Table(title=group, title_justify="left")
-        for column, name in enumerate(head):
+        for column, name in enumerate(header):
             table.add_column(name, justify="right" if column else "left")
         for line in lines:
             table.add_row(*line)
@@ -114,61 +116,25 @@ def as_tables(rows: Sequence[Row], against: Mapping[str, float]) -> list[Table]:
     return tables
 
 
-def as_markdown(rows: Sequence[Row], group: str) -> str:
-    """For a page: the table of one group."""
-    head, *lines = _grid(rows, group, {})
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *lines))
-
-
-def setting(results: Results) -> str:
-    """For a page: where the rows are from."""
-    machine = results.machine
-    commits = ", ".join(dict.fromkeys(row.commit for row in results.rows))
-    return (
-        f"{results.accelerator}, torch {machine['torch']}, transformers {machine['transformers']}, Python "
-        f"{machine['python']}; commit {commits}; medians of {max(len(row.repeats) for row in results.rows)}."
-    )
-
-
-MARKED = re.compile(r"(<!-- (bench_\S+\.json) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-
-
-def fill_in(page: str, folder: Path) -> str:
-    """The page with stored results between its markers: a line `<!-- FILE GROUP -->`, and after it `<!-- end -->`.
-
-    GROUP is a group of rows, or `setting` for where they are from.
-    """
-
-    def filled(match: re.Match[str]) -> str:
-        before, file, group, _, after = match.groups()
-        results = Results.read(folder / file)
-        if results is None:
-            raise DataError(f"the page wants rows of {file}, which is not in {folder}")
-        part = setting(results) if group == "setting" else as_markdown(results.rows, group)
-        return f"{before}{part}\n{after}"
-
-    return MARKED.sub(filled, page)
-
-
-def _grid(rows: Sequence[Row], group: str, against: Mapping[str, float]) -> list[list[str]]:
-    """The cells of a table, head first. The longer of rows and figures runs downwards: a table grows in length."""
+def grid(rows: Sequence[Row], group: str, against: Mapping[str, float]) -> list[list[str]]:
+    """The cells of a table, header first. The longer of rows and figures runs downwards."""
     members = [row for row in rows if row.group == group]
     if not members:
-        raise DataError(f"no row of group {group!r}; there are {sorted({row.group for row in rows})}")
+        raise DataError(f"there is no group {group!r} of rows; groups: {sorted({row.group for row in rows})}")
     names = list(dict.fromkeys(name for row in members for name in row.figures))
     lines = [["", *(row.name.partition("/")[2] for row in members)]]
-    lines += [[name.replace("_", " "), *(_shown(name, row.figures.get(name)) for row in members)] for name in names]
+    lines += [[name.replace("_", " "), *(_format(name, row.figures.get(name)) for row in members)] for name in names]
     if against:
         compared = [against.get(row.name) for row in members]
         lines.append(["vs stored", *("" if speed is None else f"{speed:.2f}x" for speed in compared)])
     return lines if len(names) > len(members) else [list(column) for column in zip(*lines, strict=True)]
 
 
-def _shown(name: str, value: float | None) -> str:
-    """By what the name ends with: shares in percent, ratios with an x, large numbers without decimals."""
+def _format(name: str, value: float | None) -> str:
+    """By the end of the name: shares in percent, ratios with an x. Large numbers get no decimals."""
     if value is None:
         return ""
-    if name.endswith("share") or name.endswith("mfu"):
+    if name.endswith(("share", "mfu")):
         return f"{value:.1%}"
     if name.endswith("ratio"):
         return f"{value:.2f}x"

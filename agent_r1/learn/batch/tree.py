@@ -36,7 +36,7 @@ PrefixSharing = Literal["auto", "on", "off"]
 # Joining segments saves rows in every layer, and pays by gathering keys and values in every attention. How many times
 # fewer rows it has to leave to be a gain, by type of device. CPU: forward and backward on one x86 core, models of width
 # 64 and 256, groups of 2 and 8 segments of 128 and 512 tokens: 1.02 tends to lose, 1.05 is about even, 1.15 gained
-# at least 5 % everywhere. CUDA: `agent-r1 bench learner --only sharing` on an H200, 16 groups of 8, a model of 135M:
+# at least 5 % everywhere. CUDA: `python -m benchmarks.speed learner --only sharing`, H200, 16 groups of 8, 135M model:
 # even at 1.12, 3 % gained at 1.21.
 BREAK_EVEN = {"cpu": 1.15, "cuda": 1.2}
 

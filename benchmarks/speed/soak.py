@@ -1,10 +1,11 @@
-"""Thousands of short episodes with failing tools and cancelled requests: what they leave behind must be nothing."""
+"""Thousands of short episodes with failing tools and cancelled requests, which must leave nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from agent_r1.bench.episodes import AnsweringEnv, Workload, episode_seed, make_collector
-from agent_r1.bench.measure import allocated_bytes, resident_bytes
 from agent_r1.bench.results import Figures
+from agent_r1.bench.workload import AnsweringEnv, Workload, episode_seed, make_collector
 from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.types import Action, StopReason, Transition
@@ -24,21 +24,21 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soak:
-    rounds: int  # the first is for warming up: what it allocates is there to stay
+    rounds: int  # the first warms up: what it allocates stays
     episodes: int  # per round
-    impatient: int  # requests per round that are cancelled some time after they were made
+    impatient: int  # requests per round that are cancelled a little later
     at_once: int
     response_tokens: int = 8
     tool_error_share: float = 0.1
 
     def run(self, engine: LocalEngine, vocabulary: int, device: torch.device) -> Figures:
-        """Over all rounds: what ended how, and how much more there is of everything than after the first round."""
+        """How episodes and requests of all rounds ended, and what has grown since the first round."""
         ended: Counter[str] = Counter()
-        first = left = self._left(engine, device)
+        first = left = _usage(engine, device)
         for number in range(self.rounds):
-            with _tool_errors_unlogged():
+            with _mute_tool_errors():
                 ended += asyncio.run(self._round(engine, vocabulary, number))
-            left = self._left(engine, device)
+            left = _usage(engine, device)
             first = left if number == 0 else first
         return {
             "episodes": float(self.rounds * self.episodes),
@@ -72,17 +72,9 @@ class Soak:
         outcomes = Counter(await asyncio.gather(*impatient))
         return outcomes + Counter(str(each.stop) for group in await played for each in group.trajectories)
 
-    def _left(self, engine: LocalEngine, device: torch.device) -> Figures:
-        return {
-            "resident_mib": resident_bytes() / MIB,
-            "gpu_mib": allocated_bytes(device) / MIB,
-            "free_blocks": float(engine.free_blocks),
-            "pending_requests": float(engine.num_requests),
-        }
-
 
 class FailingEnv(AnsweringEnv):
-    """One of its tools raises, in a given share of the episodes."""
+    """A tool raises, in a given share of the episodes."""
 
     def __init__(self, workload: Workload, answer: str, *, share: float) -> None:
         super().__init__(workload, answer)
@@ -96,8 +88,8 @@ class FailingEnv(AnsweringEnv):
 
 
 @contextmanager
-def _tool_errors_unlogged() -> Iterator[None]:
-    """They are meant; hundreds of tracebacks would hide one that is not."""
+def _mute_tool_errors() -> Iterator[None]:
+    """Hundreds of expected tracebacks would hide an unexpected one."""
     logger = logging.getLogger("agent_r1.rollout.collect")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -108,7 +100,7 @@ def _tool_errors_unlogged() -> Iterator[None]:
 
 
 async def _impatient(engine: LocalEngine, vocabulary: int, patience: float, index: int) -> str:
-    """A request that is cancelled after up to 50 ms, unless it was answered by then."""
+    """A request that is cancelled after up to 50 ms, unless it is answered by then."""
     prompt = [(index * 31 + position) % vocabulary for position in range(24)]
     session = f"impatient-{index}"
     try:
@@ -120,3 +112,14 @@ async def _impatient(engine: LocalEngine, vocabulary: int, patience: float, inde
     finally:
         engine.release(session)
     return "completed"
+
+
+def _usage(engine: LocalEngine, device: torch.device) -> Figures:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident_bytes = int(file.read().split()[1]) * resource.getpagesize()
+    return {
+        "resident_mib": resident_bytes / MIB,
+        "gpu_mib": torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0.0,
+        "free_blocks": float(engine.free_blocks),
+        "pending_requests": float(engine.num_requests),
+    }

@@ -1,7 +1,7 @@
 """Multi-step tool episodes of exactly known lengths, played through the real collector, flow and renderer.
 
-Random weights never call a tool, so here every response counts as a call and gets an answer. Prompts, responses and
-answers have the lengths a `Workload` says, template included.
+Random weights never call a tool, so every response counts as a call and gets an answer. Prompts, responses and answers
+have the lengths that a `Workload` sets, chat template included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Group, Observation, TaskRow, Transition
 
-# What the template writes around an answer: the end of the response before it, and the head of the next one.
+# What the template writes around an answer: the end of the last response, and the start of the next one.
 ANSWER_FRAME = f"{TURN_END}\n{TURN_START}tool\n", f"{TURN_END}\n{TURN_START}assistant\n"
 PROMPT_FRAME = f"{TURN_START}user\n{TURN_END}\n{TURN_START}assistant\n"
 
@@ -37,7 +37,7 @@ class Workload:
     prompt_tokens: int
     response_tokens: int
     observation_tokens: int
-    tool_seconds: float = 0.0  # mean; drawn from half of it to one and a half, so that episodes do not march in step
+    tool_seconds: float = 0.0  # mean; drawn from 0.5 to 1.5 times that, so that episodes do not run in lockstep
 
     @property
     def episodes(self) -> int:
@@ -49,21 +49,21 @@ class Workload:
 
     @property
     def episode_tokens(self) -> int:
-        """Of a whole episode: its last prompt and response."""
+        """Tokens of a whole episode: its last prompt and response."""
         return self.prompt_tokens + self.steps * self.response_tokens + (self.steps - 1) * self.observation_tokens
 
     @property
     def mean_context(self) -> float:
-        """While a token is sampled: half of all there will be, on average, above the prompt."""
+        """Mean context of a sampled token: the prompt and, on average, half of what follows it."""
         return (self.prompt_tokens + self.episode_tokens) / 2
 
     def task_rows(self, vocabulary: int, seed: int) -> list[TaskRow]:
-        """Rows with different prompts; other ones for every seed."""
+        """Rows with different prompts, which also differ between seeds."""
         size = self.prompt_tokens - count_tokens(PROMPT_FRAME, vocabulary)
         return [_row(f"bench-{seed}-{index}", size) for index in range(self.rows)]
 
     def answer(self, vocabulary: int, *, frame: str = "".join(ANSWER_FRAME)) -> str:
-        """The tool's text, so long that with what a template writes around it an observation has its tokens."""
+        """The tool's text: with what the template writes around it, an observation has the right length."""
         size = self.observation_tokens - count_tokens(frame, vocabulary)
         if size < 1:
             raise ConfigError(f"observation_tokens={self.observation_tokens} leaves no room beside the chat template")
@@ -80,7 +80,7 @@ def count_tokens(text: str, vocabulary: int) -> int:
 
 
 class AnsweringEnv(AgentEnv):
-    """Answers every response with the same text after a while, and ends after the workload's steps."""
+    """Answers every response with the same text after a delay, and ends after the workload's steps."""
 
     def __init__(self, workload: Workload, answer: str) -> None:
         self._workload, self._answer = workload, answer
@@ -98,13 +98,13 @@ class AnsweringEnv(AgentEnv):
             await asyncio.sleep(self._workload.tool_seconds * self._delays.uniform(0.5, 1.5))
         if self._taken == self._workload.steps:
             return Transition(terminated=True)
-        said = {"role": "assistant", "content": action.text}
-        self._messages = [*self._messages, said, {"role": "tool", "content": self._answer}]
+        response = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, response, {"role": "tool", "content": self._answer}]
         return Transition(observation=Observation(messages=self._messages))
 
 
 class FixedLength:
-    """A sampler whose responses are complete when their tokens are used up, so that episodes go on after them."""
+    """A sampler whose responses count as complete when they reach their length, so that episodes continue."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -144,20 +144,20 @@ def make_collector(
 
 
 def check_lengths(groups: list[Group], workload: Workload, vocabulary: int) -> None:
-    """The figures are about episodes of exactly these lengths; anything else would be another benchmark."""
+    """Fail unless every episode has exactly the workload's lengths."""
     turn_end = make_tokenizer(vocabulary).convert_tokens_to_ids(TURN_END)
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         expected = [workload.prompt_tokens]
         for step in trajectory.steps[:-1]:
-            # A response that happens to end with the token that ends a turn is not closed by another one.
+            # The template does not close a response that happens to end with the end-of-turn token.
             closed = step.response_ids[-1] == turn_end
             expected.append(expected[-1] + workload.response_tokens + workload.observation_tokens - closed)
         prompts = [len(step.prompt_ids) for step in trajectory.steps]
         responses = [len(step.response_ids) for step in trajectory.steps]
         if prompts != expected or responses != [workload.response_tokens] * workload.steps:
             raise AssertionError(
-                f"prompts of {prompts} and responses of {responses} tokens where {expected} and {workload.steps} times "
-                f"{workload.response_tokens} were meant: {trajectory.error}"
+                f"expected prompts of {expected} and {workload.steps} responses of {workload.response_tokens} tokens, "
+                f"got {prompts} and {responses}: {trajectory.error}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a growing episode costs step by step: each prompt is the one before, its response and a new observation."""
+"""The cost of a growing episode, step by step: each prompt is the last one, its response and a new observation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_r1.engines.local.local_engine import LocalEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
-    """A group of episodes with one prompt, all taking their steps together."""
+    """A group of episodes with one prompt that take their steps together."""
 
     episodes: int
     steps: int
@@ -24,7 +24,7 @@ class Append:
     observation_tokens: int
 
     def play(self, engine: LocalEngine, vocabulary: int) -> list[Figures]:
-        """Of every step: seconds, and the tokens that had to be computed before the first one could be sampled."""
+        """For every step: seconds, and the prompt tokens that were computed."""
         return asyncio.run(self._play(engine, vocabulary))
 
     async def _play(self, engine: LocalEngine, vocabulary: int) -> list[Figures]:

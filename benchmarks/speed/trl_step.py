@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with transformers generation, as a rival of `agent-r1 bench step --against trl`.
+"""TRL's GRPOTrainer with transformers generation, as a rival of `python -m benchmarks.speed step --against trl`.
 
 What is equal on both sides: the model's shape, the rows, the attempts per row, the turns of an episode, the tokens of
 prompts, responses and observations, the sampling (temperature 1, nothing cut off), one optimizer step per batch of
@@ -31,10 +31,10 @@ import trl  # type: ignore[import-not-found, unused-ignore]
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from agent_r1.bench.episodes import ANSWER_FRAME, Workload
 from agent_r1.bench.measure import synchronize
-from agent_r1.bench.models import NEVER, PAD, TURN_END, TURN_START, Shape, make_network, make_tokenizer
-from agent_r1.bench.step import LR
+from agent_r1.bench.models import NEVER, PAD, TURN_END, TURN_START, BenchModel, make_tokenizer
+from agent_r1.bench.step_speed import LR
+from agent_r1.bench.workload import ANSWER_FRAME, Workload
 
 MICRO_BATCH = 64  # sequences per forward and backward pass
 UNCLOSED_FRAME = "".join(ANSWER_FRAME).removeprefix(f"{TURN_END}\n")  # what TRL's side of the template writes
@@ -49,12 +49,12 @@ class ToolCaller(PreTrainedTokenizerFast):  # type: ignore[misc]
 
 
 class TRLStep:
-    """Implements `agent_r1.bench.step.Rival`."""
+    """Implements `benchmarks.speed.step_comparison.Rival`."""
 
     name = "trl"
 
-    def __init__(self, workload: Workload, shape: Shape, device: torch.device) -> None:
-        self._workload, self._shape, self._device = workload, shape, device
+    def __init__(self, workload: Workload, model: BenchModel, device: torch.device) -> None:
+        self._workload, self._model, self._device = workload, model, device
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._micro_batch = min(MICRO_BATCH, workload.episodes)
         self.settings = {
@@ -67,7 +67,7 @@ class TRLStep:
         clock = StepClock(self._device, between)
         with tempfile.TemporaryDirectory() as folder:
             trainer = trl.GRPOTrainer(
-                model=make_network(self._shape, dtype=self._dtype, device=self._device),
+                model=self._model.network(dtype=self._dtype, device=self._device),
                 processing_class=self._tokenizer(),
                 args=self._settings(folder, steps),
                 train_dataset=self._rows(),
@@ -108,11 +108,11 @@ class TRLStep:
         )
 
     def _rows(self) -> Dataset:
-        rows = self._workload.task_rows(self._shape.vocabulary, seed=0)
+        rows = self._workload.task_rows(self._model.vocabulary, seed=0)
         return Dataset.from_list([{"prompt": row.prompt} for row in rows])
 
     def _tokenizer(self) -> ToolCaller:
-        plain = make_tokenizer(self._shape.vocabulary)
+        plain = make_tokenizer(self._model.vocabulary)
         made = ToolCaller(
             tokenizer_object=plain.backend_tokenizer,
             pad_token=PAD,
@@ -125,7 +125,7 @@ class TRLStep:
         return made
 
     def _tool(self) -> Callable[[], str]:
-        answer = self._workload.answer(self._shape.vocabulary, frame=UNCLOSED_FRAME)
+        answer = self._workload.answer(self._model.vocabulary, frame=UNCLOSED_FRAME)
 
         def look() -> str:
             """Look."""

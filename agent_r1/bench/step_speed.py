@@ -1,8 +1,7 @@
-"""`agent-r1 bench step`: one whole GRPO step of multi-step tool use, alone or against another trainer.
+"""`agent-r1 bench step`: one whole GRPO step of multi-step tool use.
 
-Ours is made of the parts a run is made of: episodes through collector and engine, rewards, credit, update, weights back
-to the engine. A rival owns its own loop; it is asked for steps and calls us after each of its own, so that the two take
-turns in one process. Which rivals there are is not known here: whoever runs the benchmark passes one in.
+The step uses the parts of a run: episodes through collector and engine, rewards, credit, update, weights back to the
+engine.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from agent_r1.bench.episodes import Workload, check_lengths, episode_seed, make_collector
 from agent_r1.bench.measure import free_memory, synchronize
-from agent_r1.bench.models import SMOLLM2_135M, TINY, Shape, make_network
+from agent_r1.bench.models import BenchModel
 from agent_r1.bench.results import Figures, Row
+from agent_r1.bench.workload import Workload, check_lengths, episode_seed, make_collector
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
@@ -37,49 +36,21 @@ LR = 1e-6
 BETAS = (0.9, 0.99)
 
 
-class Rival(Protocol):
-    """Another trainer, playing the same workload with a model of the same shape."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What a reader has to know about it; goes into the row."""
-        ...
-
-    def run(self, steps: int, between: Callable[[], None]) -> list[float]:
-        """Seconds of each of these GRPO steps; `between` is called after every one, outside its clock."""
-        ...
-
-
-MakeRival = Callable[[Workload, Shape, torch.device], Rival]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    shape: Shape
     workload: Workload
     tokens_per_pack: int
     batch_tokens: int
 
 
 FULL = StepSizes(
-    shape=SMOLLM2_135M,
     workload=Workload(
-        rows=64,
-        group_size=8,
-        at_once=512,
-        steps=5,
-        prompt_tokens=128,
-        response_tokens=64,
-        observation_tokens=32,
+        rows=64, group_size=8, at_once=512, steps=5, prompt_tokens=128, response_tokens=64, observation_tokens=32
     ),
     tokens_per_pack=131_072,
     batch_tokens=16_384,
 )
 QUICK = StepSizes(
-    shape=TINY,
     workload=Workload(
         rows=2, group_size=2, at_once=4, steps=3, prompt_tokens=32, response_tokens=4, observation_tokens=24
     ),
@@ -89,13 +60,12 @@ QUICK = StepSizes(
 
 
 class OurStep:
-    """Called, it trains one step and says what each part of it took."""
+    """Trains one step per call and returns the time of each part."""
 
-    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
-        self._sizes, self._device, self._steps = sizes, device, 0
-        gpu = device.type == "cuda"
-        network = make_network(sizes.shape, dtype=torch.float32, device=device)
-        workload = sizes.workload
+    def __init__(self, model: BenchModel, sizes: StepSizes, device: torch.device) -> None:
+        self._model, self._workload, self._device, self._steps = model, sizes.workload, device, 0
+        gpu, workload = device.type == "cuda", sizes.workload
+        network = model.network(dtype=torch.float32, device=device)
         self._engine = LocalEngine(
             cast_weights(copy.deepcopy(network), torch.bfloat16 if gpu else torch.float32),
             seed=0,
@@ -117,14 +87,14 @@ class OurStep:
             max_nonfinite_updates=1,
             prefix_sharing="auto",
         )
-        self._collect = make_collector(workload, self._engine, sizes.shape.vocabulary)
+        self._collect = make_collector(workload, self._engine, model.vocabulary)
         self._score = Scorer(reward=_reward, timeout=60.0)
         set_parts_aside()  # as a run does
 
     def __call__(self) -> Figures:
         self._steps += 1
         marks = [self._now()]
-        rows = self._sizes.workload.task_rows(self._sizes.shape.vocabulary, seed=self._steps)
+        rows = self._workload.task_rows(self._model.vocabulary, seed=self._steps)
 
         async def play() -> Any:
             return await self._score(await self._collect(rows, seed=episode_seed(self._steps)))
@@ -136,9 +106,9 @@ class OurStep:
         marks.append(self._now())
         asyncio.run(self._engine.load_weights(self._learner.weights().items(), self._steps))
         marks.append(self._now())
-        check_lengths(groups, self._sizes.workload, self._sizes.shape.vocabulary)
+        check_lengths(groups, self._workload, self._model.vocabulary)
         if metrics["skipped_updates"] or metrics["empty_update"]:
-            raise AssertionError(f"this step trained nothing: {metrics}")
+            raise AssertionError(f"the step did not train: {metrics}")
         collect, update, sync = (after - before for before, after in pairwise(marks))
         return {
             "seconds": marks[-1] - marks[0],
@@ -156,16 +126,16 @@ class OurStep:
 
 
 async def _reward(row: TaskRow, trajectory: Trajectory) -> float:
-    """A coin, so that attempts at a row differ."""
+    """A coin flip, so that attempts at a row differ."""
     return float(stable_seed(trajectory.trajectory_id) % 2)
 
 
 @dataclass(kw_only=True)
 class StepBench:
+    model: BenchModel
     sizes: StepSizes
     device: torch.device
     repeats: int
-    make_rival: MakeRival | None = None
     start_up_seconds: float = field(default=0.0, init=False)
 
     @property
@@ -177,34 +147,22 @@ class StepBench:
 
     def step(self) -> Iterator[Row]:
         began = time.perf_counter()
-        ours = OurStep(self.sizes, self.device)
-        ours()
-        self.start_up_seconds = time.perf_counter() - began
+        ours = OurStep(self.model, self.sizes, self.device)
         try:
-            yield self._against(ours) if self.make_rival is not None else self._alone(ours)
+            ours()
+            self.start_up_seconds = time.perf_counter() - began
+            yield self.measure(ours)
         finally:
             ours.close()
 
-    def _alone(self, ours: OurStep) -> Row:
-        return self._row("agent-r1", {}, [ours() for _ in range(self.repeats)])
+    def measure(self, ours: OurStep) -> Row:
+        return self.row("agent-r1", {}, [ours() for _ in range(self.repeats)])
 
-    def _against(self, ours: OurStep) -> Row:
-        assert self.make_rival is not None
-        rival = self.make_rival(self.sizes.workload, self.sizes.shape, self.device)
-        figures: list[Figures] = []
-        seconds = rival.run(1 + self.repeats, between=lambda: figures.append(ours()))
-        # Its first step is for warming up, and so is ours after it.
-        repeats = [
-            mine | {f"{rival.name}_seconds": theirs, "speed_ratio": theirs / mine["seconds"]}
-            for mine, theirs in zip(figures[1:], seconds[1:], strict=True)
-        ]
-        return self._row(f"agent-r1 and {rival.name}", dict(rival.settings), repeats)
-
-    def _row(self, name: str, more: dict[str, Any], repeats: list[Figures]) -> Row:
+    def row(self, name: str, settings: dict[str, Any], repeats: list[Figures]) -> Row:
         sampled = self.sizes.workload.sampled_tokens
         return Row(
             name=f"step/{name}",
-            settings={"shape": asdict(self.sizes.shape), **asdict(self.sizes.workload), **more},
+            settings={**self.model.settings, **asdict(self.sizes.workload), **settings},
             headline="seconds",
             repeats=[figures | {"sampled_tokens_per_second": sampled / figures["seconds"]} for figures in repeats],
             once={"start_up_seconds": self.start_up_seconds},

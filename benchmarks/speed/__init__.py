@@ -1,0 +1,1 @@
+"""The published speed tables: engine, learner and a whole step, each beside an alternative."""
