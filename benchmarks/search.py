@@ -76,9 +76,7 @@ def build(index: Index, folder: Path) -> dict[str, Any]:
     said: list[str] = []
     began = time.perf_counter()
     first = islice(index.corpus, BUILD_PASSAGES)
-    built = Index.build(
-        first, folder / "build", lexical=LexicalSettings(), report=lambda progress: said.append(str(progress))
-    )
+    built = Index.build(first, folder / "build", lexical=LexicalSettings(), report=said.append)
     seconds = time.perf_counter() - began
     size = sum(built.manifest.files.values())
     return {

@@ -1,4 +1,4 @@
-"""The command line of search: agent-r1 search build | ask | serve | load."""
+"""agent-r1 search: build | ask | serve | load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from agent_r1.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from agent_r1.tools.search.dense import DenseSettings
 
-app = typer.Typer(help="Build, ask and serve indexes of passages.", no_args_is_help=True)
+app = typer.Typer(help="Build, search and serve indexes of passages.", no_args_is_help=True)
 console = Terminal()
 
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
 KindOption = Annotated[
     str | None,
-    typer.Option(
-        help="lexical, dense or hybrid; by default hybrid where the index has both parts, else the one it has."
-    ),
+    typer.Option(help="lexical, dense or hybrid; by default hybrid if the index has both, else the one it has."),
 ]
 TopK = Annotated[int, typer.Option(min=1, help="Passages per query.")]
 
@@ -32,17 +30,17 @@ TopK = Annotated[int, typer.Option(min=1, help="Passages per query.")]
 @app.command("build")
 def build_command(
     corpus: Annotated[list[Path], typer.Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
-    to: Annotated[Path, typer.Option("--to", help="The folder of the index; one that is there is replaced.")],
+    to: Annotated[Path, typer.Option("--to", help="The folder of the index; an existing index is replaced.")],
     kind: Annotated[str, typer.Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
     encoder: Annotated[
         str | None, typer.Option(help="For dense: minilm (the default), bge-small, bge-base or bge-large.")
     ] = None,
-    encoder_path: Annotated[str | None, typer.Option(help="Where its weights are, if not on the hub.")] = None,
+    encoder_path: Annotated[str | None, typer.Option(help="Folder of the encoder's weights, if not the hub.")] = None,
     method: Annotated[
         str | None, typer.Option(help="For dense: flat (exact; the default) or ivf (faiss; approximate).")
     ] = None,
     stem: Annotated[
-        bool | None, typer.Option("--stem/--no-stem", help="For lexical: cut words to their stems; by default, yes.")
+        bool | None, typer.Option("--stem/--no-stem", help="For lexical: reduce words to their stems (the default).")
     ] = None,
 ) -> None:
     """Build an index from files of passages (title, text, optionally id)."""
@@ -53,16 +51,15 @@ def build_command(
     kinds = kind.split(",")
     for name in kinds:
         if name not in RANKERS:
-            raise ConfigError(f"--kind {kind}: there is no {name!r} to build.{did_you_mean(name, RANKERS)}")
-    _refuse_unless("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
-    _refuse_unless("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
-    lexical = LexicalSettings() if stem is None else LexicalSettings(stem=stem)
+            raise ConfigError(f"--kind {kind}: cannot build {name!r}.{did_you_mean(name, RANKERS)}")
+    _refuse_without("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
+    _refuse_without("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
     index = Index.build(
         read_passages(corpus),
         to,
-        lexical=lexical if "lexical" in kinds else None,
-        dense=_dense(encoder, encoder_path, method) if "dense" in kinds else None,
-        report=lambda progress: _say(str(progress)),
+        lexical=LexicalSettings(stem=stem is not False) if "lexical" in kinds else None,
+        dense=_dense_settings(encoder, encoder_path, method) if "dense" in kinds else None,
+        report=_say,
     )
     _say(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}")
 
@@ -70,11 +67,11 @@ def build_command(
 @app.command("ask")
 def ask_command(
     index: IndexArg,
-    query: Annotated[str, typer.Argument(help="What to look for.")],
+    query: Annotated[str, typer.Argument(help="What to search for.")],
     top_k: TopK = 5,
     kind: KindOption = None,
 ) -> None:
-    """Search an index once, and print what is found."""
+    """Search an index once and print the passages found."""
     from agent_r1.tools.search.index import Index, check_kind
     from agent_r1.tools.search.tool import find_index
 
@@ -90,10 +87,10 @@ def ask_command(
 @app.command("serve")
 def serve_command(
     index: IndexArg,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for a free one.")] = 8100,
-    max_waiting: Annotated[int, typer.Option(help="Queries that may wait; more are sent away with 503.")] = 4096,
-    seconds: Annotated[float, typer.Option(help="A request is given up after so many seconds.")] = 20.0,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8100,
+    max_waiting: Annotated[int, typer.Option(help="Queries that may wait; more are refused with 503.")] = 4096,
+    seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 20.0,
 ) -> None:
     """Serve an index over HTTP until interrupted."""
     from agent_r1.tools.search.index import Index
@@ -108,8 +105,8 @@ def serve_command(
 
 @app.command("load")
 def load_command(
-    url: Annotated[str, typer.Argument(help="Of a search server, as in http://localhost:8100.")],
-    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at once.")] = 200,
+    url: Annotated[str, typer.Argument(help="Address of a search server, such as http://localhost:8100.")],
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 200,
     requests: Annotated[int, typer.Option(min=1, help="Requests of all clients together.")] = 5000,
     queries: Annotated[
         Path | None, typer.Option(help="A text file with one query per line.", exists=True, dir_okay=False)
@@ -118,10 +115,12 @@ def load_command(
     top_k: TopK = 5,
     kind: KindOption = None,
 ) -> None:
-    """Put a server under load, and report errors, throughput and times. Exit code 1 if any request failed."""
+    """Load-test a server and report errors, throughput and latency. Exit code 1 if any request failed."""
     from agent_r1.tools.search.load import QUERIES, load
 
-    asked = QUERIES if queries is None else [line for line in queries.read_text(encoding="utf-8").splitlines() if line]
+    asked = [line for line in queries.read_text(encoding="utf-8").splitlines() if line] if queries else QUERIES
+    if not asked:
+        raise ConfigError(f"{queries} has no queries")
     loading = load(
         url, clients=clients, requests=requests, queries=asked, queries_per_request=per_request, top_k=top_k, kind=kind
     )
@@ -135,26 +134,24 @@ def _say(line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def _refuse_unless(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:
-    """Options say something about an index of that kind; without one they would do nothing."""
+def _refuse_without(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:
+    """Refuse options of an index that is not built."""
     given = [name for name, value in options.items() if value is not None]
     if given and kind not in kinds:
         raise ConfigError(
-            f"{', '.join(given)}: nothing {kind} is built by --kind {','.join(kinds)}. Leave that out, or build both: "
-            "--kind lexical,dense"
+            f"{', '.join(given)} needs --kind {kind} or --kind lexical,dense, got --kind {','.join(kinds)}"
         )
 
 
-def _dense(encoder: str | None, path: str | None, method: str | None) -> DenseSettings:
+def _dense_settings(encoder: str | None, path: str | None, method: str | None) -> DenseSettings:
     from dataclasses import replace
-    from typing import get_args, get_type_hints
 
-    from agent_r1.tools.search.dense import DenseSettings, known_encoder
+    from agent_r1.tools.search.dense import ENCODERS, DenseSettings
 
-    default = DenseSettings()
-    settings = default.encoder if encoder is None else known_encoder(encoder)
-    methods = get_args(get_type_hints(DenseSettings)["method"])
-    for known in methods:
-        if known == (default.method if method is None else method):
-            return DenseSettings(encoder=replace(settings, model=path or settings.model), method=known)
-    raise ConfigError(f"--method {method!r}: choose one of {', '.join(methods)}")
+    encoder = encoder or "minilm"
+    if encoder not in ENCODERS:
+        raise ConfigError(f"unknown encoder {encoder!r}.{did_you_mean(encoder, ENCODERS)}")
+    if method not in (None, "flat", "ivf"):
+        raise ConfigError(f"--method {method!r}: choose flat or ivf")
+    settings = replace(ENCODERS[encoder], model=path or ENCODERS[encoder].model)
+    return DenseSettings(encoder=settings, method="ivf" if method == "ivf" else "flat")

@@ -11,7 +11,7 @@ import pytest
 
 from agent_r1.tools.search.index import Index
 from tests.conftest import Cli
-from tests.tools.search_world import build, free_port, serving
+from tests.tools.small_search import build, free_port, serving
 
 
 @pytest.fixture
@@ -36,10 +36,12 @@ def test_what_was_built_is_found_by_a_stem_unless_whole_words_were_wanted(
 @pytest.mark.parametrize(
     ("kind", "words", "told"),
     [
-        ("lexical", ["--encoder", "minilm"], "--encoder: nothing dense is built by --kind lexical"),
-        ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path, --method: nothing dense is built"),
-        ("dense", ["--stem"], "--stem: nothing lexical is built by --kind dense"),
-        ("dense", ["--no-stem"], "--no-stem: nothing lexical is built"),
+        ("lexical", ["--encoder", "minilm"], "--encoder needs --kind dense"),
+        ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path, --method needs --kind dense"),
+        ("dense", ["--no-stem"], "--no-stem needs --kind lexical"),
+        ("dense", ["--encoder", "minilmm"], "Did you mean 'minilm'"),
+        ("dense", ["--method", "tree"], "choose flat or ivf"),
+        ("lexicl", [], "Did you mean 'lexical'"),
     ],
 )
 def test_an_option_of_an_index_that_is_not_built_is_an_error(
@@ -80,10 +82,10 @@ def test_a_load_test_is_one_line(cli: Cli, url: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--per-request", "600"], 1, "600 queries in one request; at most 512 are taken"),
-        (["--kind", "dense"], 2, "can be searched by lexical, not by 'dense'"),
-        (["--kind", "foo"], 2, "can be searched by lexical, not by 'foo'"),
-        (["--top-k", "101"], 2, "finds 1 to 100 passages per query, got top_k=101"),
+        (["--per-request", "600"], 1, "600 queries in one request; the limit is 512"),
+        (["--kind", "dense"], 2, "supports lexical, not 'dense'"),
+        (["--kind", "foo"], 2, "supports lexical, not 'foo'"),
+        (["--top-k", "101"], 2, "1 to 100 passages per query, got top_k=101"),
         (["--top-k", "0"], 2, "Invalid value"),
         (["--clients", "0"], 2, "Invalid value"),
     ],

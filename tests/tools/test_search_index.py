@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 import agent_r1
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.tools.search.corpus import Corpus, Passage, read_passages, write_corpus
-from agent_r1.tools.search.hybrid import fuse
-from agent_r1.tools.search.index import FORMAT, MANIFEST, Index
+from agent_r1.tools.search.index import FORMAT, MANIFEST, Index, fuse
 from agent_r1.tools.search.lexical import LexicalSettings, Words, best
-from agent_r1.tools.search.progress import Progress
-from tests.tools.search_world import TEXTS, build, passages, titles
+from agent_r1.tools.search.progress import describe_progress
+from tests.tools.small_search import TEXTS, build, passages, titles
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +64,7 @@ def test_a_passage_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
         ("a.jsonl", b'{"title": "no text"}', "passage 0 of .* has no 'text'"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 cannot be read"),
         ("a.jsonl", b'{"text": "\xff"}', "line 1 cannot be read"),
-        (
-            "a.jsonl",
-            b'{"text": "\\ud800"}',
-            "passage 0 of .* is no text that a file can hold: .* surrogates not allowed",
-        ),
+        ("a.jsonl", b'{"text": "\\ud800"}', "passage 0 of .* surrogates not allowed"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.parquet", b"not parquet", "not a readable parquet file"),
         ("a.txt", b"x", "neither .jsonl, .jsonl.gz nor .parquet"),
@@ -85,7 +80,7 @@ def test_a_file_that_is_no_corpus_is_an_error_with_its_place(
 
 def test_two_passages_with_one_id_and_an_empty_corpus_are_refused(tmp_path: Path) -> None:
     clash = [Passage(passage_id="a", title="", text=text) for text in ("x", "y")]
-    with pytest.raises(DataError, match="two different passages are called 'a'"):
+    with pytest.raises(DataError, match="id 'a'"):
         write_corpus(clash, tmp_path / "p.arrow")
     with pytest.raises(DataError, match="no passages"):
         write_corpus([], tmp_path / "q.arrow")
@@ -180,7 +175,7 @@ def test_a_new_index_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path:
     new = Index.build([Passage(passage_id="n", title="New", text="river")], tmp_path / "i", lexical=LexicalSettings())
     assert titles(new.search(["river"], 5)[0]) == ["New"]
     assert [path.name for path in tmp_path.iterdir()] == ["i"]
-    with pytest.raises(DataError, match="was built again while it was open"):
+    with pytest.raises(DataError, match="rebuilt while it was open"):
         old.search(["river"], 5)
 
 
@@ -194,7 +189,7 @@ def test_a_build_that_fails_leaves_the_old_index_and_no_rest(tmp_path: Path) -> 
 
 def test_a_folder_that_is_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no search index; choose another folder"):
+    with pytest.raises(ConfigError, match="choose another folder"):
         build(tmp_path)
     with pytest.raises(ConfigError, match="agent-r1 search build"):
         Index.open(tmp_path)
@@ -211,10 +206,9 @@ def test_a_damaged_or_foreign_index_is_refused_with_what_to_do(tmp_path: Path) -
             Index.open(tmp_path / "i")
         return str(raised.value)
 
-    assert "cannot be read" in problem("{")
-    assert f"has the index format 99, this version reads {FORMAT}" in problem(json.dumps(stored | {"format": 99}))
-    assert "is not a manifest" in problem(json.dumps({"format": FORMAT, "lexical": None, "dense": None}))
-    assert "was built for 6 passages and holds 5" in problem(json.dumps(stored | {"num_passages": 6}))
+    assert MANIFEST in problem("{")
+    assert MANIFEST in problem(json.dumps({"format": FORMAT, "lexical": None, "dense": None}))
+    assert "format 99" in problem(json.dumps(stored | {"format": 99}))
     data = tmp_path / "i" / "lexical" / "data.csc.index.npy"
     data.write_bytes(data.read_bytes()[:-1])
     assert "lexical/data.csc.index.npy has" in problem(json.dumps(stored))
@@ -223,7 +217,7 @@ def test_a_damaged_or_foreign_index_is_refused_with_what_to_do(tmp_path: Path) -
 
 
 def test_an_index_is_searched_only_as_it_was_built(index: Index) -> None:
-    with pytest.raises(ConfigError, match="can be searched by lexical, not by dense"):
+    with pytest.raises(ConfigError, match="supports lexical, not dense"):
         index.search(["x"], 1, "dense")
     with pytest.raises(ConfigError, match="Did you mean 'lexical'"):
         index.search(["x"], 1, "lexicall")  # type: ignore[arg-type]
@@ -231,13 +225,12 @@ def test_an_index_is_searched_only_as_it_was_built(index: Index) -> None:
         index.search(["x"], 0)
 
 
-def test_a_build_reports_its_stages_to_the_end(tmp_path: Path) -> None:
-    said: list[Progress] = []
-    Index.build(passages(), tmp_path / "i", lexical=LexicalSettings(), report=said.append)
-    ends = [(progress.stage, progress.done, progress.total) for progress in said]
-    assert ends == [("reading", 5, 5), ("lexical: reading words", 5, 5), ("lexical: computing scores", 5, 5)]
-    half = Progress(stage="reading", done=50, total=200, seconds=3.0)
-    assert str(half) == "reading: 50 of 200 passages (25%), about 9 s left"  # 3 s for 50, so 9 s for 150
+def test_a_build_reports_its_stages(tmp_path: Path) -> None:
+    reports: list[str] = []
+    Index.build(passages(), tmp_path / "i", lexical=LexicalSettings(), report=reports.append)
+    assert reports == ["reading: 5 passages", "lexical: reading words: 5 passages", "lexical: computing scores"]
+    half = describe_progress("reading", 50, 200, seconds=3.0)
+    assert half == "reading: 50 of 200 passages (25%), about 9 s left"  # 3 s for 50, so 9 s for 150
 
 
 @pytest.mark.parametrize("before", ["", "import jax"])

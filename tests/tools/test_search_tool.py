@@ -21,7 +21,7 @@ from agent_r1.tools.search.lexical import LexicalSettings
 from agent_r1.tools.search.server import ServerLimits
 from agent_r1.tools.search.tool import NOTHING_FOUND, SearchTool, find_index
 from agent_r1.types import Action, TaskRow, Transition
-from tests.tools.search_world import HeldIndex, build, serving
+from tests.tools.small_search import HeldIndex, build, serving
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def test_a_tool_that_cannot_work_is_refused_when_it_is_made(index: Index, tmp_pa
         SearchTool(index=index.directory, url="http://localhost:1")
     with pytest.raises(ConfigError, match="agent-r1 search build"):
         SearchTool(index=tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="can be searched by lexical, not by hybrid"):
+    with pytest.raises(ConfigError, match="supports lexical, not hybrid"):
         SearchTool(index=index.directory, kind="hybrid")
     with pytest.raises(ConfigError, match="top_k and max_chars of at least 1"):
         SearchTool(index=index.directory, top_k=0)
-    with pytest.raises(ConfigError, match="named like http://localhost:8100"):
+    with pytest.raises(ConfigError, match="'localhost:8100'"):
         SearchTool(url="localhost:8100")
 
 
@@ -137,13 +137,13 @@ def test_more_calls_at_once_than_a_server_takes_in_one_request_are_all_answered(
 def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(index: Index) -> None:
     with serving(index, ServerLimits(max_top_k=8, max_waiting=50)) as url:
         assert SearchTool(url=url, kind="lexical").max_batch == 50  # more could not even wait
-        with pytest.raises(ConfigError, match=f"{url} can be searched by lexical, not by 'dense'"):
+        with pytest.raises(ConfigError, match=f"{url} supports lexical, not 'dense'"):
             SearchTool(url=url, kind="dense")
-        with pytest.raises(ConfigError, match="1 to 8 passages per query, got top_k=9"):
+        with pytest.raises(ConfigError, match=r"1 to 8 .* top_k=9"):
             SearchTool(url=url, top_k=9)
         tool = SearchTool(url=url)
     assert pickle.loads(pickle.dumps(tool)).max_batch == 50
-    with pytest.raises(SearchUnavailable, match=f"no search server of ours answers at {url}: .*agent-r1 search serve"):
+    with pytest.raises(SearchUnavailable, match=f"{url}: .*agent-r1 search serve"):
         SearchTool(url=url)
 
 

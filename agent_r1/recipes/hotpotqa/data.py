@@ -153,9 +153,7 @@ def prepare(directory: Path, report: Report, source: Path | None = None) -> None
     else:
         _fetch_questions(directory, report)
         _fetch_pages(directory, report)
-    index = Index.build(
-        passages(directory), directory / INDEX, lexical=LexicalSettings(), report=lambda progress: report(str(progress))
-    )
+    index = Index.build(passages(directory), directory / INDEX, lexical=LexicalSettings(), report=report)
     report(f"{directory / INDEX}: {index.manifest.num_passages:,} passages")
     for split in SPLITS:
         report(f"{split}: {len(questions(split, directory)):,} questions")

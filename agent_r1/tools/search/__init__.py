@@ -1,1 +1,1 @@
-"""Search over a corpus: passages, rankers, one index, a tool, and a server with its client."""
+"""Search over a corpus of passages: rankers, an index, a tool, and a server with its client."""

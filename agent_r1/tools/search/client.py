@@ -3,21 +3,18 @@
     async with SearchClient("http://localhost:8100") as client:
         results = await client.search(["Who founded the band?"], top_k=5)
 
-Temporary failures (no connection, no answer in time, the codes in `BUSY`) are retried with growing pauses, at least as
-long as the server asks for, until `retry_seconds` have passed. Any other refusal is raised at once. `check_server`
-sends one short query before anything depends on the server.
+Temporary failures (no connection, no answer in time, a status in `BUSY`) are retried with growing pauses, at least as
+long as the server asks for, until `retry_seconds` have passed. Any other refusal is raised at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import ssl
 import time
 from collections.abc import Sequence
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -26,29 +23,29 @@ from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit
 from agent_r1.tools.search.wire import Health, read_results
 
-BUSY = (408, 429, 502, 503, 504)  # all other codes are final
-SECONDS_PER_ATTEMPT = 25.0  # more than a server takes to say that it is too busy
-RETRY_SECONDS = 120.0  # enough for a server to be restarted and to load its index
-HEALTH_SECONDS = 5.0  # a server says how it is at once, whatever it is searching
-MAX_SHOWN_CHARS = 300  # of a server's text in an error
+BUSY = (408, 429, 502, 503, 504)  # all other statuses are final
+SECONDS_PER_ATTEMPT = 25.0  # a busy server refuses earlier than this
+RETRY_SECONDS = 120.0  # enough for a server to restart and load its index
+HEALTH_SECONDS = 5.0  # a server answers at once, even while it is searching
+MAX_REPLY_CHARS = 300  # of a server's reply in an error
 
-_JITTER = random.Random()  # its own stream: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # a separate stream: waiting must not change what a seeded run samples
 
 
 class SearchError(AgentR1Error, RuntimeError):
-    """A search server did not give the answer it was asked for."""
+    """A search server did not answer a search."""
 
 
 class SearchRefused(SearchError):
-    """The server says no, and would say so again."""
+    """The server refused the request for good."""
 
 
 class SearchUnavailable(SearchError):
-    """Every attempt failed in a way that may pass."""
+    """Every attempt failed temporarily."""
 
 
-class _Failed(Exception):
-    """One attempt failed; the next may not."""
+class _Temporary(Exception):
+    """One attempt failed; the next may succeed."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -56,7 +53,7 @@ class _Failed(Exception):
 
 
 class SearchClient:
-    """A connection pool to one server; used inside `async with`, in one event loop."""
+    """A connection pool to one server, for use in `async with` and in one event loop."""
 
     def __init__(
         self,
@@ -69,14 +66,6 @@ class SearchClient:
         max_connections: int = 100,
     ) -> None:
         self.url = check_url(url)
-        for name, value, least in (
-            ("seconds_per_attempt", seconds_per_attempt, 0.001),
-            ("retry_seconds", retry_seconds, 0),
-            ("backoff_seconds", backoff_seconds, 0.001),
-            ("max_wait", max_wait, 0),
-        ):
-            if not least <= value < math.inf:
-                raise ConfigError(f"SearchClient needs {name} of at least {least}, and finite: got {value}")
         self._seconds, self._retry_seconds = seconds_per_attempt, retry_seconds
         self._backoff, self._max_wait = backoff_seconds, max_wait
         self._http = httpx.AsyncClient(
@@ -84,33 +73,30 @@ class SearchClient:
             timeout=seconds_per_attempt,
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             verify=_certificates(),
-            trust_env=False,  # search servers stand in one's own network, proxies at its edge
+            trust_env=False,  # search servers run in the local network, behind no proxy
         )
 
     async def __aenter__(self) -> SearchClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def search(self, queries: Sequence[str], top_k: int, kind: str | None = None) -> list[list[Hit]]:
         if not queries:
             return []
-        body = {"queries": list(queries), "top_k": top_k} | ({} if kind is None else {"kind": kind})
-        answer = await self._asked(body)
+        answer = await self._ask({"queries": list(queries), "top_k": top_k, "kind": kind})
         try:
-            return read_results(answer.json(), len(queries))
-        except (ValueError, RecursionError) as error:
-            raise SearchRefused(f"{self.url}/search: {error}: {_shown(answer)}") from error
+            return read_results(answer.content, len(queries))
+        except ValueError as error:
+            raise SearchRefused(f"{self.url}/search sent no search results: {error}") from error
 
-    async def _asked(self, body: dict[str, Any]) -> httpx.Response:
+    async def _ask(self, body: dict[str, Any]) -> httpx.Response:
         began, attempts = time.monotonic(), 0
         while True:
             try:
                 return await self._attempt(body)
-            except _Failed as failure:
+            except _Temporary as failure:
                 attempts += 1
                 # Jitter, so that clients that failed together do not retry together.
                 backoff = min(self._backoff * 2 ** min(attempts - 1, 60), self._max_wait)
@@ -125,37 +111,35 @@ class SearchClient:
 
     async def _attempt(self, body: dict[str, Any]) -> httpx.Response:
         try:
-            # httpx limits each read on its own: a server that drips bytes would hold on for ever.
+            # httpx limits each read, so a server that sends single bytes could take for ever.
             async with asyncio.timeout(self._seconds):
                 answer = await self._http.post("/search", json=body)
         except TimeoutError:
-            raise _Failed(f"nothing within {self._seconds:g} s") from None
+            raise _Temporary(f"nothing within {self._seconds:g} s") from None
         except httpx.RequestError as error:
-            raise _Failed(f"{type(error).__name__}: {error}") from error
+            raise _Temporary(f"{type(error).__name__}: {error}") from error
         if answer.status_code == 200:
             return answer
-        said = f"{self.url}/search answered {answer.status_code}: {_shown(answer)}"
+        reply = f"{self.url}/search answered {answer.status_code}: {answer.text[:MAX_REPLY_CHARS]!r}"
         wait = _retry_after(answer)
         if answer.status_code in BUSY and wait <= self._max_wait:
-            raise _Failed(said, wait)
-        raise SearchRefused(said)
+            raise _Temporary(reply, wait)
+        raise SearchRefused(reply)
 
 
 def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
-    """Ask a server once whether it is there and can be searched so: what it says, or a SearchError or ConfigError."""
+    """Check that a server runs at `url` and supports these settings. Raises SearchError or ConfigError."""
     url = check_url(url)
     try:
         answer = httpx.get(f"{url}/health", timeout=HEALTH_SECONDS, verify=_certificates(), trust_env=False)
-        if answer.status_code != 200:
-            raise ValueError(f"it answered {answer.status_code}: {_shown(answer)}")
-        health = Health.read(answer.json())
-    except (httpx.RequestError, ValueError, RecursionError) as error:
+        health = Health.model_validate_json(answer.raise_for_status().content)
+    except (httpx.HTTPError, ValueError) as error:
         raise SearchUnavailable(
-            f"no search server of ours answers at {url}: {error}. Start one there: agent-r1 search serve INDEX"
+            f"no search server answers at {url}: {error}. Start one there: agent-r1 search serve INDEX"
         ) from error
     if kind is not None and kind not in health.kinds:
-        raise ConfigError(f"the server {url} can be searched by {', '.join(health.kinds)}, not by {kind!r}")
-    if health.max_top_k is not None and not 1 <= top_k <= health.max_top_k:
+        raise ConfigError(f"the server {url} supports {', '.join(health.kinds)}, not {kind!r}")
+    if not 1 <= top_k <= health.max_top_k:
         raise ConfigError(f"the server {url} finds 1 to {health.max_top_k} passages per query, got top_k={top_k}")
     return health
 
@@ -163,24 +147,21 @@ def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
 def check_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"a search server is named like http://localhost:8100: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.path.rstrip("/").endswith("/search"):
-        raise ConfigError(f"a search server is named like http://localhost:8100, without /search: got {url!r}")
+        valid = parsed.scheme in ("http", "https") and parsed.host and not parsed.path.rstrip("/").endswith("/search")
+    except httpx.InvalidURL:
+        valid = False
+    if not valid:
+        raise ConfigError(f"{url!r} is not the address of a search server; expected one like http://localhost:8100")
     return url.rstrip("/")
 
 
 def _retry_after(answer: httpx.Response) -> float:
     try:
         return max(0.0, float(answer.headers.get("Retry-After", "0")))
-    except ValueError:  # a date: rare, and clocks differ; the backoff has to do
+    except ValueError:  # a date, which is rare: use the backoff
         return 0.0
-
-
-def _shown(answer: httpx.Response) -> str:
-    return repr(answer.text[:MAX_SHOWN_CHARS])
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes longer than a search; all clients of the process share it
+    return httpx.create_ssl_context()  # takes longer than a search, so all clients share it

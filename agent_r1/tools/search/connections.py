@@ -1,8 +1,8 @@
-"""HTTP connections with a deadline each and a limit on how many are open, so that clients cannot hold them open.
+"""HTTP connections with deadlines and a limit on their number, so that clients cannot hold them open.
 
-uvicorn limits neither how long a client may take to send a request's headers nor how long it may take to read an
-answer, and its `limit_concurrency` turns every new client away once enough connections are open, even idle ones. Here
-a connection that waits for its client is closed after `seconds`, or earlier if a new client needs its place.
+uvicorn limits neither the time to send a request's headers nor the time to read an answer, and its `limit_concurrency`
+refuses new clients even if the open connections are idle. Here, a connection that waits for its client is closed after
+`seconds`, or earlier if a new client needs its place.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-BUSY_PERIODS = 3  # the application gives a request `seconds` to send its body and `seconds` to be answered; one spare
+BUSY_PERIODS = 3  # `seconds` to send the body, `seconds` to find the answer, and one spare
 
 
 def bounded_protocol(*, seconds: float, max_connections: int) -> Callable[..., asyncio.Protocol]:
-    """Return a factory for `uvicorn.Config(http=...)`; its connections share one limit."""
-    idle: dict[_Connection, None] = {}  # those that wait for their client, longest first
+    """Return a factory for `uvicorn.Config(http=...)` whose connections share one limit."""
+    idle: dict[_Connection, None] = {}  # connections that wait for their client, oldest first
 
     def make(*args: Any, **kwargs: Any) -> asyncio.Protocol:
         return _Connection(*args, seconds=seconds, max_connections=max_connections, idle=idle, **kwargs)
@@ -38,7 +38,7 @@ class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not read uvic
         super().connection_made(transport)
         self._wait_for_request()
         if len(self.connections) > self._max_connections:
-            oldest = next(iter(self._idle))  # this one, if all others are being answered
+            oldest = next(iter(self._idle))  # this connection, if all others are being answered
             del self._idle[oldest]
             oldest.transport.abort()
 
@@ -64,7 +64,7 @@ class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not read uvic
         self._close_in(self._seconds)
 
     def _close_in(self, seconds: float) -> None:
-        """Replace the deadline. Only a new state does this; single bytes that trickle in do not."""
+        """Replace the deadline. Called only when the state changes, not for single bytes that trickle in."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self.loop.call_later(seconds, self.transport.abort)

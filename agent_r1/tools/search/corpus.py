@@ -1,7 +1,7 @@
-"""Passages: what can be found. Files in, one Arrow file out that any number of processes map into memory.
+"""Passages: read from files, stored in one Arrow file that any number of processes map into memory.
 
-A passage is read from disk when it is looked at, so opening a corpus costs the same whatever its size. Passages keep
-the order they were given in; their place in it is what the rankers know them by. Not known here: how anything is found.
+A passage is read from disk when it is used, so opening a corpus takes the same time whatever its size. Passages keep
+their order; rankers refer to them by their place in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from agent_r1.data.files import json_lines, parquet_rows
 from agent_r1.errors import DataError
-from agent_r1.tools.search.progress import Report, Reporter
+from agent_r1.tools.search.progress import Report, track
 
 ROWS_PER_BATCH = 4096
 _SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
@@ -30,22 +30,21 @@ class Passage:
 
 
 def read_passages(paths: Sequence[Path]) -> Iterator[Passage]:
-    """All passages of .jsonl, .jsonl.gz and .parquet files with the columns title, text and, optionally, id.
+    """Read .jsonl, .jsonl.gz and .parquet files with the columns title, text and, optionally, id.
 
-    A passage without an id is called after its file and its place in it.
+    A passage without an id is named after its file and its number in it.
     """
     for path in paths:
-        for index, record in enumerate(_records(path)):
-            place = f"passage {index} of {path}"
+        for index, record in enumerate(_read_records(path)):
             if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
-                raise DataError(f"{place} has no 'text'; a passage has the columns title, text and, optionally, id")
+                raise DataError(f"passage {index} of {path} has no 'text'; expected title, text and, optionally, id")
             given = record.get("id")
             name = f"{path.name.partition('.')[0]}-{index}" if given is None else str(given)
             title, text = str(record.get("title") or ""), record["text"]
             try:
                 f"{name}{title}{text}".encode()
             except UnicodeEncodeError as error:
-                raise DataError(f"{place} is no text that a file can hold: {error}") from None
+                raise DataError(f"passage {index} of {path} cannot be written as UTF-8: {error}") from None
             yield Passage(passage_id=name, title=title, text=text)
 
 
@@ -77,45 +76,41 @@ class Corpus:
 
 
 def write_corpus(passages: Iterable[Passage], path: Path, report: Report | None = None) -> str:
-    """Write each different passage (title and text) once; the sha256 of all that was written."""
+    """Write the passages without duplicates (same title and text), and return the sha256 of what was written."""
     seen: set[bytes] = set()
     ids: set[str] = set()
     digest, batch = hashlib.sha256(), list[Passage]()
-    progress = Reporter("reading", None, report)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        for passage in passages:
+        for passage in track(passages, "reading", report):
             content = hashlib.sha256(f"{passage.title}\0{passage.text}".encode()).digest()
             if content in seen:
                 continue
             if passage.passage_id in ids:
-                raise DataError(f"two different passages are called {passage.passage_id!r}; ids must be unique")
+                raise DataError(f"two different passages have the id {passage.passage_id!r}; ids must be unique")
             seen.add(content)
             ids.add(passage.passage_id)
             digest.update(content)
             batch.append(passage)
             if len(batch) == ROWS_PER_BATCH:
-                writer.write_batch(_as_arrow(batch))
+                writer.write_batch(_to_arrow(batch))
                 batch.clear()
-                progress.at(len(seen))
         if batch:
-            writer.write_batch(_as_arrow(batch))
+            writer.write_batch(_to_arrow(batch))
     if not seen:
-        raise DataError("the corpus has no passages; there is nothing to search")
-    progress.end(len(seen))
+        raise DataError("the corpus has no passages")
     return digest.hexdigest()
 
 
-def _as_arrow(batch: Sequence[Passage]) -> Any:
+def _to_arrow(batch: Sequence[Passage]) -> Any:
     columns = ([p.passage_id for p in batch], [p.title for p in batch], [p.text for p in batch])
     return pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=_SCHEMA)
 
 
-def _records(path: Path) -> Iterator[Any]:
+def _read_records(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise DataError(f"there is no corpus file {path}")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from json_lines(path)
-    elif path.suffix == ".parquet":
-        yield from parquet_rows(path)
-    else:
-        raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")
+        return json_lines(path)
+    if path.suffix == ".parquet":
+        return parquet_rows(path)
+    raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")

@@ -1,15 +1,14 @@
-"""Dense ranking: texts as unit vectors of a small transformer encoder, compared by inner product.
+"""Dense ranking: unit vectors of a small transformer encoder, compared by inner product.
 
-The vectors lie in one memory-mapped array. `flat` compares with all of them (on a GPU where there is one, else with
-numpy); `ivf` looks only into the nearest cells of an inverted file (faiss), approximate but far faster on a CPU.
-Encoders are Hugging Face directories or hub ids; how their token states become one vector, and what stands before a
-query, is part of the encoder's description and is kept with the index. Scores of a query may differ in the last bits
-with what else is in its batch, as sums of floats do.
+The vectors are one memory-mapped array. `flat` compares a query with all of them, on a GPU if there is one; `ivf`
+searches only the nearest cells of an inverted file (faiss): approximate, but far faster on a CPU. Encoders are Hugging
+Face directories or hub ids; pooling and query prefix are stored with the index. The last bits of a query's scores may
+depend on the other queries in its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
@@ -20,21 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.lexical import Ranking
-from agent_r1.tools.search.progress import Report, Reporter
+from agent_r1.tools.search.progress import Report, track
 
 if TYPE_CHECKING:
     import torch
 
 Vectors = NDArray[np.float32]
 
-PROBE = "The river that flows past the town is crossed by two bridges."  # tells whether an encoder is the same one
-PROBE_COSINE = 0.99  # number formats and devices move vectors by less, other weights by far more
+PROBE = "The river that flows past the town is crossed by two bridges."  # its vector identifies the encoder
+PROBE_COSINE = 0.99  # number formats and devices change vectors by less, other weights by far more
 BGE_QUERY = "Represent this sentence for searching relevant passages: "
 BLOCK_ROWS = 65_536  # vectors compared at once on a CPU
-CELLS_READ = 1 / 32  # share of the cells an `ivf` search looks into
+CELLS_READ = 1 / 32  # share of the cells that an `ivf` search reads
 MIN_PER_CELL = 39  # vectors faiss wants per cell to place its centre well
 
 
@@ -61,14 +60,8 @@ class DenseSettings:
     batch_size: int = 64  # passages encoded at once
 
 
-def known_encoder(name: str) -> EncoderSettings:
-    if name not in ENCODERS:
-        raise ConfigError(f"unknown encoder {name!r}.{did_you_mean(name, ENCODERS)}")
-    return ENCODERS[name]
-
-
 class Encoder:
-    """Texts -> unit vectors."""
+    """Turns texts into unit vectors."""
 
     def __init__(self, settings: EncoderSettings) -> None:
         import torch
@@ -80,7 +73,7 @@ class Encoder:
             network = AutoModel.from_pretrained(settings.model, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot load the encoder {settings.model!r}: {error}. Name a Hugging Face directory of its weights"
+                f"cannot load the encoder {settings.model!r}: {error}. Give a Hugging Face directory with its weights"
             ) from error
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._network = network.to(self._device).eval()
@@ -110,13 +103,13 @@ class Encoder:
 
 
 class DenseRanker:
-    """The vectors of one corpus, and the encoder that made them."""
+    """The vectors of one corpus and the encoder that computed them."""
 
     def __init__(self, directory: Path, settings: DenseSettings) -> None:
         self._vectors: Vectors = np.load(directory / "vectors.npy", mmap_mode="r")
         self._encoder = Encoder(settings.encoder)
         self._check_encoder(np.load(directory / "probe.npy"), directory)
-        self._cells = _faiss().read_index(str(directory / "cells.faiss")) if settings.method == "ivf" else None
+        self._cells = _import_faiss().read_index(str(directory / "cells.faiss")) if settings.method == "ivf" else None
         self._on_gpu: torch.Tensor | None = None
 
     @staticmethod
@@ -124,7 +117,7 @@ class DenseRanker:
         passages: Iterable[Passage], total: int, directory: Path, settings: DenseSettings, report: Report | None
     ) -> None:
         if settings.method == "ivf":
-            _faiss()  # before hours of encoding, not after
+            _import_faiss()  # fails before hours of encoding, not after
         encoder = Encoder(settings.encoder)
         directory.mkdir(parents=True)
         probe = encoder.passages([PROBE])
@@ -132,20 +125,15 @@ class DenseRanker:
         vectors = np.lib.format.open_memmap(
             directory / "vectors.npy", mode="w+", dtype=np.float32, shape=(total, probe.shape[1])
         )
-        progress, done = Reporter("dense: encoding", total, report), 0
-        texts = (f"{passage.title}\n{passage.text}" for passage in passages)
-        for batch in _batches(texts, settings.batch_size):
-            vectors[done : done + len(batch)] = encoder.passages(batch)
-            done += len(batch)
-            progress.at(done)
-        progress.end(done)
+        texts = (f"{passage.title}\n{passage.text}" for passage in track(passages, "dense: encoding", report, total))
+        for start in range(0, total, settings.batch_size):
+            batch = list(islice(texts, settings.batch_size))
+            vectors[start : start + len(batch)] = encoder.passages(batch)
         vectors.flush()
         if settings.method == "ivf":
-            _build_cells(vectors, directory / "cells.faiss", report)
-
-    @classmethod
-    def open(cls, directory: Path, settings: DenseSettings) -> DenseRanker:
-        return cls(directory, settings)
+            if report is not None:
+                report("dense: sorting into cells")
+            _build_cells(vectors, directory / "cells.faiss")
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
         if not queries:
@@ -155,7 +143,7 @@ class DenseRanker:
             scores, places = self._cells.search(encoded, top_k)
         else:
             scores, places = self._compare(encoded, top_k)
-        # faiss says -1 where the cells it read held fewer than asked for
+        # faiss returns -1 if the cells it read hold too few passages
         found = zip(places.tolist(), scores.tolist(), strict=True)
         return [[(p, s) for p, s in zip(*pair, strict=True) if p >= 0] for pair in found]
 
@@ -181,32 +169,24 @@ class DenseRanker:
         now = self._encoder.passages([PROBE])
         if now.shape != probe.shape or float((now * probe).sum()) < PROBE_COSINE:
             raise DataError(
-                f"{directory} was made by another encoder than {self._encoder.settings.model!r} is now: build it again"
+                f"{directory} was built with other weights than {self._encoder.settings.model!r} has: build it again"
             )
 
 
-def _build_cells(vectors: Vectors, path: Path, report: Report | None) -> None:
-    faiss = _faiss()
-    progress = Reporter("dense: sorting into cells", len(vectors), report)
+def _build_cells(vectors: Vectors, path: Path) -> None:
+    faiss = _import_faiss()
     cells = max(1, min(int(4 * sqrt(len(vectors))), len(vectors) // MIN_PER_CELL))
     index = faiss.index_factory(vectors.shape[1], f"IVF{cells},SQ8", faiss.METRIC_INNER_PRODUCT)
     index.train(np.asarray(vectors))
     index.add(np.asarray(vectors))
     index.nprobe = max(1, round(cells * CELLS_READ))
     faiss.write_index(index, str(path))
-    progress.end(len(vectors))
 
 
-def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    rest = iter(texts)
-    while batch := list(islice(rest, size)):
-        yield batch
-
-
-def _faiss() -> Any:
+def _import_faiss() -> Any:
     try:
         return import_module("faiss")
     except ImportError as error:
         raise ConfigError(
-            "dense search by cells (ivf) needs the package faiss: pip install 'agent-r1[dense]', or use method flat"
+            "method=ivf needs the package faiss: pip install 'agent-r1[dense]', or set method=flat"
         ) from error

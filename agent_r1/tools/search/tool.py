@@ -1,9 +1,8 @@
-"""The tool `search(query)`: an index on this machine, or a search server.
+"""The tool `search(query)`, over an index on this machine or a search server.
 
-All concurrent calls of a rollout come as one batch; a server is asked in requests as large as it takes. Ranking runs in
-a thread, so that no episode waits for another's search; the processes of a machine share one memory-mapped index, and
-the tools of a process one open index. What the model is shown is one numbered line per passage, cut to a length that
-keeps contexts small.
+Concurrent calls of a rollout arrive as one batch; a server gets them in requests as large as it accepts. Ranking runs
+in a thread, so searches do not hold up episodes. All tools of a process share one open index. The model sees one
+numbered line per passage, cut to keep contexts small.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from agent_r1.tools.search.client import (
 )
 from agent_r1.tools.search.index import Hit, Index, Kind, Manifest, check_kind
 
-MAX_QUERY_CHARS = 500  # of what the policy writes; the rest says nothing that a ranker could use
+MAX_QUERY_CHARS = 500  # longer queries are cut; rankers gain nothing from the rest
 NOTHING_FOUND = "Nothing found. Try other words."
 
-_OPEN: dict[tuple[Path, str], Index] = {}  # by place and content: an index that was built again is another one
+_OPEN: dict[tuple[Path, str], Index] = {}  # by folder and content, so that a rebuilt index is opened again
 _OPENING = Lock()
 
 
 class SearchTool(BatchTool):
-    timeout = 240.0  # for an index on this machine; with a server, as long as its client keeps trying
+    timeout = 240.0  # for an index on this machine; with a server, see `__init__`
     name = "search"
     description = "Find passages about something."
-    parameters = {  # noqa: RUF012 (the attribute of BaseTool; nobody writes to it)
+    parameters = {  # noqa: RUF012 (as in BaseTool)
         "type": "object",
         "properties": {"query": {"type": "string", "description": "what to look for"}},
         "required": ["query"],
@@ -49,27 +48,27 @@ class SearchTool(BatchTool):
     def __init__(
         self,
         *,
-        index: str | Path | None = None,  # a folder; a relative one is looked up here, then under the data directory
-        url: str | None = None,  # of a search server, instead; it must be running when the tool is made
-        kind: Kind | None = None,  # None: hybrid where the index has both parts, else the one it has
+        index: str | Path | None = None,  # a folder; a relative one is looked up here, then in the data directory
+        url: str | None = None,  # of a search server, instead of an index; it must be running now
+        kind: Kind | None = None,  # None: hybrid if the index has both rankers, else the one it has
         top_k: int = 3,
-        max_chars: int = 450,  # of a passage, its title not counted: about 75 words
-        retry_seconds: float | None = None,  # how long to keep asking a server that fails; None: RETRY_SECONDS
+        max_chars: int = 450,  # per passage, without its title: about 75 words
+        retry_seconds: float | None = None,  # how long to retry a failing server; None: RETRY_SECONDS
     ) -> None:
         if (index is None) == (url is None):
             raise ConfigError(f"the search tool needs either an index or a url, got index={index!r} and url={url!r}")
         if top_k < 1 or max_chars < 1:
             raise ConfigError(f"the search tool needs top_k and max_chars of at least 1, got {top_k} and {max_chars}")
-        self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
         if url is None and retry_seconds is not None:
             raise ConfigError("the search tool's retry_seconds needs a server: set url, or remove retry_seconds")
-        self._url = None if url is None else check_url(url)
+        self._kind, self._top_k, self._max_chars = kind, top_k, max_chars
         self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
         if not 0 <= self._retry_seconds < math.inf:
             raise ConfigError(f"the search tool's retry_seconds must be at least 0 and finite, got {retry_seconds}")
-        self._directory = None if index is None else _checked(index, kind)
+        self._directory = None if index is None else _check_index(index, kind)
+        self._url = None if url is None else check_url(url)
         if self._url is not None:
-            # The call must outlast its client: a silent server is a failure, not a result that says "did not answer".
+            # The call must outlast its client, so that a silent server is a failure and not a result.
             self.timeout = self._retry_seconds + 2 * SECONDS_PER_ATTEMPT
             self.max_batch = check_server(self._url, top_k=top_k, kind=kind).max_queries
 
@@ -78,40 +77,36 @@ class SearchTool(BatchTool):
         try:
             results = await self._search(queries)
         except SearchError as error:
-            # In the list, not raised: the server was given its chances, and one call at a time would fare no better.
+            # Returned, not raised: the client has retried already, and searching one by one would not help.
             return [error] * len(calls)
-        return [self._shown(hits) for hits in results]
+        return [ToolResult(self.show(hits), info={"titles": [hit.passage.title for hit in hits]}) for hits in results]
 
     def look(self, query: str) -> list[Hit]:
-        """What an episode that searched for this would find; for demonstrations. Needs an index of its own."""
-        assert self._directory is not None
-        return _index(self._directory).search([query], self._top_k, self._kind)[0]
+        """Return what an episode would find, for demonstrations. Needs an index on this machine."""
+        return self._search_index([query])[0]
 
     def show(self, hits: Sequence[Hit]) -> str:
-        """The text a model sees."""
+        """Return the text that the model sees."""
         lines = [
             f"[{number}] {hit.passage.title}: {_cut(hit.passage.text, self._max_chars)}"
             for number, hit in enumerate(hits, start=1)
         ]
         return "\n".join(lines) or NOTHING_FOUND
 
-    def _shown(self, hits: Sequence[Hit]) -> ToolResult:
-        return ToolResult(self.show(hits), info={"titles": [hit.passage.title for hit in hits]})
-
     async def _search(self, queries: list[str]) -> list[list[Hit]]:
         if self._url is not None:
             async with SearchClient(self._url, retry_seconds=self._retry_seconds) as client:
                 return await client.search(queries, self._top_k, self._kind)
-        results: list[list[Hit]] = await call(self._search_here, queries)
+        results: list[list[Hit]] = await call(self._search_index, queries)
         return results
 
-    def _search_here(self, queries: list[str]) -> list[list[Hit]]:
+    def _search_index(self, queries: list[str]) -> list[list[Hit]]:
         assert self._directory is not None
-        return _index(self._directory).search(queries, self._top_k, self._kind)
+        return _open_index(self._directory).search(queries, self._top_k, self._kind)
 
 
 def find_index(index: str | Path) -> Path:
-    """The folder that is meant: as given, or NAME/REST in the data directory of NAME."""
+    """Return the folder: as given, or NAME/REST in the data directory of NAME."""
     path = Path(index).expanduser()
     if path.is_absolute() or anchored(path).exists():
         return anchored(path)
@@ -119,8 +114,8 @@ def find_index(index: str | Path) -> Path:
     return data_dir(name).joinpath(*rest)
 
 
-def _checked(index: str | Path, kind: Kind | None) -> Path:
-    """The folder, if it can be searched: found out before a run, without loading anything large."""
+def _check_index(index: str | Path, kind: Kind | None) -> Path:
+    """Return the folder if it can be searched, without loading anything large."""
     directory = find_index(index)
     manifest = Manifest.read(directory)
     kind = check_kind(kind or manifest.kinds[-1], manifest, directory)
@@ -129,7 +124,7 @@ def _checked(index: str | Path, kind: Kind | None) -> Path:
     return directory
 
 
-def _index(directory: Path) -> Index:
+def _open_index(directory: Path) -> Index:
     manifest = Manifest.read(directory)
     key = (directory, f"{manifest.corpus_sha256} {manifest.lexical} {manifest.dense}")
     with _OPENING:
@@ -139,7 +134,7 @@ def _index(directory: Path) -> Index:
 
 
 def _cut(text: str, max_chars: int) -> str:
-    """One line of at most `max_chars` characters, ending with a whole word."""
+    """Return one line of at most `max_chars` characters that ends with a whole word."""
     line = " ".join(text.split())
     if len(line) <= max_chars:
         return line

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
+from agent_r1.tools.search.client import SearchClient
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit, Index, Kind
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -32,12 +33,18 @@ def build(directory: Path) -> Index:
     return Index.build(passages(), directory, lexical=LexicalSettings())
 
 
+async def search(url: str, queries: list[str], **settings: float) -> list[list[Hit]]:
+    quick = {"backoff_seconds": 0.01, "seconds_per_attempt": 10.0}
+    async with SearchClient(url, **(quick | settings)) as client:  # type: ignore[arg-type]
+        return await client.search(queries, 3)
+
+
 def titles(hits: Sequence[Hit]) -> list[str]:
     return [hit.passage.title for hit in hits]
 
 
 class HeldIndex(Index):
-    """An index whose searches wait until they are let go: a server that is too slow."""
+    """An index whose searches wait for `go`, as on a server that is too slow."""
 
     go = threading.Event()
     begun = threading.Event()
@@ -57,7 +64,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(index: Index, limits: ServerLimits | None = None, port: int | None = None) -> Iterator[str]:
-    """The address of a running server; stopped as SIGTERM stops it."""
+    """Yield the address of a running server, and stop it as SIGTERM does."""
     port = port or free_port()
     config = make_config(index, limits or ServerLimits())
     config.port = port
