@@ -87,6 +87,33 @@ def options(
     pass
 
 
+@app.command("init")
+def init_command(
+    directory: Annotated[Path, typer.Argument(help="Where to write it: a directory that is new or empty.")],
+) -> None:
+    """Write a small task of your own to start from: tools, rows, reward, demonstrations, tests."""
+    from agent_r1.cli.commands.init import write_task
+
+    write_task(directory, console)
+
+
+@app.command("check")
+def check_command(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 32,
+) -> None:
+    """Play a task without a model: do demonstrations earn the reward, and do silence and chance not?"""
+    config = load_config(recipe, overrides or ())
+
+    from agent_r1.build.plan import build_plan
+    from agent_r1.cli.commands.check import run_check
+
+    with _signals_told():
+        if not run_check(config, build_plan(config), console, rows=rows):
+            raise typer.Exit(1)
+
+
 @app.command("train")
 def train_command(
     recipe: Annotated[

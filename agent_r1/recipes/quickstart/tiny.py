@@ -1,8 +1,8 @@
 """Create a 1M-parameter language model with its own tokenizer in seconds: no hub, no download.
 
 The result is an ordinary Hugging Face directory: a Llama with random weights, and a byte-level BPE tokenizer trained on
-the text of a task. Every text can be encoded and decoded exactly, while the frequent parts (the frame of a call, a name)
-are one token each: episodes stay below a hundred tokens, and copying a name means copying two.
+the text of a task. Any text is encoded and decoded exactly, while its frequent parts (the frame of a call, a name) are
+one token each: episodes stay below a hundred tokens, and copying a name means copying two.
 """
 
 from __future__ import annotations
