@@ -252,8 +252,8 @@ def success_cell(evaluation: Mapping[str, Any]) -> str:
 
 HOW_SURE = (
     "The gain compares each run with its own evaluation before the first step. Those weights are the warm start's, but "
-    "greedy sampling on a GPU is reproducible only up to rounding. Intervals cover the choice of rows, not the training "
-    "seed."
+    "greedy sampling on a GPU is reproducible only up to rounding. Intervals cover the choice of rows, not the "
+    "training seed."
 )
 
 

@@ -1,12 +1,12 @@
-"""The released ALFWorld games (Shridhar et al., 2021): 3,553 to train on, 140 in rooms seen there, 134 in other rooms.
+"""The released ALFWorld games (Shridhar et al., 2021): 3,553 for training, 140 in the same rooms, 134 in unseen rooms.
 
-`agent-r1 data recipe alfworld` fetches the official archive and puts what the engine needs into one SQLite file, from
-which a single game is read in a millisecond, by any number of processes. A folder with the released tree
-(`.../train/TASK/TRIAL/game.tw-pddl`) or with an archive of it (.zip, .tar.xz, ...) is read as it is, wherever it
-stands; the SQLite file made of it is kept in the data directory.
+`agent-r1 data recipe alfworld` downloads the official archive and writes the parts that the engine needs to one SQLite
+file. Any number of processes can read games from it, in a millisecond each. `data.path` also takes a folder with the
+released tree (`.../train/TASK/TRIAL/game.tw-pddl`) or with an archive of it (.zip, .tar.xz, ...); its SQLite file is
+kept in the data directory.
 
-A game is named SPLIT/TASK/TRIAL, and the games of a split come in the order of the hashes of their names: the same on
-every machine, and the first n of them are a fair sample.
+A game is named SPLIT/TASK/TRIAL. The games of a split are ordered by the hashes of their names: the order is the same
+on every machine, and the first n games are a fair sample.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ FILE = "games.sqlite"
 RELEASED = "game.tw-pddl"
 SOURCE = "https://github.com/alfworld/alfworld/releases/download/0.4.0/json_2.1.2_tw-pddl.zip"
 SPLITS = {"train": 3553, "valid_train": 200, "valid_seen": 140, "valid_unseen": 134}
-# The one PDDL domain and the one grammar, without the sentence of the task, that `engine.py` knows.
+# Hashes of the PDDL domain and of the grammar (without the task sentence) that `engine.py` implements.
 DOMAIN = "0af55e7f92d1"
 GRAMMAR = "063d42f07581"
-CONTENT = "279cde4f9c17"  # `content_hash` of all 4,027 games of the copy that this recipe's numbers are of
-FORM = 2  # goes up when the same source gives another SQLite file, so that what was made before is not used again
-GAMES_KEPT = 512  # parsed ones, per process; some 40 kB each
+CONTENT = "279cde4f9c17"  # `content_hash` of the 4,027 games behind this recipe's published results
+FORM = 2  # raise it when the SQLite format changes, so that older files are not reused
+GAMES_KEPT = 512  # parsed games cached per process, about 40 kB each
 
 _TASK = re.compile(r"Your task is to: [^\"]*")
 _TABLE = """CREATE TABLE games (
@@ -58,11 +58,11 @@ _UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A game, but for its world, of which it has the hash."""
+    """A game without its PDDL problem, which is identified by its hash."""
 
     name: str
     task: str
-    walkthrough: tuple[str, ...]  # by a planner that knew where everything is
+    walkthrough: tuple[str, ...]  # written by a planner with full knowledge
     world: str  # `short_hash` of the PDDL problem
 
     @property
@@ -75,7 +75,7 @@ def task_type_of(name: str) -> str:
 
 
 def entries(split: str, file: Path) -> list[Entry]:
-    """The games of a split in their fixed order, of a file that `games_file` named."""
+    """Return the games of a split in their fixed order, from a file that `games_file` returned."""
     if split not in SPLITS:
         raise ConfigError(f"ALFWorld has no split {split!r}.{did_you_mean(split, SPLITS)}")
     with _open(file) as games:
@@ -90,7 +90,7 @@ def entries(split: str, file: Path) -> list[Entry]:
 
 @lru_cache(maxsize=GAMES_KEPT)
 def load_game(file: str, name: str, world: str) -> Game:
-    """One game of a file that `games_file` named; `DataError` if its world is not the one with that hash."""
+    """Read one game from a file that `games_file` returned. Raises `DataError` if its hash differs."""
     with _open(Path(file)) as games:
         found = games.execute("SELECT problem, task FROM games WHERE name = ?", (name,)).fetchone()
     if found is None:
@@ -105,7 +105,7 @@ def load_game(file: str, name: str, world: str) -> Game:
 
 
 def games_file(path: str | None) -> Path:
-    """The SQLite file of the games: made of what is at `path`, or fetched, if it is not there yet."""
+    """Return the SQLite file of the games, first creating it from `path` or from the download if necessary."""
     file = _fetched() if path is None else _made_of(path)
     _warn_of_other_games(file)
     return file
@@ -136,7 +136,7 @@ def _made_of(path: str) -> Path:
     return made
 
 
-@cache  # so that it is said once
+@cache  # warn only once
 def _warn_of_other_games(file: Path) -> None:
     digest = content_hash(file)
     if digest != CONTENT:
@@ -151,7 +151,7 @@ def _other_games(digest: str) -> str:
 
 
 def prepare(directory: Path, report: Report) -> None:
-    """Fetch the official archive, unless it or a tree of games is in `directory`, and make the SQLite file of it."""
+    """Download the official archive, unless `directory` has it or a tree of games, and write the SQLite file."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / FILE
     if not file.is_file():
@@ -168,7 +168,7 @@ def prepare(directory: Path, report: Report) -> None:
 
 
 def content_hash(file: Path) -> str:
-    """Of the worlds, tasks and walkthroughs of all games, by name."""
+    """Hash the problems, tasks and walkthroughs of all games, by name."""
     digest = sha256()
     with _open(file) as games:
         for game in games.execute("SELECT name, task, walkthrough, world FROM games ORDER BY name"):
@@ -177,7 +177,7 @@ def content_hash(file: Path) -> str:
 
 
 def build(source: Path, to: Path) -> None:
-    """Write the SQLite file of the solvable games of the six kinds in `source`, all or nothing."""
+    """Atomically write the SQLite file of the solvable games of the six kinds in `source`."""
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", suffix=".part", dir=to.parent) as folder:
         part = Path(folder) / FILE
@@ -194,7 +194,7 @@ def build(source: Path, to: Path) -> None:
 
 
 def released(source: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every released game: of a tree at any depth, of a .zip, or of a .tar of any compression."""
+    """Yield name and content of every released game from a tree at any depth, a .zip, or a .tar of any compression."""
     try:
         yield from _files_in(source)
     except _UNREADABLE as error:
@@ -227,7 +227,7 @@ def _records(source: Path) -> Iterator[tuple[str, str, str, str, str, str, bytes
     for name, content in released(source):
         try:
             game = read_json(content.decode("utf-8"))
-            # As the official loader: what was sliced is left out, and so is what is not of the six kinds.
+            # Like the official loader, skip games with sliced objects and games outside the six kinds.
             if task_type_of(name) not in TASK_TYPES or "Sliced" in name or not game["solvable"]:
                 continue
             task = check_rules(game, name)
@@ -239,7 +239,8 @@ def _records(source: Path) -> Iterator[tuple[str, str, str, str, str, str, bytes
 
 
 def check_rules(game: dict[str, Any], name: str) -> str:
-    """The sentence of the task; `DataError` if the game has other rules or other words than the engine knows."""
+    """Return the task sentence. Raises `DataError` if the game has rules or words that the engine does not
+    implement."""
     found = _TASK.search(game["grammar"])
     if found is None:
         raise DataError(f"{name}: its grammar says no task")
@@ -254,7 +255,7 @@ def check_rules(game: dict[str, Any], name: str) -> str:
 
 
 def source_in(given: Path) -> Path | None:
-    """A tree, an archive, or a folder with one archive in it."""
+    """Resolve a tree, an archive, or a folder with one archive in it."""
     if given.is_file():
         return given if _is_archive(given) else None
     if next(given.glob(f"**/{RELEASED}"), None) is not None:
@@ -264,7 +265,7 @@ def source_in(given: Path) -> Path | None:
 
 
 def _is_archive(file: Path) -> bool:
-    """By what is in it, not by its name."""
+    """Recognise an archive by its content, not by its name."""
     try:
         return tarfile.is_tarfile(file) or zipfile.is_zipfile(file)
     except _UNREADABLE:
@@ -272,7 +273,7 @@ def _is_archive(file: Path) -> bool:
 
 
 def _signature(source: Path) -> str:
-    """Changes when the files do."""
+    """Return a digest that changes when the files change."""
     files = [source] if source.is_file() else sorted(source.rglob(RELEASED))
     stats = [file.stat() for file in files]
     seen = [FORM, str(source.resolve()), len(files), sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)]
@@ -286,7 +287,7 @@ def count_games(file: Path) -> Counter[str]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for one question: cheap, and nothing that a forked process could inherit."""
+    """Open a connection for one query: cheap, and nothing for a forked process to inherit."""
     if not file.is_file():
         raise DataError(f"there is no file of ALFWorld games at {file}: it is gone, or the rows were made elsewhere")
     games = sqlite3.connect(f"file:{quote(str(file))}?mode=ro&immutable=1", uri=True)

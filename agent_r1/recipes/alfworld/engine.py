@@ -1,16 +1,16 @@
-"""The ALFWorld text game: what a command does, what is answered, what could be done next, and whether it is won.
+"""The rules of the ALFWorld text game: effects of commands, answers, admissible commands, and winning.
 
-`World` is the state of one play of a `Game`. It says word for word what the official engine (TextWorld on top of Fast
-Downward) says for the released games, including where that is odd; `python -m benchmarks.alfworld compare` proves it.
-The oddities, all of them consequences of how the official engine reads the PDDL domain and the text grammar:
+`World` is the state of one play of a `Game`. For the released games its output equals that of the official engine
+(TextWorld on Fast Downward) word for word, oddities included; `python -m benchmarks.alfworld compare` proves it. The
+oddities all follow from how the official engine reads the PDDL domain and the text grammar:
 
-- `go to X` is refused when X is at the place where one stands, although one may be facing something else there.
+- `go to X` is refused if X is at the current position, even if the agent faces something else there.
 - An object can be examined only while it is held.
-- `look` before the first move sees nothing, although the intro lists everything.
-- A thing may be in two receptacles at once: many files say so. Taken out of one it is still in the other.
-- What lies "next to" something is what is recorded at that place and has been taken out of a receptacle there, once
-  for every such receptacle, even if it is in another one by now.
-- What a bowl or a mug holds never changes, whatever becomes of it.
+- `look` before the first move shows nothing, although the intro lists everything.
+- An object may be in two receptacles at once, as many files say. After it is taken from one, it is still in the other.
+- "Next to" something lie the objects recorded at that position that were taken from a receptacle there, once for every
+  such receptacle, even if they are in another one by now.
+- The contents of a bowl or a mug never change.
 - A lamp that has been used stays on.
 """
 
@@ -38,14 +38,14 @@ HELP = """Available commands:
   slice (object) with (object):     slice an object using a sharp object
 """
 
-# verb -> what the object must be, at which receptacles, the state it gets, the state it loses
+# verb -> required property of the object, receptacle types, state gained, state lost
 TREATMENTS = {
     "clean": ("cleanable", ("sinktype", "sinkbasintype"), "clean", ""),
     "heat": ("heatable", ("microwavetype",), "hot", "cool"),
     "cool": ("coolable", ("fridgetype",), "cool", "hot"),
 }
 BLADES = ("knifetype", "butterknifetype")
-APPEARANCES = (  # the first whose states the object has
+APPEARANCES = (  # the first entry whose states the object has
     ({"clean", "hot", "sliced"}, "hot and clean sliced"),
     ({"clean", "cool", "sliced"}, "cool and clean sliced"),
     ({"clean", "sliced"}, "clean sliced"),
@@ -59,11 +59,11 @@ APPEARANCES = (  # the first whose states the object has
     ({"sliced"}, "sliced"),
 )
 
-Act = tuple[str, int, int]  # verb, thing, other thing; 0 where there is none
+Act = tuple[str, int, int]  # verb, object, second object; 0 if there is none
 
 
 class World:
-    """One play. Commands are taken as `admissible` spells them; anything else is `NOTHING_HAPPENS`."""
+    """One play. Accepts commands as `admissible` spells them; any other is answered with `NOTHING_HAPPENS`."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
@@ -72,16 +72,16 @@ class World:
         self._opened: set[int] = set()
         self._contents = {receptacle: list(things) for receptacle, things in game.contents.items()}
         self._lying = {place: set(things) for place, things in game.lying.items()}
-        self._taken: set[tuple[int, int]] = set()  # (thing, receptacle): taken out, and not put back
+        self._taken: set[tuple[int, int]] = set()  # (object, receptacle): taken out and not put back
         self._states = {thing: set(states) for thing, states in game.states.items()}
-        self._acts: dict[str, Act] | None = None  # what can be done here; None: not known yet
+        self._acts: dict[str, Act] | None = None  # admissible commands at this position; None: not computed yet
 
     @property
     def intro(self) -> str:
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{self._survey(self.game.location_of)}\n\n{self.game.task}"
 
     def step(self, command: str) -> str:
-        """Do what a command says, and return the answer."""
+        """Execute a command and return the answer."""
         command = command.strip()
         receptacle = self.game.routes.get(command)
         if receptacle is not None:
@@ -96,7 +96,7 @@ class World:
         return _VERBS[verb](self, thing, other)
 
     def admissible(self) -> list[str]:
-        """Every command that would do something now, in alphabetical order."""
+        """Return every command that currently has an effect, in alphabetical order."""
         here, location_of = self._here, self.game.location_of
         routes = [command for command, receptacle in self.game.routes.items() if location_of[receptacle] != here]
         return sorted([*routes, *self._acts_here()])
@@ -116,27 +116,28 @@ class World:
         return "You are not carrying anything." if self._held is None else f"You are carrying: {self._a(self._held)}."
 
     def scene(self) -> str:
-        """Where one stands, what can be seen there, what is held in which state, and how much of the goal is reached.
+        """Describe the position, what is visible there, what is held in which state, and how much of the goal is
+        reached.
 
-        It does not tell how one came here, nor what was opened or moved elsewhere.
+        The route to the scene and changes elsewhere are not part of it.
         """
         seen = [self._examine_receptacle(receptacle, 0) for receptacle in self._near()]
         held = []
         if self._held is not None:
-            # Not as `examine` tells it, which of a mug or a bowl says nothing but what is in it.
+            # Not the text of `examine`, which only lists the contents of a mug or a bowl.
             states = " and ".join(sorted(self._states.get(self._held, ())))
             held = [self.inventory, f"It is {states or 'untouched'}."]
         return " ".join([*(seen or ["In the middle of the room."]), *held, f"Reached: {self._reached()}."])
 
     def _reached(self) -> int:
-        """The most wanted things in one right receptacle; or the lamps that are on."""
+        """Return the largest number of wanted objects in one right receptacle, or the number of lamps that are on."""
         goal, types = self.game.goal, self.game.types
         if goal.lamp_type:
             return sum(types.get(thing) == goal.lamp_type and "toggled" in now for thing, now in self._states.items())
         right = [things for place, things in self._contents.items() if types.get(place) == goal.receptacle_type]
         return max((sum(map(self._is_wanted, things)) for things in right), default=0)
 
-    # What is shown
+    # Answers
 
     def _survey(self, receptacles: Iterable[int]) -> str:
         return f"You are in the middle of a room. Looking quickly around you, you see {self._list(receptacles)}."
@@ -177,7 +178,7 @@ class World:
         looks = next((looks for needed, looks in APPEARANCES if needed <= states), None)
         return f"There's nothing special about {name}." if looks is None else f"This is a {looks} {name}."
 
-    # What is done
+    # Actions
 
     def _go(self, receptacle: int, _: int) -> str:
         self._here = self.game.location_of[receptacle]
@@ -194,14 +195,14 @@ class World:
     def _take(self, thing: int, receptacle: int) -> str:
         self._contents[receptacle].remove(thing)
         self._taken.add((thing, receptacle))
-        # Only from here: a thing that the file records at another place stays recorded there.
+        # Only from here: an object that the file records at another position stays recorded there.
         self._lying.get(self._here, set()).discard(thing)
         self._held = thing
         return f"You pick up the {self.game.names[thing]} from the {self.game.names[receptacle]}."
 
     def _move(self, thing: int, receptacle: int) -> str:
         inside = self._contents.setdefault(receptacle, [])
-        if thing not in inside:  # it may be there already: see the oddities
+        if thing not in inside:  # it may be there already (see the oddities)
             insort(inside, thing)
         self._taken.discard((thing, receptacle))
         self._lying.setdefault(self._here, set()).add(thing)
@@ -232,10 +233,10 @@ class World:
     def _cool(self, thing: int, receptacle: int) -> str:
         return self._treat("cool", thing, receptacle)
 
-    # What can be done
+    # Admissible commands
 
     def _acts_here(self) -> dict[str, Act]:
-        """Everything but going elsewhere."""
+        """Return all commands except `go to`."""
         if self._acts is None:
             self._acts = acts = {"help": ("help", 0, 0), "inventory": ("inventory", 0, 0), "look": ("look", 0, 0)}
             for receptacle in self._near():

@@ -1,8 +1,8 @@
-"""The world of one episode: the policy says a command, the game answers. The rules are `engine.py`'s.
+"""The environment of one episode: the policy gives a command, the game answers. `engine.py` has the rules.
 
-The command is the first line of what was said, without regard to case; anything that the game does not take gets its
-own "Nothing happens.". The episode ends when the task is done. It pays nothing: `task.reward` reads off the last step
-whether it was won.
+The command is the first line of the response; case does not matter. An invalid command is answered with "Nothing
+happens.". The episode ends when the task is done. The environment pays no reward: `task.reward` reads from the last
+step whether the game was won.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AlfWorld(TextEnv):
         self._hints = hints
 
     def game(self, row: TaskRow) -> Game:
-        """Where the games are kept is no part of what a row asks, so it is not among the settings of the env."""
+        """The location of the games is not part of the row, so it is not an env setting."""
         if "games" not in row.extra_info:
             raise DataError(f"row {row.row_id!r} does not say where its game is: make rows with alfworld's task.rows")
         return load_game(row.extra_info["games"], self._name, self._world_hash)
@@ -38,7 +38,7 @@ class AlfWorld(TextEnv):
         return self._shown(shortened(self._world.intro))
 
     def reply(self, said: str) -> Reply:
-        # The state that the command was given in: what GiGPO compares attempts by.
+        # The state in which the command was given, by which GiGPO compares attempts.
         anchor = self._world.scene()
         answer = self._world.step(command_in(said))
         won = self._world.won
@@ -53,7 +53,7 @@ class AlfWorld(TextEnv):
 
 
 def shortened(intro: str) -> str:
-    """The intro without its greeting, which is the same in every game."""
+    """Return the intro without its greeting, which is the same in every game."""
     return intro.partition("\n\n")[2]
 
 

@@ -1,9 +1,9 @@
-"""The explorer: an agent written by hand that sees what a policy sees, the texts alone, and looks for what it needs.
+"""The explorer: a hand-written agent that sees only the texts, as a policy does, and searches for what it needs.
 
-It goes from receptacle to receptacle, most promising first, opens what is closed, remembers what it saw where, and does
-with the things what the task says. How promising a receptacle is it has learnt from training games (`learn_priors`):
-how often a thing of this kind lies in a receptacle of that kind, and how many steps it takes to see inside. It knows no
-game in particular. Its demonstrations show a policy how to search, which walkthroughs by a planner cannot.
+It visits receptacles in order of promise, opens closed ones, remembers what it saw where, and does what the task asks.
+How promising a receptacle is comes from training games (`learn_priors`): how often this kind of object lies in that
+kind of receptacle, and how many steps it takes to look inside. It knows no particular game. Its demonstrations teach a
+policy how to search, which a planner's walkthroughs cannot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_r1.recipes.alfworld.engine import NOTHING_HAPPENS
 from agent_r1.recipes.alfworld.game import Game
 
 T = TypeVar("T")
-Doing = Generator[str, None, T]  # commands; after each of them its answer is in `Explorer._answer`
+Doing = Generator[str, None, T]  # yields commands; the answer to each is then in `Explorer._answer`
 
 _NAME = re.compile(r"a (\w+ \d+)")
 _TASKS = (
@@ -30,12 +30,12 @@ _TASKS = (
 )
 TREATMENT_FOR = {"hot": "heat", "heat": "heat", "cool": "cool", "clean": "clean"}
 APPLIANCES = {"heat": "microwave", "cool": "fridge", "clean": "sinkbasin"}
-UNSEEN = 1e-4  # how promising a kind of receptacle is in which a thing was never found: it is still looked into, last
+UNSEEN = 1e-4  # promise of a receptacle kind in which the object was never found, so that it is searched last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a task asks for, as its sentence says it."""
+    """A task, parsed from its sentence."""
 
     kind: str  # of object
     place: str = ""  # kind of receptacle
@@ -46,11 +46,13 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priors:
-    found: Mapping[str, Mapping[str, float]]  # object kind -> receptacle kind -> how many of it one such receptacle has
-    closed: frozenset[str]  # kinds of receptacle that have to be opened
+    found: Mapping[
+        str, Mapping[str, float]
+    ]  # object kind -> receptacle kind -> expected number of objects in one such receptacle
+    closed: frozenset[str]  # receptacle kinds that must be opened
 
     def promise(self, kind: str, place: str) -> float:
-        """Expected finds of a kind of thing per step, in a kind of receptacle."""
+        """Return the expected finds per step of an object kind in a receptacle kind."""
         return max(UNSEEN, self.found.get(kind, {}).get(place, 0.0)) / (2 if place in self.closed else 1)
 
 
@@ -85,15 +87,15 @@ def read_wish(intro: str) -> Wish:
 
 
 class Explorer:
-    """One episode. `act` takes the last answer, the intro first, and returns a command; None when it gives up."""
+    """One episode. `act` takes the last answer (the intro first) and returns a command, or None to give up."""
 
     def __init__(self, priors: Priors) -> None:
         self._priors = priors
         self._doing: Doing[None] | None = None
         self._answer = ""
-        self._at = ""  # the receptacle that was gone to last
+        self._at = ""  # the receptacle visited last
         self._receptacles: list[str] = []
-        self._seen: dict[str, list[str]] = {}  # what was in the receptacles that were looked into
+        self._seen: dict[str, list[str]] = {}  # contents of the searched receptacles
         self._closed: set[str] = set()
 
     def act(self, answer: str) -> str | None:
@@ -115,7 +117,7 @@ class Explorer:
             yield f"use {lamp}"
 
     def _bring(self, wish: Wish) -> Doing[None]:
-        # Where one of two things is already, the other one belongs too.
+        # The second of two objects belongs where the first one already is.
         goal, brought = "", 0
         while brought < wish.count:
             thing = yield from self._fetch(wish.kind, away_from="" if wish.treatment else wish.place)
@@ -136,7 +138,7 @@ class Explorer:
             brought = sum(_kind(other) == wish.kind for other in self._seen[goal]) if wish.count > 1 else wish.count
 
     def _fetch(self, kind: str, *, away_from: str) -> Doing[str | None]:
-        """Take something of a kind, wherever it is but in receptacles of the kind `away_from`."""
+        """Take an object of a kind from anywhere except receptacles of the kind `away_from`."""
         while True:
             found = yield from self._find(kind, away_from=away_from)
             if found is None:
@@ -149,7 +151,7 @@ class Explorer:
                 return thing
 
     def _find(self, kind: str, *, away_from: str) -> Doing[tuple[str, str] | None]:
-        """Something of a kind and its receptacle, remembered or looked for; None when everything was looked into."""
+        """Find an object of a kind and its receptacle, from memory or by searching; None if everything was searched."""
         while True:
             for place, things in self._seen.items():
                 for thing in things:
@@ -163,7 +165,7 @@ class Explorer:
     def _go(self, place: str, *, opening: bool = True) -> Doing[None]:
         if self._at != place:
             yield f"go to {place}"
-            if self._answer == NOTHING_HAPPENS:  # it is where one stands already
+            if self._answer == NOTHING_HAPPENS:  # already there
                 yield f"examine {place}"
             self._at = place
             if self._answer.endswith(f"The {place} is closed."):
@@ -175,11 +177,11 @@ class Explorer:
             self._seen[place] = _NAME.findall(self._answer.rpartition("you see ")[2])
 
     def _first(self, kind: str) -> str:
-        """The first receptacle of a kind; "" if there is none."""
+        """Return the first receptacle of a kind, or ""."""
         return next((place for place in self._receptacles if _kind(place) == kind), "")
 
     def _most(self, kind: str, place_kind: str) -> str:
-        """The receptacle of a kind in which most of a kind were seen, the first of equals; "" if there is none."""
+        """Return the receptacle of a kind in which most objects of a kind were seen (the first on ties), or ""."""
         places = [place for place in self._receptacles if _kind(place) == place_kind]
         return max(places, key=lambda at: sum(_kind(thing) == kind for thing in self._seen.get(at, ())), default="")
 

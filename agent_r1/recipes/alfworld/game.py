@@ -1,10 +1,10 @@
-"""One ALFWorld game as its PDDL problem describes it, read once: things with their names, facts, and the goal.
+"""Parse one ALFWorld game from its PDDL problem: objects with their names, facts, and the goal.
 
-The released files (`game.tw-pddl`) share one PDDL domain and one text grammar, and differ in the problem and in the
-sentence that says the task. `engine.py` knows the domain and the grammar; this module reads the problem.
+The released files (`game.tw-pddl`) share one PDDL domain and one text grammar; they differ in the problem and in the
+task sentence. `engine.py` implements the domain and the grammar; this module reads the problem.
 
-A thing is a number here: its place in the alphabetical order of the PDDL ids, which is the order in which the official
-engine lists things. Locations are numbered on their own.
+Objects and receptacles ("things") are numbers: positions in the alphabetical order of the PDDL ids, in which the
+official engine lists them. Locations are numbered separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_r1.errors import DataError
 
 Facts = Mapping[str, Sequence[tuple[str, ...]]]  # predicate -> arguments of each fact, lower-cased as PDDL reads them
 
-NAME_ENDS = "_bar_"  # mug_bar__minus_01_dot_28...: what stands before it is what people call the thing
+NAME_ENDS = "_bar_"  # mug_bar__minus_01_dot_28...: the part before it is the common name
 STATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
 _Item = TypeVar("_Item", int, str)
 _ATOM = re.compile(r"\(\s*([a-z_]+)((?:\s+[^\s()]+)+)\s*\)")
@@ -27,14 +27,15 @@ _ATOM = re.compile(r"\(\s*([a-z_]+)((?:\s+[^\s()]+)+)\s*\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A thing of `object_type` in a receptacle of `receptacle_type`; or, with `lamp_type`, held beside such a lamp."""
+    """An object of `object_type` in a receptacle of `receptacle_type` or, with `lamp_type`, held next to such a
+    lamp."""
 
     object_type: str
     receptacle_type: str = ""
     lamp_type: str = ""
-    ability: str = ""  # what the object must be made for, and ...
-    state: str = ""  # ... what must have been done to it
-    count: int = 1  # so many, in one receptacle
+    ability: str = ""  # required property of the object ...
+    state: str = ""  # ... and required state
+    count: int = 1  # number of objects in one receptacle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,16 @@ class Game:
     receptacles_at: Mapping[int, tuple[int, ...]]  # by location
     abilities: Mapping[str, frozenset[int]]  # openable, pickupable, cleanable, ... -> things
     fits: frozenset[tuple[str, str]]  # (receptacle type, object type): may be put there
-    nested: Mapping[int, tuple[int, ...]]  # things in an object such as a bowl; what is done later does not change it
+    nested: Mapping[int, tuple[int, ...]]  # contents of objects such as bowls; never changes
     routes: Mapping[str, int]  # "go to desk 1" -> receptacle
     start: int  # location
     contents: Mapping[int, tuple[int, ...]]  # of receptacles, at the start
-    lying: Mapping[int, frozenset[int]]  # objects by the location that they are recorded at, at the start
-    states: Mapping[int, frozenset[str]]  # of objects, at the start: a potato from the fridge is cool
+    lying: Mapping[int, frozenset[int]]  # objects by recorded location, at the start
+    states: Mapping[int, frozenset[str]]  # states of objects at the start: a potato from the fridge is cool
 
 
 def read_game(problem: str, task: str) -> Game:
-    """The game of a PDDL problem; `DataError` where it is not one that the engine knows the rules of."""
+    """Parse a PDDL problem. Raises `DataError` if it needs rules that the engine does not implement."""
     facts, goal = _read_facts(problem), _read_goal(problem)
     ids = sorted({word for arguments in facts.values() for fact in arguments for word in fact})
     things = [word for word in ids if NAME_ENDS in word and not word.startswith(f"loc{NAME_ENDS}")]
@@ -64,7 +65,7 @@ def read_game(problem: str, task: str) -> Game:
     places = {word: index for index, word in enumerate(w for w in ids if w.startswith(f"loc{NAME_ENDS}"))}
 
     def of(predicate: str) -> list[list[int]]:
-        """A predicate's facts as numbers of things and places."""
+        """Return a predicate's facts as numbers of things and locations."""
         return [[number[w] if w in number else places[w] for w in fact] for fact in facts.get(predicate, ())]
 
     if len(of_agent := facts.get("atlocation", ())) != 1 or "holds" in facts or "opened" in facts:
@@ -154,8 +155,8 @@ def _read_facts(problem: str) -> Facts:
 
 
 def _names(things: Sequence[str]) -> tuple[str, ...]:
-    """People's names. Numbers are given from the highest down, in the order of the ids."""
-    # The basin of a sink is a receptacle of its own beside the sink.
+    """Return display names. Numbers count down from the highest, in the order of the ids."""
+    # A sink's basin is a separate receptacle next to the sink.
     kinds = [word.split(NAME_ENDS)[0] + ("basin" if "basin" in word else "") for word in things]
     left, names = Counter(kinds), []
     for kind in kinds:
@@ -165,7 +166,7 @@ def _names(things: Sequence[str]) -> tuple[str, ...]:
 
 
 def _grouped(pairs: Iterable[tuple[int, _Item]]) -> dict[int, tuple[_Item, ...]]:
-    """Each once, in order."""
+    """Remove duplicates, keeping the order."""
     groups: dict[int, set[_Item]] = defaultdict(set)
     for key, item in pairs:
         groups[key].add(item)

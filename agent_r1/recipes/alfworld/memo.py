@@ -1,7 +1,7 @@
-"""What an agent would write down about a play: what it saw where, and what it holds.
+"""The summary an expert would write: what it saw where, and what it holds.
 
-Shown in demonstrations where the policy is to summarise its own conversation (`context.demo_summary`); reads what was
-answered, as the agent could.
+Used in demonstrations for policies that summarise their own conversation (`context.demo_summary`). It reads only the
+answers, which the agent has seen too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOVED = re.compile(r"You move the ([\w ]+?) to the ([\w ]+?)\.")
 TREATED = re.compile(r"You (clean|heat|cool) the ([\w ]+?) using the")
 DONE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 NOTHING = "nothing"
-MAX_PLACES = 8  # with something in them, the latest seen
+MAX_PLACES = 8  # non-empty receptacles, most recently seen
 
 
 def memo(messages: Sequence[Message]) -> str:
@@ -34,7 +34,7 @@ def memo(messages: Sequence[Message]) -> str:
             state = DONE[treated[1]]
         for found in CONTENTS.finditer(text):
             place = found["on"] or found["in"]
-            seen.pop(place, None)  # the latest comes last
+            seen.pop(place, None)  # most recent last
             seen[place] = [] if found["things"] == NOTHING else re.findall(r"a ([\w ]+?)(?:, |$)", found["things"])
     empty = sorted(place for place, things in seen.items() if not things)
     full = [(place, things) for place, things in seen.items() if things][-MAX_PLACES:]

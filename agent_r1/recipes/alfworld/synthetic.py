@@ -1,6 +1,6 @@
-"""Synthetic games: one small kitchen, things in random places, all six kinds of task. For tests and the tiny preset.
+"""Synthetic games for tests and the tiny preset: one small kitchen, objects in random places, all six kinds of task.
 
-They are written as PDDL problems, as the released ones are, and read by the same reader.
+They are written as PDDL problems, like the released ones, and read by the same parser.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SENTENCES = {
     "pick_two_obj_and_place": "put two {thing} in {place}.",
     "look_at_obj_in_light": "look at {thing} under the desklamp.",
 }
-SIGNATURES = {  # what the words of a fact are; of those not named here: objects
+SIGNATURES = {  # types of a fact's arguments; objects for predicates that are not listed
     "atLocation": ("agent", "location"),
     "receptacleType": ("receptacle", "rtype"),
     "receptacleAtLocation": ("receptacle", "location"),
@@ -70,7 +70,7 @@ GOALS = {
 
 
 def write_problem(facts: Sequence[Fact], goal: str) -> str:
-    """A PDDL problem that the official engine reads too: with its objects, and the types that its domain speaks of."""
+    """Write a PDDL problem, complete enough for the official engine to read."""
     types = dict(_ALWAYS)
     for predicate, *words in facts:
         types |= zip(words, SIGNATURES.get(predicate, ("object", "object")), strict=False)
@@ -80,7 +80,7 @@ def write_problem(facts: Sequence[Fact], goal: str) -> str:
 
 
 def kitchen(places: Mapping[str, str]) -> list[Fact]:
-    """The facts of the room, with every thing (Mug_bar_1) in the receptacle that `places` says."""
+    """Return the facts of the room, with every object (Mug_bar_1) in its receptacle from `places`."""
     facts: list[Fact] = [("atLocation", "agent1", "loc_bar_0")]
     for number, kind in enumerate(RECEPTACLES, start=1):
         receptacle, location = receptacle_id(kind), f"loc_bar_{number}"
@@ -102,17 +102,17 @@ def receptacle_id(kind: str) -> str:
 
 @cache
 def synthetic_game(name: str) -> Game:
-    """A function of the name, SPLIT/TASK/NUMBER."""
+    """Return the game of a name SPLIT/TASK/NUMBER, which determines it."""
     return read_game(*_written(name))
 
 
 def _written(name: str) -> tuple[str, str]:
-    """The PDDL problem of a game, and the sentence of its task."""
+    """Return the PDDL problem of a game and its task sentence."""
     rng, task_type = random.Random(name), name.split("/")[1]
     thing, goal_place = rng.choice(THINGS), rng.choice(("CounterTop", "Cabinet", "Desk"))
     places = {"DeskLamp_bar_1": "Desk"}
     for kind in THINGS:
-        # What is asked for is not where it belongs yet.
+        # The requested object does not start at its destination.
         elsewhere = [place for place in RECEPTACLES if kind != thing or place != goal_place]
         places |= {f"{kind}_bar_{number}": rng.choice(elsewhere) for number in (1, 2)}
     sentence = SENTENCES[task_type].format(thing=thing.lower(), place=goal_place.lower())
@@ -121,7 +121,7 @@ def _written(name: str) -> tuple[str, str]:
 
 
 def walkthrough(game: Game) -> list[str]:
-    """What a planner says that knows where everything is."""
+    """Return the commands of a planner with full knowledge."""
     goal, planner = game.goal, _Planner(game)
     inside = game.contents.items()
     wanted = [(thing, place) for place, things in inside for thing in planner.of(goal.object_type, things)]

@@ -1,4 +1,4 @@
-"""ALFWorld: household tasks in text. Rows, reward and demonstrations; see README.md, the rules are in `engine.py`."""
+"""ALFWorld: household tasks in text. Rows, reward and demonstrations; see README.md. `engine.py` has the rules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.expert import Explorer, Priors, learn_priors
 from agent_r1.types import TaskRow, Trajectory
 
-MAX_STEPS = 30  # of a demonstration: what an episode of the recipe allows
+MAX_STEPS = 30  # limit of a demonstration, equal to the episode limit of the recipe
 GAMES_FOR_PRIORS = 400
 
 _Item = TypeVar("_Item")
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
-    """The first `count` games of train, valid_train, valid_seen or valid_unseen."""
+    """Return the first `count` games of train, valid_train, valid_seen or valid_unseen."""
     file = games_file(path)
     return [as_row(entry, str(file)) for entry in entries(split, file)[:count]]
 
@@ -38,8 +38,8 @@ def as_row(entry: Entry, file: str) -> TaskRow:
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """1 if the task was done; beside it, the share of commands to which nothing happened."""
-    answered = [step.info for step in trajectory.steps if "won" in step.info]  # one that was cut off never got there
+    """Pay 1 if the task was done; also report the share of commands without effect."""
+    answered = [step.info for step in trajectory.steps if "won" in step.info]  # a truncated episode did not finish
     return {
         "reward": float(bool(answered) and answered[-1]["won"]),
         "refused": sum(info["refused"] for info in answered) / max(1, len(answered)),
@@ -47,17 +47,17 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """At most `count` training games with their walkthroughs, by a planner that knows where everything is."""
+    """Return at most `count` training games with their walkthroughs, written by a planner with full knowledge."""
     return _walked(games_file(path), count, seed)
 
 
 def explorer_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """At most `count` training games with what the explorer did, of those that it solves soon enough."""
+    """Return at most `count` training games with the explorer's commands, for games that it solves in time."""
     return _searched(games_file(path), count, seed)
 
 
 def both_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """Half of each, of different games."""
+    """Return half of each, from different games."""
     file = games_file(path)
     mixed = _searched(file, count - count // 2, seed)
     taken = {row.row_id for row, _ in mixed}
@@ -85,13 +85,13 @@ def _searched(file: Path, count: int, seed: int) -> list[Demo]:
 
 
 def train_priors(file: Path) -> Priors:
-    """Where things are kept, learnt from some training games."""
+    """Learn from some training games where objects are kept."""
     some = entries("train", file)[:GAMES_FOR_PRIORS]
     return learn_priors(load_game(str(file), entry.name, entry.world) for entry in some)
 
 
 def explored(world: World, priors: Priors, max_steps: int = MAX_STEPS) -> list[str] | None:
-    """What the explorer said until the task was done; None if that takes more than `max_steps`."""
+    """Return the explorer's commands, or None if it needs more than `max_steps`."""
     explorer, answer, said = Explorer(priors), world.intro, list[str]()
     while not world.won:
         command = explorer.act(answer) if len(said) < max_steps else None

@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al., 2021): 7,473 problems of school mathematics to train on and 1,319 to test on, with solutions.
+"""GSM8K (Cobbe et al., 2021): 7,473 training and 1,319 test problems of school mathematics, with solutions.
 
 A solution ends with `#### ANSWER` and marks its calculations: `48/2 = <<48/2=24>>24 clips`.
 """
@@ -36,13 +36,13 @@ class Problem:
 
 
 def prepare(directory: Path, report: Report) -> None:
-    """Fetch both splits; 5 MB."""
+    """Download both splits (5 MB)."""
     for split, sha256 in SHA256.items():
         fetch(SOURCE.format(split=split), directory / f"{split}.jsonl", sha256=sha256, report=report)
 
 
 def problems(split: str, path: str | None) -> list[Problem]:
-    """All of a split: from the folder `path`, or fetched."""
+    """Return a whole split from the folder `path`, or download it."""
     if split not in SHA256:
         raise ConfigError(f"GSM8K has no split {split!r}.{did_you_mean(split, SHA256)}")
     return list(_read(_find(split, path), split))
@@ -68,7 +68,7 @@ def _read(file: Path, split: str) -> Iterator[Problem]:
 
 
 def problem_of(record: Mapping[str, Any], *, name: str) -> Problem:
-    """A record as it is published; `DataError` if it is none."""
+    """Parse a published record. Raises `DataError` if it is malformed."""
     try:
         solution, mark, answer = record["answer"].rpartition("####")
         question = record["question"].strip()

@@ -1,7 +1,7 @@
-"""Synthetic word problems, written as GSM8K writes its own: for the tiny preset, and to see the recipe without data.
+"""Synthetic word problems in the style of GSM8K, for the tiny preset and for trying the recipe without data.
 
-Each has three numbers, and those of a test problem belong to no training problem, whatever its story: their sum is a
-multiple of `TEST_SHARE`.
+Each has three numbers. Training and test problems never share the same three: in test problems their sum is a multiple
+of `TEST_SHARE`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_r1.types import TaskRow
 Story = Callable[[int, int, int], tuple[str, str, int]]  # three numbers -> question, solution, answer
 
 SPLITS = ("train", "test")
-TEST_SHARE = 5  # one problem in so many
+TEST_SHARE = 5  # one problem in TEST_SHARE is for testing
 SMALLEST, LARGEST = 2, 20
 
 
@@ -55,7 +55,7 @@ STORIES: tuple[Story, ...] = (_bags, _tickets, _shares)
 
 
 def problems(split: str, count: int, seed: int) -> list[Problem]:
-    """The same ones each time, and the first of them whatever the count."""
+    """Return `count` problems; a smaller count gives the first of the same problems."""
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
     rng = random.Random(f"made:{split}:{seed}")

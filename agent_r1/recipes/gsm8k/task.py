@@ -13,14 +13,14 @@ from agent_r1.types import StopReason, TaskRow, Trajectory
 SYSTEM = "Solve the problem step by step. End with #### and the answer, a number."
 CALCULATION = re.compile(r"<<[^<>]*>>")
 NUMBER = re.compile(r"-?(?:(?:(?<![\d,])\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+)")
-# A number with this after it is only a part of something: 1/2, 3 - 5, 2*(3+4), 3:30, 2**3, 1e3, 7,2, 1.2.3 or 3 1/2.
-# So is one before a raised digit, a fraction that is one character, or a dash (\u2013) or dot (\u00b7) and a number.
+# A number followed by this is part of an expression: 1/2, 3 - 5, 2*(3+4), 3:30, 2**3, 1e3, 7,2, 1.2.3 or 3 1/2.
+# So is one before a superscript digit, a one-character fraction, or a dash (\u2013) or dot (\u00b7) and a number.
 GOES_ON = (
     r"\d|[.,]\d|[\u00b2\u00b3\u00b9]|[ \t]*[-+*/^:x\u00d7\u00f7\u00b7\u2013eE]{1,2}[ \t]*\(?\d"
     r"|[ \t]*[\u00bc-\u00be]|[ \t]+\d+/\d"
 )
-FINAL = re.compile(rf"[\s:*_`$€£]*({NUMBER.pattern})(?!{GOES_ON})")  # markup and currency may stand before it
-CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=[\d.])")  # between a sign and its number, too: -$72
+FINAL = re.compile(rf"[\s:*_`$€£]*({NUMBER.pattern})(?!{GOES_ON})")  # markup and currency may precede it
+CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=[\d.])")  # also between a sign and its number: -$72
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
@@ -28,15 +28,15 @@ def rows(split: str, count: int | None = None, path: str | None = None) -> list[
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[tuple[TaskRow, list[str]]]:
-    """Training problems with the solutions people wrote; at most as many as there are."""
+    """Return up to `count` training problems with their human-written solutions."""
     chosen = sample(problems("train", path), count, seed)
     return [(as_row(problem, SYSTEM), [written_solution(problem)]) for problem in chosen]
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """1 for the right number after the last ####. Beside it: whether there is one, and whether the last number of the
-    answer is right wherever it stands, the more generous rule of other implementations. An episode that was cut off has
-    no answer: #### 12 may have been on its way to #### 125."""
+    """Pay 1 for the right number after the last ####. Also report whether there is one, and whether the last number
+    anywhere in the answer is right, the more lenient rule of other implementations. A truncated episode has no answer:
+    #### 12 may be the beginning of #### 125."""
     return parts_of(row, trajectory)
 
 
@@ -45,7 +45,7 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def judged(text: str, answer: str) -> dict[str, float]:
-    text = CURRENCY.sub("", text.replace("\u2212", "-"))  # the minus sign that no keyboard has
+    text = CURRENCY.sub("", text.replace("\u2212", "-"))  # the typographic minus sign
     _, mark, after = text.rpartition("####")
     final = FINAL.match(after)
     numbers = NUMBER.findall(text)
@@ -57,8 +57,8 @@ def judged(text: str, answer: str) -> dict[str, float]:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two numbers are the same: 1,000.00 is 1000."""
-    return Decimal(one.replace(",", "")) == Decimal(other.replace(",", ""))  # exact, however many digits are said
+    """Return whether two numbers are equal: 1,000.00 equals 1000."""
+    return Decimal(one.replace(",", "")) == Decimal(other.replace(",", ""))  # exact for any number of digits
 
 
 def as_row(problem: Problem, system: str) -> TaskRow:

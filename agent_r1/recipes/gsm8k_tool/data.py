@@ -1,4 +1,4 @@
-"""The data are those of `gsm8k`."""
+"""The data of `gsm8k`."""
 
 from agent_r1.recipes.gsm8k.data import FOLDER, prepare
 

@@ -1,7 +1,7 @@
 """GSM8K with a calculator: the policy plans, the calculator computes.
 
-Demonstrations come from the marks that GSM8K's own solutions carry. Where a solution says `48/2 = <<48/2=24>>24 clips`,
-the demonstration calls the calculator with `48/2`, and goes on with `24 clips` when it has the result.
+Demonstrations come from the calculation marks in GSM8K's own solutions. For `48/2 = <<48/2=24>>24 clips`, the
+demonstration calls the calculator with `48/2` and continues with `24 clips` after the result.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from agent_r1.types import TaskRow, Trajectory
 __all__ = ["calculator", "demos", "oracle_check", "oracle_demos", "oracle_rows", "reward", "rows"]
 
 SYSTEM = "Solve the problem step by step. Use the calculator. End with #### and the answer, a number."
-MAX_STEPS, MAX_CHARS = 8, 320  # of a demonstration, and of a step of it: 3 percent have more
+MAX_STEPS, MAX_CHARS = 8, 320  # limits of a demonstration and of one of its steps; 3 percent are longer
 MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 @tool
 async def oracle_check(answer: str, ground_truth: FromRow[str]) -> str:
     """Whether an answer is right."""
-    # What the published recipe trains with. It tells the policy its reward before it answers, so what is learnt is to
-    # ask until it is right: for comparisons alone, and never among the tools by default.
+    # The tool of the published recipe. It reveals the reward before the answer, so the policy learns to ask until it is
+    # right. For comparisons only; never among the default tools.
     return "right" if judged(f"#### {answer}", ground_truth)["reward"] else "wrong"
 
 
@@ -36,24 +36,24 @@ def rows(split: str, count: int | None = None, path: str | None = None) -> list[
 
 
 def oracle_rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
-    """The same rows, which tell `oracle_check` their answer."""
+    """Return the same rows with their answer passed to `oracle_check`."""
     return [_with_answer(row) for row in rows(split, count, path)]
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[tuple[TaskRow, list[str]]]:
-    """Training problems with a demonstration each, without the longest; at most as many as there are."""
+    """Return up to `count` training problems with a demonstration each, without the longest."""
     chosen = sample([problem for problem in problems("train", path) if _is_short(demonstration(problem))], count, seed)
     return [(as_row(problem, SYSTEM), demonstration(problem)) for problem in chosen]
 
 
 def oracle_demos(count: int, seed: int, path: str | None = None) -> list[tuple[TaskRow, list[str]]]:
-    """The same demonstrations, in which the oracle is there and never asked."""
+    """Return the same demonstrations with the oracle available but never called."""
     return [(_with_answer(row), texts) for row, texts in demos(count, seed, path)]
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """1 for the right number after the last #### of the answer; beside it, what the episode did with the calculator.
-    An episode that was cut off has no answer."""
+    """Pay 1 for the right number after the last #### of the answer; also report the use of the calculator. A truncated
+    episode has no answer."""
     calls = [call for step in trajectory.steps for call in step.calls]
     return parts_of(row, trajectory) | {
         "calls": float(len(calls)),
@@ -62,7 +62,7 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def demonstration(problem: Problem) -> list[str]:
-    """What an expert says step by step; empty if the solution marks no calculation, or a wrong one."""
+    """Return an expert's responses step by step; empty if the solution marks no calculation, or a wrong one."""
     *parts, rest = MARK.split(problem.solution)
     texts, currency = [], ""
     for said, expression, result in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
@@ -79,7 +79,8 @@ def _with_answer(row: TaskRow) -> TaskRow:
 
 
 def _is_short(texts: list[str]) -> bool:
-    """Whether it is one, and fits what an episode allows. The slowest episodes are what a whole batch waits for."""
+    """Return whether a demonstration is non-empty and within the episode limits (a batch waits for its longest
+    episode)."""
     return 0 < len(texts) <= MAX_STEPS and max(map(len, texts)) <= MAX_CHARS
 
 

@@ -1,12 +1,12 @@
-"""Questions whose answer takes several pages, and the pages: HotpotQA, 2WikiMultihopQA and MuSiQue in one corpus.
+"""Multi-hop questions and their pages: HotpotQA, 2WikiMultihopQA and MuSiQue in one corpus.
 
-`agent-r1 data recipe hotpotqa` fetches the questions with their paragraphs and some 286,000 lead sections of
-Wikipedia, and builds one index of all of them, so that a question of any of the three is looked for among everything.
-With `--from DIR` the files are copied from a folder that has them (`multihop_qa/*_ctx.jsonl.gz`,
+`agent-r1 data recipe hotpotqa` downloads the questions with their paragraphs and some 286,000 lead sections of
+Wikipedia, and builds one index over everything, so that the questions of all three sets are searched in the same
+corpus. With `--from DIR` the files are copied from a folder that has them (`multihop_qa/*_ctx.jsonl.gz`,
 `wiki_passages/*.parquet`).
 
-The splits are our own: of the questions whose gold paragraphs are all there, a hash of the question's text decides, so
-that they are the same on every machine and with every subset of the questions. They are not the official splits.
+The splits are our own, not the official ones: a hash of the question's text assigns each question whose gold paragraphs
+are all present. They are the same on every machine and for every subset of the questions.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Source:
     """One set of questions."""
 
     file: str  # under `QUESTIONS`: JSON lines, gzipped
-    urls: Mapping[str, str | None]  # where its records come from, with the sha256 of the file; None: a pinned commit
-    num_records: int  # at least; fewer mean that the source has changed or was cut off
+    urls: Mapping[str, str | None]  # source of the records, with the sha256 of the file; None: a pinned commit
+    num_records: int  # minimum; fewer mean that the source has changed or was truncated
     test_share: float  # of the questions
 
 
@@ -72,7 +72,7 @@ SOURCES = {
         file="musique_ctx.jsonl.gz", urls={f"{MIGRES}/musique.json": None}, num_records=200, test_share=0.75
     ),
 }
-SPLITS = {  # of the rows -> which questions, and whether they are held out
+SPLITS = {  # split of the rows -> which questions, and whether they are held out
     "train": ("hotpotqa", False),
     "test": ("hotpotqa", True),
     "2wiki_train": ("2wiki", False),
@@ -85,13 +85,13 @@ SPLITS = {  # of the rows -> which questions, and whether they are held out
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     text: str
-    answers: tuple[str, ...]  # the given one first, then its aliases
+    answers: tuple[str, ...]  # the answer itself first, then its aliases
     gold: tuple[str, ...]  # titles of the paragraphs that hold the answer, each once
     kind: str  # bridge, comparison, ...
 
     @property
     def key(self) -> str:
-        """A hash of the text: the same on every machine and in every subset. Questions come in the order of it."""
+        """Hash the text, independently of machine and subset. Questions are ordered by it."""
         return sha256(self.text.encode()).hexdigest()[:16]
 
     def is_held_out(self, share: float) -> bool:
@@ -99,7 +99,7 @@ class Question:
 
 
 def questions(split: str, folder: Path) -> list[Question]:
-    """The questions of a split that have all their gold paragraphs, in the order of their hashes."""
+    """Return the questions of a split that have all their gold paragraphs, ordered by hash."""
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
     name, held_out = SPLITS[split]
@@ -109,7 +109,7 @@ def questions(split: str, folder: Path) -> list[Question]:
 
 
 def passages(folder: Path) -> Iterator[Passage]:
-    """Every paragraph of every question, then the lead sections of pages that are not among them."""
+    """Yield every paragraph of every question, then the lead sections of other pages."""
     titles, seen = set[str](), set[tuple[str, str]]()
     for name in SOURCES:
         for paragraphs in _each(name, folder, _paragraphs):
@@ -140,9 +140,9 @@ def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def prepare(directory: Path, report: Report, source: Path | None = None) -> None:
-    """Fill `directory` with questions and index, from the folder `source` or, without one, from the public sources.
+    """Fill `directory` with questions and index, from the folder `source` or from the public sources.
 
-    Of those, nothing is fetched that is there already.
+    Files that exist are not downloaded again.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if source is not None:
@@ -160,13 +160,13 @@ def prepare(directory: Path, report: Report, source: Path | None = None) -> None
 
 
 def index_folder(path: str | None) -> Path:
-    """Of the same folder as the questions, or, where they are a source that is only read, of the data directory."""
+    """Return the index in the folder of the questions or, if that is a read-only source, in the data directory."""
     beside = data_folder(FOLDER, path) / INDEX
     return beside if (beside / MANIFEST).is_file() else data_dir(FOLDER) / INDEX
 
 
 def _each(name: str, folder: Path, read: Callable[[Mapping[str, Any]], _Read]) -> Iterator[_Read]:
-    """What `read` makes of each record; one without the fields it reads is an error with its place."""
+    """Apply `read` to each record; a record with missing fields raises an error that names its line."""
     for index, record in enumerate(records(name, folder)):
         try:
             made = read(record)
@@ -195,7 +195,8 @@ def _paragraphs(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _joined(sentences: Sequence[str]) -> str:
-    """One paragraph. HotpotQA's sentences bring their spaces, and some begin inside a quotation; others' do not."""
+    """Join sentences to a paragraph. HotpotQA's carry their own spaces, and some begin inside a quotation; others do
+    not."""
     bring_spaces = any(sentence.startswith(" ") for sentence in sentences[1:])
     return " ".join(("" if bring_spaces else " ").join(sentences).split())
 
@@ -249,7 +250,7 @@ def _check_count(name: str, found: int, least: int) -> None:
 
 
 def lead_sections(archive: Path) -> dict[str, str]:
-    """Text by title, of the pages that the tables of WikiTables-WithLinks link to; sorted, the first text of each."""
+    """Return text by title of the pages linked from WikiTables-WithLinks; sorted, first text of each."""
     pages: dict[str, str] = {}
     with tarfile.open(archive, "r:gz") as files:
         for member in files:
@@ -262,7 +263,7 @@ def lead_sections(archive: Path) -> dict[str, str]:
 
 
 def _json_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Of a file that is one JSON list, or one JSON object per line."""
+    """Read a file that is one JSON list, or one JSON object per line."""
     try:
         text = path.read_text(encoding="utf-8")
         yield from read_json(text) if text.lstrip().startswith("[") else map(read_json, text.splitlines())
@@ -271,7 +272,7 @@ def _json_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _normal(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A published record with the fields of `records`; MuSiQue's has paragraphs of its own kind."""
+    """Convert a published record to the fields of `records`; MuSiQue's paragraphs have another layout."""
     kept = {key: record.get(key) for key in ("question", "answer", "type", "context", "supporting_facts")}
     if "paragraphs" in record:
         paragraphs = record["paragraphs"]

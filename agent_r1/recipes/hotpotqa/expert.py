@@ -1,9 +1,8 @@
-"""The expert of the warm start: it knows which pages are gold, but may only search for what it can read.
+"""The expert of the warm start: it knows the gold pages but only searches for what it has read.
 
-Each search is for a gold page whose name stands in the question or in what was shown before, or else for the question
-itself; it must bring a gold page that was not there yet. When all are there and the answer can be read, the expert
-answers. Where that does not work out there is no demonstration: nothing is shown that a policy could not have done,
-and that this index would not have answered.
+Each search is for a gold page whose name appears in the question or in earlier results, or else for the question
+itself, and must find a missing gold page. When all are found and the answer appears in the results, the expert answers.
+If that fails, there is no demonstration: every demonstration is something a policy could have done with this index.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from agent_r1.tools.search.tool import SearchTool
 
 MAX_SEARCHES = 3  # one step of the episode is for the answer
 MAX_QUERY_CHARS = 160  # a call must fit into a step
-MAX_ANSWER_CHARS = 80  # longer ones are sentences, which nobody says the same way twice
+MAX_ANSWER_CHARS = 80  # longer ones are sentences, which are never worded the same way twice
 YES_NO = ("yes", "no")
 
 _IN_BRACKETS = re.compile(r" *\([^)]*\)$")  # Winner (band)
 
 
 def demonstrate(question: Question, tool: SearchTool) -> list[str] | None:
-    """What the expert says, step by step; None where it cannot answer."""
+    """Return the expert's responses step by step, or None if it cannot answer."""
     answer = question.answers[0]
     if len(answer) > MAX_ANSWER_CHARS:
         return None
@@ -43,10 +42,10 @@ def demonstrate(question: Question, tool: SearchTool) -> list[str] | None:
 
 
 def _next_query(question: Question, shown: str, missing: set[str], tool: SearchTool) -> str | None:
-    """The first query that can be read off and brings a page that is missing."""
+    """Return the first query that uses only visible names and finds a missing page."""
     visible = f"{question.text}\n{shown}"
     readable = [title for title in question.gold if title in missing and contains(visible, _name(title))]
-    readable.sort(key=lambda title: normalized(visible).find(normalized(_name(title))))  # as they come in the text
+    readable.sort(key=lambda title: normalized(visible).find(normalized(_name(title))))  # in order of appearance
     queries = [query for title in readable for query in ([title] if title in visible else []) + [_name(title)]]
     for query in dict.fromkeys([*queries, question.text]):
         if len(query) <= MAX_QUERY_CHARS and missing & {hit.passage.title for hit in tool.look(query)}:

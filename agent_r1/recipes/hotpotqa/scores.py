@@ -1,7 +1,7 @@
-"""How close an answer is to the accepted ones: exact match, F1 over words, substring. Pure functions of text.
+"""Compare an answer with the accepted ones: exact match, F1 over words, substring. Pure functions of text.
 
-Normalisation and F1 are those of the published evaluation (SQuAD's, as HotpotQA uses them): lower case, no ASCII
-punctuation, no articles, single spaces; an F1 with yes or no on either side counts only when both say the same.
+Normalisation and F1 follow the published evaluation (SQuAD's, as used by HotpotQA): lower case, no ASCII punctuation,
+no articles, single spaces; if either side is yes or no, F1 counts only if both are equal.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ def normalized(text: str) -> str:
 
 
 def exact_match(answer: str, accepted: Iterable[str]) -> float:
-    """No answer matches nothing, also where nothing is left of an accepted one ("The The")."""
+    """Exact match. An empty answer matches nothing, not even an accepted one that normalises to nothing ("The The")."""
     return float(bool(answer) and normalized(answer) in {normalized(text) for text in accepted})
 
 
 def substring_match(answer: str, accepted: Iterable[str]) -> float:
-    """1 if an accepted answer stands in the given one, among other things perhaps. Easy to please: report only."""
+    """Return 1 if the answer contains an accepted one. Too lenient to train on; report only."""
     return float(any(contains(answer, text) for text in accepted))
 
 
 def f1(answer: str, accepted: Iterable[str]) -> float:
-    """The largest over the accepted answers."""
+    """Return the largest F1 over the accepted answers."""
     return max(_f1(normalized(answer), normalized(text)) for text in accepted)
 
 
 def contains(text: str, part: str) -> bool:
-    """Whether the normalised words of `part` stand in `text`, as whole words; nothing contains the empty text."""
+    """Return whether `text` contains the normalised words of `part` as whole words; never for an empty part."""
     words = normalized(part)
     return bool(words) and f" {words} " in f" {normalized(text)} "
 

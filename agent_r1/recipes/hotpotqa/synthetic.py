@@ -22,11 +22,11 @@ from agent_r1.types import TaskRow
 STARTS = ("Al", "Bren", "Cor", "Dun", "El", "Far", "Gal", "Hol", "Ir", "Jan", "Kel", "Lor")
 ENDS = ("by", "dale", "ford", "ham", "mere", "wick")
 FIRST_NAMES = ("Ada", "Bo", "Cleo", "Dov", "Elin", "Faro", "Gita", "Hugo", "Ines", "Jon", "Kira", "Lev")
-NUM_TRAIN = 48  # of the 72 towns; the mayors of the others are asked for in the test
+NUM_TRAIN = 48  # of the 72 towns; test questions ask for the mayors of the others
 
 
 def world() -> list[tuple[str, str, str]]:
-    """River, town, mayor; the same ones each time."""
+    """Return (river, town, mayor) triples, always the same."""
     names = ["".join(parts) for parts in product(STARTS, ENDS)]
     count = len(names)
     return [
@@ -73,7 +73,7 @@ class SyntheticSearch(SearchTool):
 
 
 def _is_current(place: Path) -> bool:
-    """Whether an index of exactly this world is there; one that is stale or damaged is soon built again."""
+    """Return whether a current index exists; a stale or damaged one is rebuilt."""
     if not (place / MANIFEST).is_file():
         return False
     try:

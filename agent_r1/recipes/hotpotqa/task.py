@@ -1,6 +1,6 @@
-"""Questions that take several searches: rows, rewards and demonstrations. See README.md; the data: `data.py`.
+"""Questions that take several searches: rows, rewards and demonstrations. See README.md; `data.py` has the data.
 
-The reward that is trained on is one of `reward_f1` and `reward_em`; both report all parts:
+Train on `reward_f1` or `reward_em`; both report all components:
 em, f1, substring    the answer against the accepted ones (`scores.py`); 0 if the episode was cut off before it answered
 format               1 if the episode ended with one `<answer>...</answer>` alone and no call of it failed
 num_searches         searches that were made
@@ -27,7 +27,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
-    """The first `count` questions of a split: train, test, 2wiki, 2wiki_train, musique, musique_train."""
+    """Return the first `count` questions of a split: train, test, 2wiki, 2wiki_train, musique, musique_train."""
     asked = questions(split, data_folder(FOLDER, path))[:count]
     return [as_row(question, row_id=f"{split}-{question.key}", source=SPLITS[split][0]) for question in asked]
 
@@ -44,18 +44,18 @@ def as_row(question: Question, *, row_id: str, source: str) -> TaskRow:
 
 
 async def reward_f1(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """F1: an answer with a word too many still earns something, so groups of attempts differ more often."""
+    """Pay the F1 score: partial credit makes attempts of a group differ more often than exact match."""
     return {"reward": (parts := parts_of(row, trajectory))["f1"], **parts}
 
 
 async def reward_em(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """Exact match, the published reward."""
+    """Pay 1 for an exact match, as published."""
     return {"reward": (parts := parts_of(row, trajectory))["em"], **parts}
 
 
 def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     accepted, gold = row.ground_truth["answers"], set(row.ground_truth["gold"])
-    # A guess beside a call, in an episode that then ran out of steps, is no answer.
+    # A guess next to a call, in an episode that then ran out of steps, does not count as an answer.
     found = ANSWER.findall(trajectory.final_text) if trajectory.stop is StopReason.ANSWERED else []
     answer = found[-1].strip() if found else ""
     calls = [call for step in trajectory.steps for call in step.calls]
@@ -72,9 +72,9 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """At most `count` of HotpotQA's training questions with what the expert says: as many as it can answer.
+    """Return up to `count` of HotpotQA's training questions with the expert's responses, for those it can answer.
 
-    Also where the run trains on another split: the other two sets have too few questions to learn to search from.
+    Runs on other splits use these too: the other two sets have too few questions to learn to search from.
     """
     asked = questions("train", data_folder(FOLDER, path))
     return expert_demos(SearchTool(index=index_folder(path)), asked, count, seed)

@@ -1,13 +1,12 @@
-"""The quickstart's world: who has how many coins, asked so that it takes two tools and several steps to know.
+"""The quickstart's task: questions about coins that take two tools and several steps to answer.
 
-A row asks for a total, a difference or a multiple. How many coins each person has stands in a table that belongs to
-the row and that only `lookup` can read; the arithmetic is `calculate`'s. Neither guessing nor a single call gives the
-answer: it is never a number of the table. Nobody asked about in a test row is ever asked about in training.
+A row asks for a total, a difference or a multiple. Each row has its own table of coins, which only `lookup` can read;
+`calculate` does the arithmetic. Neither guessing nor a single call gives the answer, because it never appears in the
+table. People in test questions never occur in training.
 
-Demonstrations come from a sloppy demonstrator, on purpose. It writes every call well, so a policy that imitates it
-learns to call tools and to copy names and numbers, but it takes short cuts more often than not (`SLOPPINESS`), and a
-greedy imitator makes those short cuts its rule. That calling everything it should is what pays, the policy has to find
-out by itself: this is the part of the quickstart that is reinforcement learning.
+The demonstrations are deliberately imperfect. Every call is well formed, so a policy that imitates them learns to call
+tools and to copy names and numbers. But most demonstrations take a shortcut (`SLOPPINESS`), and a greedy imitator
+adopts it. The policy has to discover by itself that doing all the work pays: that is the reinforcement learning.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ LAST_NAMES = (
 )
 SPLITS = ("train", "test")
 TEST_SHARE = 0.25  # of the people
-PEOPLE_PER_ROW = 4  # in the table: one or two are asked about
+PEOPLE_PER_ROW = 4  # people in the table; the question is about one or two
 
 ANSWER = re.compile(r"#### (-?\d+)")
 EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*", re.ASCII)
 
 
 class Kind(StrEnum):
-    """What a row asks for."""
+    """The quantity a row asks for."""
 
     TOTAL = "total"
     DIFFERENCE = "difference"
@@ -55,16 +54,16 @@ KIND_WEIGHTS = {Kind.TOTAL: 3, Kind.DIFFERENCE: 1, Kind.MULTIPLE: 1}
 
 
 class Shortcut(StrEnum):
-    """What a sloppy demonstrator does instead of the whole work. None of these ever gives the right answer."""
+    """Shortcuts of the imperfect demonstrations. None of them gives the right answer."""
 
-    STOP_EARLY = "stop_early"  # answers with what the first lookup said
-    GUESS = "guess"  # looks everybody up, then makes the result up
-    WRONG_OPERATION = "wrong_operation"  # adds where it should not, or subtracts
+    STOP_EARLY = "stop_early"  # answers with the first lookup's result
+    GUESS = "guess"  # looks everyone up, then guesses the result
+    WRONG_OPERATION = "wrong_operation"  # adds instead of subtracting or multiplying, or subtracts
 
 
-# How often the demonstrator takes which short cut; the rest of its demonstrations are right. For totals, three fifths
-# of the rows, stopping after one lookup is by far the more frequent way, so a greedy imitator solves at most the other
-# two fifths; a sampling one still finds the right way in one attempt of five, enough for a group of attempts.
+# Frequency of each shortcut; the remaining demonstrations are right. For totals (three fifths of the rows), most
+# demonstrations stop after one lookup, so a greedy imitator solves at most the other two fifths. A sampling one still
+# finds the right way in one attempt of five, enough for a group of attempts.
 SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
     Kind.TOTAL: {Shortcut.STOP_EARLY: 0.76, Shortcut.GUESS: 0.03},
     Kind.DIFFERENCE: {Shortcut.STOP_EARLY: 0.05, Shortcut.GUESS: 0.05, Shortcut.WRONG_OPERATION: 0.50},
@@ -74,11 +73,11 @@ SLOPPINESS: dict[Kind, dict[Shortcut, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Puzzle:
-    """One question with all that is known about it."""
+    """One question with its table."""
 
     kind: Kind
     table: Mapping[str, int]  # coins by full name
-    people: tuple[str, ...]  # asked about, in the order of the question
+    people: tuple[str, ...]  # people asked about, in the order of the question
     factor: int  # of a multiple
 
     @property
@@ -104,7 +103,7 @@ class Puzzle:
 
 
 def evaluate(expression: str) -> int:
-    """The value of `a + b`, `a - b` or `a * b`; ValueError for anything else."""
+    """Evaluate `a + b`, `a - b` or `a * b`. Raises ValueError for anything else."""
     found = EXPRESSION.fullmatch(expression)
     if found is None:
         raise ValueError(f"{expression!r} is not of the form a + b, a - b or a * b with integers a and b")
@@ -114,7 +113,7 @@ def evaluate(expression: str) -> int:
     return left - right if operation == "-" else left * right
 
 
-# What the policy may call. Async, because neither ever waits: a sync tool would get a thread for each call.
+# The policy's tools. Async, because neither blocks: a sync tool would run in a thread per call.
 
 
 @tool
@@ -135,19 +134,19 @@ async def calculate(expression: str) -> str:
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> float:
-    """1 for an answer that is the right number and nothing else, else 0."""
+    """Pay 1 if the answer is exactly the right number, else 0."""
     found = ANSWER.fullmatch(trajectory.final_text.strip())
     return float(found is not None and found[1] == row.ground_truth)
 
 
 def rows(split: str, count: int = 2000, seed: int = 0) -> list[TaskRow]:
-    """`count` rows of a split: the same ones each time, and the first of them whatever the count."""
+    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
     rng = random.Random(f"rows:{split}:{seed}")
     return [as_row(draw_puzzle(split, rng), f"{split}-{seed}-{index}") for index in range(count)]
 
 
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
-    """Rows about people of the training split, each with what the sloppy demonstrator says in it."""
+    """Return rows of the training split, each with the responses of an imperfect demonstration."""
     rng = random.Random(f"demos:{seed}")
     shown = []
     for index in range(count):
@@ -158,7 +157,7 @@ def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
 
 
 def demonstrate(puzzle: Puzzle, shortcut: Shortcut | None, rng: random.Random) -> list[str]:
-    """What the demonstrator says in one episode, step by step; without a short cut, the right way."""
+    """Return the responses of one demonstration, step by step; without a shortcut, the right ones."""
     first, *others = [_call("lookup", name=name) for name in puzzle.people]
     if shortcut is Shortcut.STOP_EARLY:
         return [first, f"#### {puzzle.table[puzzle.people[0]]}"]
@@ -188,8 +187,11 @@ def draw_puzzle(split: str, rng: random.Random) -> Puzzle:
     while True:
         coins = rng.sample(range(10, 90), PEOPLE_PER_ROW)
         puzzle = Puzzle(kind=kind, table=dict(zip(names, coins, strict=True)), people=asked, factor=rng.randint(2, 5))
-        values = [puzzle.answer, sum(puzzle.table[name] for name in asked)]  # the right one, and that of adding wrongly
-        # Numbers of two digits throughout, no minus sign; and never an answer that one lookup could show.
+        values = [
+            puzzle.answer,
+            sum(puzzle.table[name] for name in asked),
+        ]  # the right answer, and the one of adding by mistake
+        # Two-digit numbers only, no minus sign, and never an answer that a single lookup could show.
         if all(10 <= value < 100 for value in values) and puzzle.answer not in coins:
             return puzzle
 
@@ -207,7 +209,7 @@ def as_row(puzzle: Puzzle, row_id: str) -> TaskRow:
 
 @cache
 def people(split: str) -> tuple[str, ...]:
-    """The full names of a split. A hash of the name decides, so the splits cannot overlap."""
+    """Return the full names of a split. A hash of the name decides, so the splits cannot overlap."""
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
     names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]

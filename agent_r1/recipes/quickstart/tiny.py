@@ -23,9 +23,9 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 CALL_TAGS = ("<tool_call>", "</tool_call>")  # tokens, but not special ones: the text of a call keeps them
 
-# What never merges with its neighbours. Pairs of digits and names: a number or a name is the same tokens wherever it
-# occurs, and copying a number below 100 is copying one token (digit by digit, some seeds never copy the second one).
-# The head of a turn: the prompt ends with it, so what follows must start a new token.
+# Text that never merges with its neighbours. Pairs of digits and names: a number or a name has the same tokens wherever
+# it occurs, and copying a number below 100 is copying one token (digit by digit, some seeds never copy the second one).
+# The header of a turn: the prompt ends with it, so what follows must start a new token.
 PIECES = Regex("[0-9]{1,2}|[A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
 MAX_VOCABULARY = 1000  # an upper bound; training ends when nothing is left to merge
 TEXT_ROWS = 2000  # demonstrations the tokenizer learns from: every name and number occurs often
@@ -60,7 +60,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausa
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the random numbers they had
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random state unchanged
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
@@ -83,7 +83,7 @@ def make_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=MAX_VOCABULARY,
         special_tokens=[PAD, TURN_START, TURN_END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes: no text is beyond it
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so every text can be encoded
         show_progress=False,
     )
     bare.train_from_iterator(text, trainer)

@@ -1,8 +1,8 @@
-"""Whether two answers are the same: plain numbers at once, everything else by `math-verify` in a process of its own.
+"""Compare two answers: plain numbers directly, everything else with `math-verify` in a separate process.
 
-LaTeX from a policy can keep a computer algebra system busy for ever, with the interpreter lock held
-(`9^{9^{9^9}}`), so a thread with a timeout would not do: the process is killed, and the answer counts as wrong. It runs
-our own code, so it is limited rather than isolated.
+LaTeX from a policy (`9^{9^{9^9}}`) can keep a computer algebra system busy forever while it holds the interpreter lock,
+so a thread with a timeout is not enough: the process is killed, and the answer counts as wrong. It runs our own code,
+so it is limited rather than isolated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.python.limits import KilledBy, Limits
 from agent_r1.tools.python.sandbox import Sandbox
 
-MAX_ANSWER_CHARS = 500  # no answer of any set is nearly as long
+MAX_ANSWER_CHARS = 500  # far longer than any reference answer
 PROCESSES = 2
 LIMITS = Limits(seconds=5.0, session_cpu_seconds=3600, memory_mb=1024)
 
@@ -28,14 +28,14 @@ print("same" if verify(_read({truth!r}), _read({answer!r}), timeout_seconds=None
 """
 _NUMBER = re.compile(r"[-+]?\d{1,15}(\.\d{1,9})?")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
-_THIN_SPACES = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:\\,|\\ |~)\d{3})+(?!\d)")  # never between two numbers
+_THIN_SPACES = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:\\,|\\ |~)\d{3})+(?!\d)")  # not between two numbers
 _FULL_STOP = re.compile(r"(?<=\d)\.\Z")
-_BRACKET = re.compile(r"[(\[]|\\\{")  # within one a comma parts: (3,125) and \{3,125\} are two numbers
+_BRACKET = re.compile(r"[(\[]|\\\{")  # a comma separates inside brackets: (3,125) and \{3,125\} are two numbers
 _turn = count()
 
 
 async def same_answer(truth: str, answer: str) -> bool:
-    """`answer` is what stood in \\boxed{}."""
+    """`answer` is the content of \\boxed{}."""
     left, right = _without_separators(truth), _without_separators(answer)
     if left == right:
         return True
@@ -43,16 +43,16 @@ async def same_answer(truth: str, answer: str) -> bool:
         return False
     if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
         return float(left) == float(right)
-    # A process that stays, because the first parse takes far longer than the next; calls take turns at it.
+    # One process is kept, because the first parse takes far longer than later ones; calls take turns.
     check = CHECK.format(truth=left, answer=right)
     outcome = await _checker().run(check, session=f"checker-{next(_turn) % PROCESSES}")
     if outcome.error is not None and outcome.killed_by is not KilledBy.TIME:
-        outcome = await _checker().run(check)  # in a new process: that one may have been at the end of its limits
+        outcome = await _checker().run(check)  # retry in a new process: the old one may have reached its limits
     return outcome.error is None and outcome.stdout.endswith("same\n")
 
 
 def _without_separators(text: str) -> str:
-    """1,000 and 1,000\\pi as 1000 and 1000\\pi, the second of which math-verify would read as a set, and 1\\,000 as a
+    """Write 1,000 and 1,000\\pi as 1000 and 1000\\pi: math-verify would read the second as a set, and 1\\,000 as a
     product."""
     text = _FULL_STOP.sub("", text.strip().strip("$").strip())
     text = _THIN_SPACES.sub(lambda number: re.sub(r"[^\d]", "", number[0]), text)
@@ -60,7 +60,7 @@ def _without_separators(text: str) -> str:
 
 
 def require_math_verify() -> None:
-    """To be told before the first episode, not after it."""
+    """Fail before the first episode if a package is missing."""
     if find_spec("math_verify") is None:
         raise ConfigError("grading these answers needs the 'math-verify' package: pip install 'agent-r1[math]'")
 

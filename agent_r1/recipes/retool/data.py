@@ -1,11 +1,11 @@
-"""Problems with a final answer: DAPO-Math-17k and MATH to train on, MATH-500, AIME, AMC and GSM8K to be judged by.
+"""Problems with a final answer: DAPO-Math-17k and MATH for training; MATH-500, AIME, AMC and GSM8K for evaluation.
 
-`agent-r1 data recipe retool` fetches the files; a folder that has them, plain or gzipped, is taken as it is. GSM8K
-stands in a folder `gsm8k` inside that folder, or beside it.
+`agent-r1 data recipe retool` downloads the files; a folder that has them, plain or gzipped, works too. GSM8K is in a
+folder `gsm8k` inside that folder, or next to it.
 
-What is judged must not be trained on: a training problem is left out if its text, reduced to its letters and digits, is
-that of a problem of any evaluation set, or only begins like it but has the same answer; and so is one that comes a
-second time. DAPO alone holds 976 of the 5,000 problems of MATH's test set.
+Evaluation problems must not be trained on. A training problem is left out if its letters and digits equal those of an
+evaluation problem, or begin like them with the same answer; duplicates are left out too. DAPO alone contains 976 of the
+5,000 problems of MATH's test set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agent_r1.recipes.gsm8k import data as gsm8k
 
 Record = Mapping[str, Any]
 
-START_CHARS = 60  # two problems that share so many letters and digits, and the answer, are one told in two ways
+START_CHARS = 60  # problems that share this many leading letters and digits, and the answer, count as the same
 
 FOLDER = "retool"  # of the data directory
 GITHUB = "https://raw.githubusercontent.com"
@@ -51,7 +51,7 @@ class Source:
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} of a text holds, its own braces balanced; None where there is none."""
+    """Return the content of the last \\boxed{...} with balanced braces, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -148,7 +148,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 
 def prepare(directory: Path, report: Report) -> None:
-    """Fetch every file that is not there yet."""
+    """Download every missing file."""
     for source in SOURCES.values():
         if find(directory, source) is None:
             fetch(source.url, directory / source.file, sha256=source.sha256, report=report)
@@ -157,7 +157,7 @@ def prepare(directory: Path, report: Report) -> None:
 
 
 def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
-    """The problems of a split, each with the name of its source; those to train on without what is judged."""
+    """Return the problems of a split with their sources; training splits exclude evaluation problems."""
     if name not in SPLITS:
         raise ConfigError(f"unknown split {name!r}.{did_you_mean(name, SPLITS)}")
     sources = SPLITS[name]
@@ -166,13 +166,13 @@ def split_problems(folder: Path, name: str) -> list[tuple[str, Problem]]:
 
 
 def judged(folder: Path) -> set[str]:
-    """The marks of all evaluation sets; only GSM8K may be missing, for who does not use it."""
+    """Return the marks of all evaluation sets; only GSM8K may be missing."""
     needed = [name for name in EVALUATION if name != "gsm8k_test" or find(folder, SOURCES[name]) is not None]
     return {mark for name in needed for problem in problems(folder, name) for mark in marks(problem)}
 
 
 def clean(found: Sequence[tuple[str, Problem]], taboo: set[str]) -> list[tuple[str, Problem]]:
-    """Each problem once, and none with a mark in `taboo`."""
+    """Remove duplicates and problems with a mark in `taboo`."""
     seen, kept = set(taboo), []
     for source, problem in found:
         own = marks(problem)
@@ -183,13 +183,13 @@ def clean(found: Sequence[tuple[str, Problem]], taboo: set[str]) -> list[tuple[s
 
 
 def marks(problem: Problem) -> set[str]:
-    """What another copy shares with a problem: all of its text, or how it begins and its answer."""
+    """Return what identifies copies of a problem: its whole text, or its beginning and its answer."""
     text = reduced(problem.text)
     return {text, f"{text[:START_CHARS]} -> {''.join(problem.answer.split())}"}
 
 
 def reduced(text: str) -> str:
-    """Letters and digits only: two copies of a problem differ in spaces, dollar signs and backslashes."""
+    """Keep letters and digits only: copies of a problem differ in spaces, dollar signs and backslashes."""
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
@@ -198,7 +198,7 @@ def problems(folder: Path, name: str) -> list[Problem]:
 
 
 def solved(folder: Path, name: str) -> Iterator[tuple[Record, Problem]]:
-    """Every record with a final answer, as it is and as a problem; one that is no record of its source is an error."""
+    """Yield every record with a final answer, raw and as a problem. Raises for records of another format."""
     source = SOURCES[name]
     for index, record in enumerate(records(folder, name)):
         try:
@@ -213,7 +213,7 @@ def solved(folder: Path, name: str) -> Iterator[tuple[Record, Problem]]:
 
 
 def records(folder: Path, name: str) -> Iterator[Record]:
-    """The file as it is, record by record."""
+    """Yield the raw records of a file."""
     source = SOURCES[name]
     path = find(folder, source)
     if path is None:
@@ -228,7 +228,7 @@ def records(folder: Path, name: str) -> Iterator[Record]:
 
 
 def find(folder: Path, source: Source) -> Path | None:
-    """The file, plain or gzipped, in the folder; that of a folder of its own, such as gsm8k, also beside it."""
+    """Find a file, plain or gzipped, in the folder; a subfolder such as gsm8k may also be next to it."""
     places = [folder / source.file]
     if "/" in source.file:
         places.append(folder.parent / source.file)

@@ -1,8 +1,8 @@
-"""Demonstrations from GSM8K: its solutions mark every calculation (`48/2 = <<48/2=24>>24`), which makes them programs.
+"""Turn GSM8K's solutions, which mark every calculation (`48/2 = <<48/2=24>>24`), into demonstrations with programs.
 
-Each marked calculation becomes a line, the sentence around it the comment above; a number that an earlier line has
-computed becomes that line's variable. A solution is kept only if the program, run here by a small evaluator, prints the
-true answer.
+Each marked calculation becomes a line with the surrounding sentence as a comment above it; a number computed by an
+earlier line becomes that line's variable. A solution is kept only if the program, run by a small evaluator, prints the
+right answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agent_r1.recipes.retool.synthetic import demonstration
 from agent_r1.recipes.retool.task import as_row
 
 MARK = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
-RESULT = re.compile(r"\s*=?\s*\$?<<[^<>]*>>\s*-?[\d.,]*\d%?")  # the mark, and the number that it is about
+RESULT = re.compile(r"\s*=?\s*\$?<<[^<>]*>>\s*-?[\d.,]*\d%?")  # the mark and its result
 NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 THOUGHT = "I compute it step by step."
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -34,7 +34,7 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """`count` training problems of GSM8K in random order, fewer where there are not so many."""
+    """Return up to `count` training problems of GSM8K in random order."""
     folder = data_folder(FOLDER, path)
     taboo = judged(folder)
     shown: list[Demo] = []
@@ -55,7 +55,7 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
 
 
 def as_program(solution: str, answer: str) -> str | None:
-    """The program of a solution; None where its marks do not lead to the answer."""
+    """Return the program of a solution, or None if its marks do not lead to the answer."""
     lines: list[str] = []
     computed: dict[Fraction, str] = {}
     values: dict[str, Fraction] = {}
@@ -85,7 +85,7 @@ def _with_names(expression: str, computed: dict[Fraction, str]) -> str:
 
 
 def evaluate(expression: str, values: dict[str, Fraction]) -> Fraction | None:
-    """The exact value of a sum, difference, product or quotient of numbers and earlier results; None for all else."""
+    """Return the exact value of a sum, difference, product or quotient of numbers and earlier results, or None."""
     try:
         return _value(ast.parse(expression, mode="eval").body, values)
     except (SyntaxError, KeyError, ZeroDivisionError, ValueError):

@@ -1,7 +1,7 @@
-"""Synthetic problems, each with a program that solves it: for the tiny preset, and to see the recipe without data.
+"""Synthetic problems with a program that solves each, for the tiny preset and for trying the recipe without data.
 
-A demonstration says what is to be computed, calls python with the program, and gives what it printed as the answer. A
-hash of the question decides whether it is for training or for the test, so the splits cannot overlap.
+A demonstration says what to compute, calls python with the program, and answers with its output. A hash of the question
+decides the split, so splits cannot overlap.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ KINDS: tuple[Callable[[random.Random], Problem], ...] = (_product, _linear, _ser
 
 
 def rows(split: str, count: int = 500, seed: int = 0) -> list[TaskRow]:
-    """The same rows each time, and the first of them whatever the count."""
+    """Return `count` rows; a smaller count gives the first of the same rows."""
     rng = random.Random(f"rows:{split}:{seed}")
     found: dict[str, Problem] = {}
     while len(found) < count:
@@ -84,7 +84,7 @@ def rows(split: str, count: int = 500, seed: int = 0) -> list[TaskRow]:
 
 
 def demos(count: int, seed: int) -> list[Demo]:
-    """Rows of the training split, each with what an expert says in it."""
+    """Return rows of the training split, each with an expert's responses."""
     rng = random.Random(f"demos:{seed}")
     drawn = [draw("train", rng) for _ in range(count)]
     return [(_row(problem, f"demo-{seed}-{index}"), demonstrate(problem)) for index, problem in enumerate(drawn)]
@@ -95,7 +95,7 @@ def demonstrate(problem: Problem) -> list[str]:
 
 
 def demonstration(thought: str, program: str, answer: str) -> list[str]:
-    """What is said in the two steps of an episode: a call of python, and the answer."""
+    """Return the responses of the two steps of an episode: a call of python, and the answer."""
     call = FORMATS["hermes"].write_call("python", {"code": program})
     return [f"{thought}\n{call}", f"The answer is \\boxed{{{answer}}}."]
 

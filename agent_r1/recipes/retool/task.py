@@ -1,6 +1,6 @@
-"""Mathematics with a Python interpreter: rows and reward. See README.md; the data: `data.py`.
+"""Mathematics with a Python interpreter: rows and reward. See README.md; `data.py` has the data.
 
-The reward is `correct`; both parts are reported:
+The reward is `correct`; both components are reported:
 correct   1 if the answer in \\boxed{} is the same as the true one (`answers.py`)
 format    1 if the episode ended with a message that holds an answer in \\boxed{}
 """
@@ -21,7 +21,7 @@ INSTRUCTION = (
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
-    """The first `count` problems of a split: train, test (MATH-500), or one set by its name in `data.SOURCES`."""
+    """Return the first `count` problems of a split: train, test (MATH-500), or a set named in `data.SOURCES`."""
     require_math_verify()
     found = split_problems(data_folder(FOLDER, path), split)[:count]
     return [as_row(p.text, p.answer, f"{split}-{index}", source) for index, (source, p) in enumerate(found)]

@@ -1,8 +1,8 @@
-"""Two scripted buyers, for demonstrations and to know what the shop can give.
+"""Two scripted buyers, for demonstrations and as reference scores.
 
-The one who knows has been told which product is wanted, and searches, turns pages and clicks until it is bought. The
-one who reads has only the instruction and the pages, as an agent has: it looks at the products whose titles say most of
-what is wanted, buys the first one that has all wanted options, or else the one that has most of them.
+The knowing buyer is given the wanted product; it searches, turns pages and clicks until it is bought. The reading buyer
+has only the instruction and the pages, like an agent: it opens the products whose titles match the instruction best and
+buys the first one with all wanted options, or else the one with most of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent_r1.recipes.webshop.pages import Look, page
 from agent_r1.recipes.webshop.search import split_words
 from agent_r1.recipes.webshop.shop import BUY, NEXT, PER_PAGE, PREV, Place, Shop
 
-MAX_LOOKS = 4  # products that the reader opens
+MAX_LOOKS = 4  # products that the reading buyer opens
 
 _START, _PRICE = re.compile(r"^find me ", re.IGNORECASE), re.compile(r", and price lower than ([\d.]+) dollars$")
 _RESULT = re.compile(r"^\[(\w+)\] (.*) \$([\d.]+)(?: to \$[\d.]+)?$", re.MULTILINE)
@@ -25,12 +25,12 @@ _WISH = re.compile(r"(?: with|, and) ([a-z ]+): ")  # the name of a wanted optio
 
 
 def query_of(instruction: str) -> str:
-    """What is wanted, without the courtesies and the price: what both buyers search for."""
+    """Return the query of both buyers: the instruction without courtesies and price."""
     return _PRICE.sub("", _START.sub("", instruction))
 
 
 def knowing_buyer(shop: Shop, goal: Goal) -> list[str] | None:
-    """What it says, step by step; None if the search does not find the product."""
+    """Return the buyer's actions, or None if the search does not find the product."""
     query = query_of(goal.text)
     found = [product.asin for product in shop.found(Place(page="results", query=query.lower()))]
     if goal.asin not in found:
@@ -51,7 +51,7 @@ def reading_buyer(shop: Shop, instruction: str, look: Look) -> list[str]:
         if number:
             visit.say(_click(PREV))
         offer = _Offer(asin=asin, values=tuple(_fitting(visit.say(_click(asin)), instruction)))
-        best = max(best, offer, key=lambda one: len(one.values) + bool(one.asin) / 2)  # the first of equals
+        best = max(best, offer, key=lambda one: len(one.values) + bool(one.asin) / 2)  # the first on ties
         if len(offer.values) >= len(wishes):
             break
     if not best.asin:
@@ -67,11 +67,11 @@ def reading_buyer(shop: Shop, instruction: str, look: Look) -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
     asin: str = ""
-    values: tuple[str, ...] = ()  # of the wanted options that it has
+    values: tuple[str, ...] = ()  # number of wanted options that it has
 
 
 class _Visit:
-    """A customer in the shop who is shown pages and says actions."""
+    """A customer in the shop: sees pages, gives actions."""
 
     def __init__(self, shop: Shop, look: Look) -> None:
         self._shop, self._look = shop, look
@@ -84,14 +84,14 @@ class _Visit:
 
 
 def _by_title(text: str, instruction: str) -> Iterator[str]:
-    """The products of a page of results, those first whose titles say most of what is wanted; too dear ones last."""
+    """Return the products on a results page, best title match first; those above the price limit last."""
     wanted, bound = set(split_words(query_of(instruction))), _PRICE.search(instruction)
 
     def place(result: tuple[str, str, str]) -> tuple[bool, int]:
         too_dear = bound is not None and float(result[2]) > float(bound[1])
         return too_dear, -len(wanted & set(split_words(result[1])))
 
-    for asin, _, _ in sorted(_RESULT.findall(text), key=place):  # equal ones as the search has them
+    for asin, _, _ in sorted(_RESULT.findall(text), key=place):  # ties in search order
         yield asin
 
 
@@ -100,7 +100,7 @@ def _wishes(instruction: str) -> list[str]:
 
 
 def _fitting(text: str, instruction: str) -> Iterator[str]:
-    """Of each option of an item page the value that the instruction names, the longest if there are several."""
+    """For each option of an item page, return the value that the instruction names (the longest if several)."""
     wanted = f"{_PRICE.sub('', instruction).lower()}, and "
     for name, values in _OPTION.findall(text):
         named = [value for value in re.findall(r"\[([^\]]+)\]", values) if f" {name}: {value}, and " in wanted]

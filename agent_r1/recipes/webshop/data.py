@@ -1,8 +1,8 @@
-"""The files of WebShop's set of 1,000 products, and what is made of them: the catalogue and its goals.
+"""The files of WebShop's set of 1,000 products, and the catalogue and goals built from them.
 
-A folder holds the products, as `items_shuffle_1000.json` (what WebShop's own setup downloads) or `documents_1k.jsonl`
-(the same from its search index), and `items_ins_v2_1000.json`, the attributes; `items_human_ins.json`, what people
-wanted, may be there too. Each may be gzipped.
+A folder holds the products, as `items_shuffle_1000.json` (downloaded by WebShop's own setup) or `documents_1k.jsonl`
+(the same from its search index), the attributes (`items_ins_v2_1000.json`) and, optionally, instructions written by
+people (`items_human_ins.json`). Each may be gzipped.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _MINIMAL = (
 _DRIVE = "https://drive.google.com/uc?export=download&id="
 ATTRIBUTES_URL = f"{_MINIMAL}/{ATTRIBUTES}"
 ATTRIBUTES_SHA256 = "f88a36314a397b53b3d9c3fa5878e5f7b26d35019a51ec83fbedeca61a948f6f"
-# No hash of the file is known. What comes is right if it makes the goals whose hash is.
+# The file has no published hash; it is right if it gives the goals with the known hash.
 ITEMS_URLS = (f"{_MINIMAL}/{ITEMS}", f"{_DRIVE}1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib")
 
-_OPENING = Lock()  # a catalogue is read once, however many episodes begin at the same time
+_OPENING = Lock()  # read a catalogue once, even if many episodes start at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """Everything that is for sale and everything that is wanted. Never changes."""
+    """All products and goals. Immutable."""
 
     products: Mapping[str, Product]  # by asin, in the order of the file
-    prices: Mapping[str, float]  # what is paid
-    goals: tuple[Goal, ...]  # synthetic, in the order of the original
+    prices: Mapping[str, float]  # price charged
+    goals: tuple[Goal, ...]  # synthetic goals, in the order of the original
     human: tuple[Goal, ...]
 
     @staticmethod
@@ -67,11 +67,11 @@ class Catalogue:
 
 
 def catalogue_folder(path: str | None) -> Path:
-    return data_folder(FOLDER, path).resolve()  # rows carry it, to wherever they are played
+    return data_folder(FOLDER, path).resolve()  # carried by the rows
 
 
 def folder_of(row: TaskRow) -> Path:
-    """Where env and reward find the products of a row."""
+    """Return the folder of a row's products, for the env and the reward."""
     if not row.extra_info.get(FOLDER_KEY):
         raise DataError(
             f"row {row.row_id!r} does not say where its products are (extra_info.{FOLDER_KEY}): make rows with "
@@ -87,7 +87,7 @@ def open_catalogue(folder: Path) -> Catalogue:
 
 
 def prepare(directory: Path, report: Report) -> None:
-    """Fetch what is not there yet, and see to it that it makes the 6,910 goals."""
+    """Download missing files and verify that they give the 6,910 goals."""
     if plain_or_gzipped(directory / ATTRIBUTES) is None:
         fetch(ATTRIBUTES_URL, directory / ATTRIBUTES, sha256=ATTRIBUTES_SHA256, report=report)
     if _products_file(directory) is None:
@@ -149,14 +149,14 @@ def _read_catalogue(folder: Path) -> Catalogue:
 
 
 def _require_packages() -> None:
-    """To be told before the first episode. Without the one of the score, only those that buy something would fail."""
-    for name in PACKAGES:  # looked for, not imported: bm25s would start JAX, see import_bm25s
+    """Check for required packages before the first episode; otherwise only episodes that buy something would fail."""
+    for name in PACKAGES:  # find without importing: bm25s would start JAX, see import_bm25s
         if find_spec(name) is None:
             raise ConfigError(f"the shop needs the package {name}: pip install 'agent-r1[webshop]'")
 
 
 def _product_in(document: Any) -> Any:
-    """None, which is no product either, where there is none."""
+    """Return the product of a document, or None if the document is malformed."""
     return document.get("product") if isinstance(document, dict) else None
 
 

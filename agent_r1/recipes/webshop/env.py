@@ -1,6 +1,6 @@
 """The shop as an environment: the instruction first, then pages, until something is bought.
 
-It never sees what counts as right. What was bought goes into `info["bought"]`, and `task.reward` judges it.
+It never sees the goal. The purchase goes into `info["bought"]`, and `task.reward` scores it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LOOK = Look()
 
 
 class WebShop(TextEnv):
-    """`full_pages` shows the whole page after every action, for contexts that forget; without it, what stands in the
-    conversation already is not shown again. The other settings are those of `Shop` and `Look`."""
+    """`full_pages` shows the whole page after every action, for context policies that hide messages; otherwise, pages
+    that are in the conversation are not repeated. The other settings are those of `Shop` and `Look`."""
 
     deterministic: ClassVar[bool] = True
     if_forgotten: ClassVar[Mapping[str, Any]] = MappingProxyType({"full_pages": True})
@@ -47,7 +47,7 @@ class WebShop(TextEnv):
 
     def begin(self, row: TaskRow) -> str:
         self._shop, self._place = self.open(row), Place()
-        self._shown: set[Place] = set()  # pages that stand in the conversation already
+        self._shown: set[Place] = set()  # pages already in the conversation
         return str(row.prompt[-1]["content"])
 
     def reply(self, said: str) -> Reply:
@@ -66,7 +66,7 @@ class WebShop(TextEnv):
         if not self._full_pages and place.page in ("results", "item"):
             if self._place.page == place.page == "item":
                 return choice(self._shop, place)
-            # A product's page is the same page however it was found and whatever is chosen.
+            # A product's page counts as the same page, however it was reached and whatever is chosen.
             known = Place(page="item", asin=place.asin) if place.page == "item" else place
             if known in self._shown:
                 return again(self._shop, place)

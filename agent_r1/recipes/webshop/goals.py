@@ -1,9 +1,9 @@
-"""What customers want: WebShop's synthetic goals, made of products by the rules of the original, in a fixed order.
+"""WebShop's synthetic goals, built from products by the rules of the original, in a fixed order.
 
-For a product with an instruction there is one goal for every combination of its options. How much it may cost is drawn:
-one of the next few round prices above its own. The original draws it without a seed, differently in every process; here
-all is drawn with the seed that the original shuffles its goals with, so that a goal is the same goal everywhere. The
-order, which decides what is held out, is the original's own.
+A product with an instruction has one goal for every combination of its options. Its price limit is drawn from the next
+few round prices above its own. The original draws it without a seed, differently in every process; here it is drawn
+with the seed that the original uses to shuffle goals, so that goals are the same everywhere. The order, which decides
+the split, is the original's.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from agent_r1.recipes.webshop.products import Product
 
 SEED = 233
 ROUND_PRICES = tuple(10.0 * step for step in range(1, 100))
-NEXT_PRICES = 4  # of these, two are drawn, and the larger is the bound
-NO_BOUND = 1_000_000.0  # above all round prices nothing is said
+NEXT_PRICES = 4  # two of these are drawn; the larger is the limit
+NO_BOUND = 1_000_000.0  # no limit above all round prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    asin: str  # a product that has all of it
+    asin: str  # a product that meets the goal
     text: str
     attributes: tuple[str, ...]
-    options: tuple[tuple[str, str], ...]  # name and value; people name no names: ""
+    options: tuple[tuple[str, str], ...]  # name and value; "" in goals written by people
     price_bound: float
 
 
 def draw_prices(products: Sequence[Product]) -> dict[str, float]:
-    """What each product costs at the till: where the page says from-to, something in between."""
+    """Return the price charged for each product; for a price range, one within it."""
     rng = random.Random(SEED)
     return {p.asin: p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products}
 
 
 def synthetic_goals(products: Sequence[Product], prices: Mapping[str, float]) -> list[Goal]:
-    """All of them, in the order of the original."""
+    """Return all synthetic goals, in the order of the original."""
     rng, goals = random.Random(SEED), list[Goal]()
     for product in products:
         if product.instruction is None:
@@ -61,7 +61,7 @@ def synthetic_goals(products: Sequence[Product], prices: Mapping[str, float]) ->
 
 
 def human_goals(products: Sequence[Product], prices: Mapping[str, float]) -> list[Goal]:
-    """What people wrote, in the order of the original; without attributes there is nothing to judge by."""
+    """Return the goals written by people, in the order of the original, if they have attributes to score."""
     rng, goals = random.Random(SEED), list[Goal]()
     for product in products:
         for wish in product.human:

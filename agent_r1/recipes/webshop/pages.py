@@ -1,7 +1,7 @@
-"""What a place of the shop looks like: short text, in which everything that can be clicked stands in square brackets.
+"""Render a place of the shop as short text; everything in square brackets can be clicked.
 
-A page says what the original's text mode says, without repeating the instruction and the query on every one, and with
-long texts cut. Whatever is cut can still be clicked.
+A page has the content of the original's text mode, without repeating the instruction and the query, and with long texts
+cut. Buttons that are cut off can still be clicked.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from agent_r1.recipes.webshop.products import Product
 from agent_r1.recipes.webshop.shop import ATTRIBUTES, PER_PAGE, Place, Shop
 
 CUT = "..."
-LEAST = len(CUT) + 1  # characters of a text that is cut
+LEAST = len(CUT) + 1  # shortest limit that leaves room for the mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How much is shown, in characters."""
+    """Maximum lengths, in characters."""
 
     title: int = 80  # of a product among others
     item_title: int = 200
@@ -46,7 +46,7 @@ def page(shop: Shop, place: Place, look: Look) -> str:
 
 
 def choice(shop: Shop, place: Place) -> str:
-    """What is chosen now, and what is not yet; nothing where there is nothing to choose."""
+    """Describe chosen and missing options; empty if there is nothing to choose."""
     not_yet = ", ".join(name for name in shop.product(place).options if name not in dict(place.chosen))
     return " ".join(
         [*([f"Chosen: {_pairs(place)}."] if place.chosen else []), *([f"Not yet: {not_yet}."] if not_yet else [])]
@@ -54,7 +54,7 @@ def choice(shop: Shop, place: Place) -> str:
 
 
 def again(shop: Shop, place: Place) -> str:
-    """What is said of a page that was shown before."""
+    """Describe a page that was shown before."""
     if place.page == "results":
         return f"Page {place.number} of the results again."
     return f"{place.asin} again. {choice(shop, place)}".rstrip()
@@ -99,7 +99,7 @@ def _detail(product: Product, name: str) -> str:
         return product.description
     if name == "features":
         return " ".join(product.features)
-    return ", ".join(product.attributes) if name == ATTRIBUTES else ""  # of these products no reviews are known
+    return ", ".join(product.attributes) if name == ATTRIBUTES else ""  # the data has no reviews
 
 
 def _pairs(place: Place) -> str:

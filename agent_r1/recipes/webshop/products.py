@@ -1,8 +1,8 @@
-"""Products of WebShop as its own files write them, and the fields of theirs that the shop uses.
+"""Parse WebShop's products into the fields that the shop uses.
 
-Two kinds of record are read: one of `items_shuffle_1000.json`, as it was scraped, and one of `documents_1k.jsonl`, the
-same after WebShop's own loading. They differ in how the price is written; everything else is taken from the scraped
-fields, by the rules of the original loader.
+Two kinds of record are read: scraped ones (`items_shuffle_1000.json`), and the same after WebShop's own loading
+(`documents_1k.jsonl`). They differ in how the price is written; everything else comes from the scraped fields, by the
+rules of the original loader.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from agent_r1.errors import DataError
 
-UNKNOWN_PRICE = 100.0  # what the original charges where no price was scraped; here also where none can be read
+UNKNOWN_PRICE = 100.0  # charged by the original if no price was scraped; here also if none can be parsed
 ASIN_CHARS = 10
 _NOT_A_NUMBER, _NUMBER = re.compile(r"[^\d.]"), re.compile(r"\d+\.?\d*|\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HumanInstruction:
-    """What a person wrote who wanted this product."""
+    """An instruction for this product written by a person."""
 
     text: str
     attributes: tuple[str, ...]
@@ -36,10 +36,10 @@ class Product:
     features: tuple[str, ...]  # the bullet points of the page; at least one, perhaps empty
     prices: tuple[float, ...]  # one, or the lowest and the highest
     options: Mapping[str, tuple[str, ...]]  # color -> (black, red), in lower case
-    attributes: tuple[str, ...]  # what the page says of it, mined from its text: machine washable
-    categories: str  # the path of the shop's departments, joined by an angle
+    attributes: tuple[str, ...]  # mined from the page's text: machine washable
+    categories: str  # path of departments, joined by an angle
     query: str  # the search it was scraped with
-    instruction: str | None = None  # the sentence synthetic goals begin with; None: there are no goals for it
+    instruction: str | None = None  # first sentence of synthetic goals; None: no goals for this product
     instruction_attributes: tuple[str, ...] = ()
     human: tuple[HumanInstruction, ...] = ()
 
@@ -60,7 +60,8 @@ def read_products(
     human: Mapping[str, list[Mapping[str, Any]]],
     where: str,
 ) -> list[Product]:
-    """In their order, each once. `attributes` and `human` are by asin: items_ins_v2 and items_human_ins."""
+    """Parse all records in order, without duplicates. `attributes` and `human` are by asin: items_ins_v2,
+    items_human_ins."""
     found: dict[str, Product] = {}
     for index, record in enumerate(records):
         try:
@@ -100,7 +101,7 @@ def _product(record: Mapping[str, Any], mined: Mapping[str, Any], instructions: 
 
 
 def _prices(pricing: str | list[float] | None) -> tuple[float, ...]:
-    """Of "$19.99 - $27.99", or of a list that was read from it."""
+    """Parse "$19.99 - $27.99", or a list of such prices."""
     if isinstance(pricing, str):
         parts = [_NOT_A_NUMBER.sub("", part) for part in pricing.split("$")[1:]]
         pricing = [float(part) for part in parts if _NUMBER.fullmatch(part)]
@@ -108,7 +109,8 @@ def _prices(pricing: str | list[float] | None) -> tuple[float, ...]:
 
 
 def _options(customization: Mapping[str, list[Mapping[str, Any]] | None] | str | None) -> dict[str, tuple[str, ...]]:
-    """Scraped as "" where there are none. An option without values would leave its product without a goal."""
+    """Parse options, which are "" if there are none. Options without values are dropped, or the product had no
+    goals."""
     if not customization or isinstance(customization, str):
         return {}
     return {

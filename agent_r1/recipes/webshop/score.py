@@ -1,10 +1,10 @@
-"""The published reward of WebShop: how well what was bought fits what was wanted. Pure functions.
+"""The published reward of WebShop: how well a purchase matches the goal. Pure functions.
 
     score = type * (attributes + options + price) / (wanted attributes + wanted options + 1)
 
-`type` is 1 for a product of the same kind; less, down to nothing, the fewer nouns the two titles share. An attribute is
-there if the product is known for one that reads alike, or its page says it. An option is there if one was chosen that
-reads alike; for colours the plain colour is enough.
+`type` is 1 for a product of the same kind and falls to 0 the fewer nouns the two titles share. An attribute counts if
+the product has a similar one, or its page mentions it. An option counts if a similar value was chosen; for colours, the
+plain colour is enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent_r1.recipes.webshop.products import Product
 
 ALIKE = 85  # a rounded ratio above this, of 100
 SAME_KIND, HARDLY = 0.2, 0.1  # shares of the wanted title's nouns
-_COLOR_WORDS = (  # in the order in which they are looked for
+_COLOR_WORDS = (  # in matching order
     "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo "
     "caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream "
     "crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather "
@@ -28,7 +28,7 @@ _COLOR_WORDS = (  # in the order in which they are looked for
     "violet walnut wheat white wine yellow"
 )
 _COLORS = _COLOR_WORDS.split()
-_LATIN = dict.fromkeys(range(128, 256))  # letters that the original's comparison drops
+_LATIN = dict.fromkeys(range(128, 256))  # letters dropped by the original's comparison
 _WORD = re.compile(r"(?<!\w)[^\W\d_](?:[\w.]*\w)?")
 _FUNCTION_WORDS = (
     "a an the this that these those i me my we us our you your he him his she her it its they them their and or nor "
@@ -42,13 +42,13 @@ _NOT_NOUNS = frozenset(_FUNCTION_WORDS.split())
 class Score:
     total: float
     kind: float  # the factor for the type of product
-    attributes: float  # shares of what was wanted; 1 if nothing was
+    attributes: float  # share of the requirements met; 1 if there are none
     options: float
     price: float
 
 
 def judge(goal: Goal, wanted: Product, bought: Product, price: float, chosen: Mapping[str, str]) -> Score:
-    """`wanted` is the product the goal was made of; `price` what the bought one costs, `chosen` its options by name."""
+    """`wanted` is the goal's product; `price` and `chosen` are the price and options (by name) of the bought one."""
     attributes = sum(has_attribute(bought, attribute) for attribute in goal.attributes)
     options = sum(_is_chosen(name, value, chosen) for name, value in goal.options)
     affordable = price <= goal.price_bound
@@ -73,15 +73,15 @@ def type_factor(wanted: Product, bought: Product) -> float:
 
 
 def shared_nouns(wanted: str, bought: str) -> float:
-    """The share of the wanted title's nouns that the other has; as published, one that stands there twice counts once
-    above and twice below."""
+    """Return the share of the wanted title's nouns that the other title has. As published, a repeated noun counts once
+    in the numerator and twice in the denominator."""
     nouns = title_nouns(wanted)
     return len(set(nouns) & set(title_nouns(bought))) / len(nouns) if nouns else SAME_KIND
 
 
 def title_nouns(title: str) -> list[str]:
-    """What a tagger would call nouns and names. Titles are strings of these: words that are neither function words nor
-    participles, nor begin with a digit."""
+    """Approximate a tagger's nouns and names, which titles consist of: all words except function words, participles and
+    words that begin with a digit."""
     words = (word.lower() for word in _WORD.findall(title))
     return [word for word in words if word not in _NOT_NOUNS and not _is_participle(word)]
 
@@ -94,7 +94,8 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 
 def alike(one: str, other: str) -> bool:
-    """Whether the words of one stand in the other, or nearly: the token set ratio of the `thefuzz` package."""
+    """Return whether one text (nearly) contains the words of the other: the token set ratio of the `thefuzz`
+    package."""
     from rapidfuzz.fuzz import token_set_ratio
     from rapidfuzz.utils import default_process
 
@@ -103,13 +104,13 @@ def alike(one: str, other: str) -> bool:
 
 
 def plain_color(value: str) -> str:
-    """The first colour of the list that stands in the text, or the text."""
+    """Return the first colour of the list that occurs in the text, or else the text."""
     return next((color for color in _COLORS if color in value), value)
 
 
 def _is_chosen(name: str, value: str, chosen: Mapping[str, str]) -> bool:
-    # As published, a wanted option is compared together with its name, written as a pair is written, and is taken for
-    # a colour only if it is nothing else.
+    # As published, a wanted option is compared as a printed (name, value) pair, and is reduced to a colour only if it
+    # contains nothing else.
     if name:
         wanted = next((color for color in _COLORS if color in (name, value)), str((name, value)))
     else:

@@ -1,9 +1,9 @@
-"""Search as the original has it: BM25 by Lucene's English analyser, with Anserini's k1 and b, through `bm25s`.
+"""Search like the original: BM25 with Lucene's English analyser and Anserini's k1 and b, through `bm25s`.
 
-Words are cut as the analyser cuts them: a dot, colon or apostrophe between letters and a dot or comma between digits
-join, a final 's is dropped, what is left is put in lower case, freed of stop words and stemmed by Porter's rules. Two
-things of Lucene are not here: it rounds the length of a long text, and its scores are added up in another order. Both
-can swap neighbours whose scores are almost equal.
+Words are split like the analyser does: a dot, colon or apostrophe between letters and a dot or comma between digits
+join, a final 's is dropped, and the rest is lower-cased, filtered for stop words and stemmed by Porter's rules. Lucene
+also rounds the length of long texts and adds up scores in another order; both can swap neighbours with almost equal
+scores.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _POSSESSIVE = re.compile(r"['’]s$")  # noqa: RUF001 (an apostrophe)
 
 
 def split_words(text: str) -> list[str]:
-    """In lower case, without stop words, not stemmed."""
+    """Split into lower-case words without stop words, not stemmed."""
     words = (_POSSESSIVE.sub("", word) for word in _WORD.findall(text.lower()))
     return [word for word in words if word not in STOP_WORDS]
 
 
 class ProductSearch:
-    """The index of a shop. Never changes, so every episode and every thread may use it."""
+    """The index of a shop. Immutable, so all episodes and threads share it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         bm25s = import_bm25s()
@@ -48,10 +48,10 @@ class ProductSearch:
         self._known = {word: self._stems[stem] for word, stem in stem_of.items()}
         self._bm25 = bm25s.BM25(method="lucene", k1=K1, b=B)
         self._bm25.index((tokens, self._stems), create_empty_token=False, show_progress=False)
-        self.rank = lru_cache(MAX_KNOWN_QUERIES)(self._rank)  # a group of attempts asks alike, and turns pages
+        self.rank = lru_cache(MAX_KNOWN_QUERIES)(self._rank)  # attempts of a group repeat queries, and turn pages
 
     def _rank(self, query: str, top_k: int) -> tuple[int, ...]:
-        """Places of the best texts, best first, equal ones by place; only those with a word of the query."""
+        """Return positions of matching texts, best first, ties by position."""
         ids = [known for word in split_words(query) if (known := self._id_of(word)) is not None]
         if not ids:
             return ()
@@ -63,7 +63,7 @@ class ProductSearch:
 
 
 def _stem(word: str) -> str:
-    """Two letters have no ending, says Lucene. A stemmer is not made for several threads, but in microseconds."""
+    """Lucene does not stem two-letter words. A stemmer is not thread-safe, but takes only microseconds to create."""
     import Stemmer
 
     if len(word) <= 2:

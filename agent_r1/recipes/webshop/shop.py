@@ -1,7 +1,7 @@
-"""The shop: pages, buttons and what they lead to. WebShop's text mode without a browser, as functions of a place.
+"""The shop: pages, buttons and their targets. WebShop's text mode without a browser, as functions of a place.
 
-A `Place` is where a customer stands, and all there is to remember; the `Shop` says which buttons a place has and where
-an action leads. A shop never changes: all episodes of a process share it.
+A `Place` is the complete state of a customer; the `Shop` knows the buttons of a place and where an action leads. A shop
+is immutable: all episodes of a process share it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_RESULTS, PER_PAGE = 50, 10
 BACK, NEXT, PREV, BUY = "back to search", "next >", "< prev", "buy now"
 DETAILS = ("description", "features", "reviews")
 ATTRIBUTES = "attributes"  # a fourth, if the shop shows it
-MAX_WORDS = 1000  # characters of a query: it is kept with the trajectory, and by the search
-MAX_QUOTED = 60  # of what was said, in an answer
+MAX_WORDS = 1000  # characters of a query, which the trajectory and the search keep
+MAX_QUOTED = 60  # characters of a quoted action in an answer
 
 _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE)
 _VERB = re.compile(r"\b(?:search|click)\s*\[", re.IGNORECASE)
@@ -31,7 +31,7 @@ _OPENING = Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a customer is, how they got there, and what they have chosen."""
+    """The page a customer is on, how they got there, and what they have chosen."""
 
     page: Literal["start", "results", "item", "detail", "bought"] = "start"
     query: str = ""
@@ -42,7 +42,7 @@ class Place:
 
     @property
     def anchor(self) -> str:
-        """The same for the same state of the world, however it was reached."""
+        """Return a key that is equal for equal states, however they were reached."""
         if self.page == "results":
             return f"results {self.number} {self.query}"
         options = ", ".join(f"{name}: {value}" for name, value in sorted(self.chosen))
@@ -50,7 +50,7 @@ class Place:
 
 
 class CannotDo(Exception):
-    """What was said leads nowhere; the text tells the customer why."""
+    """An action without effect; the text says why."""
 
 
 class Shop:
@@ -61,25 +61,25 @@ class Shop:
         self._search = ProductSearch([product.searchable for product in catalogue.products.values()])
 
     def go(self, place: Place, said: str) -> Place:
-        """Where an action leads. `CannotDo` if it is none, or there is no such button."""
+        """Return the place an action leads to. Raises `CannotDo` if it is invalid or there is no such button."""
         verb, what = read_action(said)
         if verb == "search":
             return Place(page="results", query=what)  # from anywhere, as in the original
         return self._click(place, what)
 
     def found(self, place: Place) -> tuple[Product, ...]:
-        """All that the search of this place has found."""
+        """Return all results of this place's search."""
         return tuple(self.catalogue.products[self._asins[at]] for at in self._search.rank(place.query, MAX_RESULTS))
 
     def shown(self, place: Place) -> tuple[Product, ...]:
-        """What is on this page of results."""
+        """Return the products on this results page."""
         return self.found(place)[(place.number - 1) * PER_PAGE : place.number * PER_PAGE]
 
     def product(self, place: Place) -> Product:
         return self.catalogue.products[place.asin]
 
     def buttons(self, place: Place) -> list[str]:
-        """Everything that can be clicked, in the order of the page."""
+        """Return all buttons, in the order of the page."""
         if place.page == "results":
             return [*(product.asin for product in self.shown(place)), *self.result_buttons(place)]
         if place.page == "item":
@@ -95,7 +95,7 @@ class Shop:
         return [*self.details, BUY, PREV, BACK]
 
     def _values(self, place: Place) -> dict[str, str]:
-        """Value of an option -> its name. As in the original, a value of two options belongs to the later one."""
+        """Map option values to names. As in the original, a value of two options belongs to the later one."""
         return {value: name for name, values in self.product(place).options.items() for value in values}
 
     def _click(self, place: Place, what: str) -> Place:
@@ -124,8 +124,8 @@ class Shop:
 
 
 def read_action(said: str) -> tuple[str, str]:
-    """`search` or `click`, and with what, cut to `MAX_WORDS` characters. It is the last line that counts: whatever is
-    before may be thought."""
+    """Parse the last line as `search` or `click` and its argument, cut to `MAX_WORDS` characters. Earlier lines are
+    ignored."""
     last = said.strip().rpartition("\n")[2].strip()
     action = _ACTION.fullmatch(last)
     if action is None or not action[2].strip():
@@ -136,7 +136,7 @@ def read_action(said: str) -> tuple[str, str]:
 
 
 def open_shop(folder: Path, *, show_attributes: bool = False) -> Shop:
-    """Built at its first use, once per process."""
+    """Build the shop on first use, once per process."""
     with _OPENING:
         return _built(folder, show_attributes)
 
@@ -147,5 +147,5 @@ def _built(folder: Path, show_attributes: bool) -> Shop:
 
 
 def _same(button: str) -> str:
-    """Letters' case and runs of spaces make no difference."""
+    """Ignore case and runs of spaces."""
     return " ".join(button.lower().split())

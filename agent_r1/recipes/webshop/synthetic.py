@@ -1,4 +1,4 @@
-"""A synthetic shop, for a run that needs no data: kinds of things in several materials, each in three colours."""
+"""A synthetic shop for runs without data: kinds of products in several materials, each in three colours."""
 
 from __future__ import annotations
 

@@ -15,23 +15,23 @@ from agent_r1.recipes.webshop.score import Score, judge
 from agent_r1.recipes.webshop.shop import NEXT, Place, Shop, open_shop
 from agent_r1.types import TaskRow, Trajectory
 
-NUM_TEST = 200  # the first goals of the original order
-MAX_SAID, MAX_TURNS = 8, 1  # actions of a demonstration, and pages turned: more would fill the context
+NUM_TEST = 200  # the first goals in the original order
+MAX_SAID, MAX_TURNS = 8, 1  # limits of a demonstration, in actions and pages turned: more would fill the context
 NOTHING = Score(total=0.0, kind=0.0, attributes=0.0, options=0.0, price=0.0)  # was bought
 
 Buyer = Callable[[Shop, Goal], list[str] | None]
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
-    """train and test: the synthetic goals; human: the few that people wrote for these products."""
+    """Splits: train and test are synthetic goals; human are the few written by people for these products."""
     folder = catalogue_folder(path)
     return [as_row(goal, name, str(folder)) for name, goal in named_goals(split, open_catalogue(folder))[:count]]
 
 
 def named_goals(split: str, catalogue: Catalogue, num_test: int = NUM_TEST) -> list[tuple[str, Goal]]:
-    """A goal is named by its place in the order of the original, whatever the split.
+    """Return (name, goal) pairs. A goal is named by its position in the original order.
 
-    A product that lists a value twice has the same goal twice: what is in test is left out of train.
+    A product that lists a value twice has the same goal twice: goals of the test split are left out of train.
     """
     goals = [(f"goal-{index}", goal) for index, goal in enumerate(catalogue.goals)]
     test = goals[:num_test]
@@ -56,12 +56,12 @@ def as_row(goal: Goal, name: str, folder: str) -> TaskRow:
         row_id=name,
         reward_model={"style": "rule", "ground_truth": truth},
         data_source="webshop",
-        extra_info={FOLDER_KEY: folder},  # where env and reward find the products; no part of a panel's hash
+        extra_info={FOLDER_KEY: folder},  # location of the products; not part of the panel hash
     )
 
 
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """The published score, and its parts. An episode that buys nothing earns nothing."""
+    """Pay the published score and report its components. An episode without a purchase earns 0."""
     return judged(row, trajectory, open_catalogue(folder_of(row)))
 
 
@@ -81,12 +81,12 @@ def judged(row: TaskRow, trajectory: Trajectory, catalogue: Catalogue) -> dict[s
 
 
 def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """Training goals with what the buyer says who knows the product."""
+    """Return training goals with the actions of the knowing buyer."""
     return folder_demos(count, seed, path, knowing_buyer)
 
 
 def reader_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """Training goals with what the buyer says who only reads, where it bought the right thing."""
+    """Return training goals with the actions of the reading buyer, if it bought the right product."""
     return folder_demos(count, seed, path, lambda shop, goal: reading_buyer(shop, goal.text, Look()))
 
 
@@ -98,7 +98,7 @@ def folder_demos(count: int, seed: int, path: str | None, buyer: Buyer) -> list[
 
 
 def buyer_demos(shop: Shop, asked: Sequence[tuple[TaskRow, Goal]], count: int, seed: int, buyer: Buyer) -> list[Demo]:
-    """In an order of its own; only those that are short and earn the full score."""
+    """Keep short demonstrations that earn the full score, in a random order."""
     order = list(asked)
     random.Random(f"webshop:{seed}").shuffle(order)
     shown: list[Demo] = []
