@@ -35,7 +35,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Stub:
-    """A server that plays replies: (status, headers, body), or None for a connection that is dropped."""
+    """A server that sends prepared replies: (status, headers, body), or None to drop the connection."""
 
     def __init__(self, *replies: Reply | None) -> None:
         self.asked, rest = 0, list(replies)
@@ -74,7 +74,7 @@ FOUND: Reply = (200, {}, b'{"query_results": [{"query": "a", "results": []}]}')
 BUSY: Reply = (503, {"Retry-After": "0"}, b"busy")
 
 
-def test_a_client_repeats_what_may_pass() -> None:
+def test_a_client_retries_temporary_failures() -> None:
     with Stub(BUSY, None, (504, {}, b"late"), FOUND) as stub:
         assert asyncio.run(search(stub.url, ["a"])) == [[]]
         assert stub.asked == 4
@@ -100,7 +100,7 @@ def test_a_client_does_not_repeat_a_final_refusal(reply: Reply, problem: str) ->
         assert stub.asked == 1
 
 
-def test_a_client_waits_at_least_as_long_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_waits_at_least_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     sleep = asyncio.sleep
 
@@ -111,11 +111,11 @@ def test_a_client_waits_at_least_as_long_as_it_is_asked_to(monkeypatch: pytest.M
     monkeypatch.setattr("agent_r1.tools.search.client.asyncio.sleep", noted)
     with Stub((503, {"Retry-After": "2"}, b""), BUSY, BUSY, FOUND) as stub:
         asyncio.run(search(stub.url, ["a"], backoff_seconds=0.1))
-    # asked for 2 s, then twice for nothing: backoff 0.1 * 2**1 and 0.1 * 2**2; up to half as long again by chance
+    # asked for 2 s, then twice for none: backoff 0.1 * 2**1 and 0.1 * 2**2; jitter adds up to half
     assert [low <= wait <= 1.5 * low for wait, low in zip(waits, (2.0, 0.2, 0.4), strict=True)] == [True] * 3
 
 
-def test_a_client_keeps_trying_for_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_retries_for_retry_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = 0.0, list[float]()
     sleep = asyncio.sleep
 
@@ -133,5 +133,5 @@ def test_a_client_keeps_trying_for_as_long_as_it_is_told(monkeypatch: pytest.Mon
     assert waits == [1, 2, 4, 8, 8, 8, 8, 8, 8]
 
 
-def test_nothing_is_asked_for_no_queries() -> None:
+def test_an_empty_search_sends_no_request() -> None:
     assert asyncio.run(search(f"http://127.0.0.1:{free_port()}", [])) == []

@@ -55,7 +55,7 @@ def test_a_passage_is_nearest_to_its_own_text(index: Index) -> None:
     assert all(hits[0].score == pytest.approx(1.0, abs=1e-4) for hits in found)  # unit vectors, the same text
 
 
-def test_a_dense_batch_finds_what_its_queries_find_one_by_one(index: Index) -> None:
+def test_a_dense_batch_finds_the_same_as_single_queries(index: Index) -> None:
     queries = ["fish in the river", "moon", "the baker buys flour at the mill"]
     for together, query in zip(index.search(queries, 5, "dense"), queries, strict=True):
         [alone] = index.search([query], 5, "dense")
@@ -64,7 +64,7 @@ def test_a_dense_batch_finds_what_its_queries_find_one_by_one(index: Index) -> N
 
 
 def test_hybrid_search_is_the_fusion_of_both(index: Index) -> None:
-    [found] = index.search(["otter"], 5)  # hybrid: the best there is
+    [found] = index.search(["otter"], 5)  # hybrid is the default
     # the lexical ranking holds Otter alone, first: 1/61; the dense one holds all five
     [dense] = index.search(["otter"], 5, "dense")
     rank = titles(dense).index("Otter") + 1
@@ -73,7 +73,7 @@ def test_hybrid_search_is_the_fusion_of_both(index: Index) -> None:
     assert len(found) == 5
 
 
-def test_pooling_and_query_prefix_are_the_encoders(encoder: EncoderSettings) -> None:
+def test_an_encoder_applies_its_pooling_and_query_prefix(encoder: EncoderSettings) -> None:
     mean, first = Encoder(encoder), Encoder(replace(encoder, pooling="cls"))
     text = ["otter fish"]
     assert not np.allclose(mean.passages(text), first.passages(text))
@@ -83,13 +83,13 @@ def test_pooling_and_query_prefix_are_the_encoders(encoder: EncoderSettings) -> 
     np.testing.assert_allclose(np.linalg.norm(mean.passages(text), axis=1), 1.0, atol=1e-6)
 
 
-def test_padding_in_a_batch_does_not_move_a_vector(encoder: EncoderSettings) -> None:
+def test_padding_does_not_change_a_vector(encoder: EncoderSettings) -> None:
     made = Encoder(encoder)
     short, long = "otter", "the old mill stands on the river bank"
     np.testing.assert_allclose(made.passages([short, long])[0], made.passages([short])[0], atol=1e-5)
 
 
-def test_an_index_made_by_another_encoder_is_refused(tmp_path: Path, encoder: EncoderSettings, index: Index) -> None:
+def test_an_index_built_with_other_weights_is_refused(tmp_path: Path, encoder: EncoderSettings, index: Index) -> None:
     other = make_encoder(tmp_path / "other", seed=1)
     copy = Index.build(passages(), tmp_path / "i", dense=DenseSettings(encoder=encoder))
     manifest = copy.directory / "manifest.json"
@@ -107,9 +107,9 @@ def test_missing_weights_leave_no_index(tmp_path: Path) -> None:
     assert not (tmp_path / "i").exists()
 
 
-def test_cells_find_what_comparing_with_all_finds(tmp_path: Path, encoder: EncoderSettings) -> None:
+def test_ivf_finds_the_same_as_flat_with_one_cell(tmp_path: Path, encoder: EncoderSettings) -> None:
     pytest.importorskip("faiss")
-    # 5 passages make one cell, so nothing can be missed; what is stored in bytes moves scores a little
+    # 5 passages make one cell, so nothing is missed; storing vectors in bytes changes scores a little
     flat = Index.build(passages(), tmp_path / "flat", dense=DenseSettings(encoder=encoder))
     cells = Index.build(passages(), tmp_path / "cells", dense=DenseSettings(encoder=encoder, method="ivf"))
     [exact], [near] = flat.search(["fish frogs"], 5), cells.search(["fish frogs"], 5)
@@ -118,7 +118,7 @@ def test_cells_find_what_comparing_with_all_finds(tmp_path: Path, encoder: Encod
     }
 
 
-def test_more_than_there_is_gives_what_there_is(tmp_path: Path, encoder: EncoderSettings) -> None:
+def test_top_k_above_the_number_of_passages_returns_all(tmp_path: Path, encoder: EncoderSettings) -> None:
     one = Index.build(
         [Passage(passage_id="a", title="", text="moon")], tmp_path / "i", dense=DenseSettings(encoder=encoder)
     )

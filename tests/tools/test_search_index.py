@@ -1,4 +1,4 @@
-"""Corpus, rankers and index: exact rankings, what is refused, and that batches change nothing."""
+"""Corpus, lexical ranking and index: exact scores, damaged files, and batches that change nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_passages_are_read_from_every_format_and_kept_in_order(tmp_path: Path) -
     ]
 
 
-def test_a_passage_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
+def test_duplicate_passages_are_written_once(tmp_path: Path) -> None:
     twins = [Passage(passage_id=name, title="T", text="same") for name in ("a", "b")]
     other = Passage(passage_id="c", title="U", text="same")
     write_corpus([*twins, other], tmp_path / "p.arrow")
@@ -70,7 +70,7 @@ def test_a_passage_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
         ("a.txt", b"x", "neither .jsonl, .jsonl.gz nor .parquet"),
     ],
 )
-def test_a_file_that_is_no_corpus_is_an_error_with_its_place(
+def test_an_unreadable_corpus_file_is_an_error_that_names_the_passage(
     tmp_path: Path, name: str, content: bytes, problem: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -107,7 +107,7 @@ def test_scores_are_those_of_bm25_by_hand(tmp_path: Path) -> None:
     assert [hit.score for hit in found] == pytest.approx([b, a], rel=1e-5)
 
 
-def test_a_word_of_the_title_counts_as_often_as_set(tmp_path: Path) -> None:
+def test_a_word_of_the_title_counts_title_weight_times(tmp_path: Path) -> None:
     corpus = [
         Passage(passage_id="titled", title="otter", text="swims far away"),
         Passage(passage_id="full", title="", text="otter otter swims away"),
@@ -133,7 +133,7 @@ def test_rankings_of_the_small_corpus(index: Index) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_batch_finds_what_its_queries_find_one_by_one(index: Index, data: st.DataObject) -> None:
+def test_a_batch_finds_the_same_as_single_queries(index: Index, data: st.DataObject) -> None:
     words = st.sampled_from(sorted({word for text in TEXTS.values() for word in text.split()} | {"zzz"}))
     queries = data.draw(st.lists(st.lists(words, max_size=6).map(" ".join), max_size=6))
     top_k = data.draw(st.integers(1, 6))
@@ -145,7 +145,7 @@ def test_a_batch_finds_what_its_queries_find_one_by_one(index: Index, data: st.D
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0]), max_size=900), st.integers(1, 5))
-def test_the_best_are_those_of_a_plain_sort(scores: list[float], top_k: int) -> None:
+def test_the_best_scores_equal_those_of_a_plain_sort(scores: list[float], top_k: int) -> None:
     ordered = sorted(((i, s) for i, s in enumerate(scores) if s > 0), key=lambda pair: (-pair[1], pair[0]))
     assert best(np.asarray(scores, dtype=np.float32), top_k) == ordered[:top_k]
 
@@ -163,14 +163,14 @@ def test_fusion_adds_reciprocal_ranks() -> None:
 # The folder
 
 
-def test_an_index_that_was_closed_is_opened_as_it_was(index: Index) -> None:
+def test_an_index_can_be_opened_again(index: Index) -> None:
     again = Index.open(index.directory)
     assert again.manifest == index.manifest
     assert again.manifest.kinds == ["lexical"]
     assert again.search(["river"], 5) == index.search(["river"], 5)
 
 
-def test_a_new_index_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_new_index_replaces_the_old_one_and_leaves_no_temporary_folder(tmp_path: Path) -> None:
     old = build(tmp_path / "i")
     new = Index.build([Passage(passage_id="n", title="New", text="river")], tmp_path / "i", lexical=LexicalSettings())
     assert titles(new.search(["river"], 5)[0]) == ["New"]
@@ -179,7 +179,7 @@ def test_a_new_index_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path:
         old.search(["river"], 5)
 
 
-def test_a_build_that_fails_leaves_the_old_index_and_no_rest(tmp_path: Path) -> None:
+def test_a_failed_build_keeps_the_old_index(tmp_path: Path) -> None:
     build(tmp_path / "i")
     with pytest.raises(DataError):
         Index.build([], tmp_path / "i", lexical=LexicalSettings())
@@ -187,7 +187,7 @@ def test_a_build_that_fails_leaves_the_old_index_and_no_rest(tmp_path: Path) -> 
     assert titles(Index.open(tmp_path / "i").search(["moon"], 1)[0]) == ["Moon"]
 
 
-def test_a_folder_that_is_something_else_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_index_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="choose another folder"):
         build(tmp_path)
@@ -195,7 +195,7 @@ def test_a_folder_that_is_something_else_is_never_overwritten(tmp_path: Path) ->
         Index.open(tmp_path)
 
 
-def test_a_damaged_or_foreign_index_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused_with_how_to_rebuild_it(tmp_path: Path) -> None:
     build(tmp_path / "i")
     manifest = tmp_path / "i" / MANIFEST
     stored = json.loads(manifest.read_text(encoding="utf-8"))
@@ -216,7 +216,7 @@ def test_a_damaged_or_foreign_index_is_refused_with_what_to_do(tmp_path: Path) -
     assert "lexical/data.csc.index.npy is missing" in problem(json.dumps(stored))
 
 
-def test_an_index_is_searched_only_as_it_was_built(index: Index) -> None:
+def test_an_index_supports_only_the_rankers_it_was_built_with(index: Index) -> None:
     with pytest.raises(ConfigError, match="supports lexical, not dense"):
         index.search(["x"], 1, "dense")
     with pytest.raises(ConfigError, match="Did you mean 'lexical'"):
@@ -242,14 +242,14 @@ def test_a_build_reports_its_stages(tmp_path: Path) -> None:
     ],
 )
 def test_lexical_search_does_not_start_jax(search: str, before: str, tmp_path: Path) -> None:
-    """bm25s does, where it is installed; and JAX takes three quarters of the GPU's memory."""
+    """bm25s would start JAX, which takes three quarters of the GPU's memory."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("started = True\n")
     (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX was started')\n")
     program = (
         f"{before}\n"
         f"{search}\n"
-        "import jax; assert jax.started\n"  # whoever wants it still gets it
+        "import jax; assert jax.started\n"  # other code can still import it
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(agent_r1.__file__).parents[1])])
     ended = subprocess.run(

@@ -135,13 +135,13 @@ def test_queries_of_many_clients_are_ranked_together(index: Index) -> None:
     assert found == [index.search(["river", "moon"], top_k) for top_k in (1, 2, 3)]
 
 
-def test_more_than_may_wait_are_sent_away_and_may_come_again(held: HeldIndex) -> None:
+def test_queries_above_the_waiting_limit_are_refused_until_there_is_room(held: HeldIndex) -> None:
     limits = ServerLimits(max_waiting=2)
 
     async def fill_up(url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             first = asyncio.create_task(http.post("/search", json={"queries": ["otter"]}))
-            while not held.begun.is_set():  # the first is being ranked, so it does not wait any more
+            while not held.begun.is_set():  # the first is being ranked, so it is no longer waiting
                 await asyncio.sleep(0.001)
             others = asyncio.create_task(http.post("/search", json={"queries": ["moon", "mill"]}))
             while (await http.get("/health")).json()["waiting"] < 2:
@@ -156,7 +156,7 @@ def test_more_than_may_wait_are_sent_away_and_may_come_again(held: HeldIndex) ->
         asyncio.run(fill_up(url))
 
 
-def test_a_search_that_takes_too_long_is_given_up_and_the_server_recovers(held: HeldIndex) -> None:
+def test_a_search_that_takes_too_long_fails_and_the_server_recovers(held: HeldIndex) -> None:
     with serving(held, ServerLimits(seconds=0.2)) as url:
         late = httpx.post(f"{url}/search", json={"queries": ["otter"]}, timeout=30)
         assert late.status_code == 504
@@ -164,7 +164,7 @@ def test_a_search_that_takes_too_long_is_given_up_and_the_server_recovers(held: 
         assert titles(asyncio.run(search(url, ["otter"]))[0]) == ["Otter"]  # tried again until the thread is free
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(index: Index) -> None:
+def test_a_body_that_does_not_arrive_is_refused(index: Index) -> None:
     body = b'{"queries": ["otter"]}'
     head = f"POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with serving(index, ServerLimits(seconds=0.2)) as url:
@@ -196,17 +196,17 @@ def read_until_closed(connection: socket.socket) -> bytes:
     [
         b"",
         b"POST /search HTTP/1.1\r\nHost: here\r\nX-Part",
-        b"GET /health HTTP/1.1\r\nHost: here\r\n\r\nGET /hea",  # answered, then half of a second request
-        b"POST /health HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nno",  # refused before its body came
+        b"GET /health HTTP/1.1\r\nHost: here\r\n\r\nGET /hea",  # answered, followed by half of a second request
+        b"POST /health HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nno",  # refused before its body arrived
     ],
 )
-def test_a_connection_that_sends_no_whole_request_is_closed(index: Index, sent: bytes) -> None:
+def test_a_connection_without_a_complete_request_is_closed(index: Index, sent: bytes) -> None:
     with serving(index, ServerLimits(seconds=0.2)) as url, connect(url) as connection:
         connection.sendall(sent)
         read_until_closed(connection)
 
 
-def test_bytes_that_trickle_in_do_not_keep_a_connection_open(index: Index) -> None:
+def test_single_bytes_do_not_keep_a_connection_open(index: Index) -> None:
     with serving(index, ServerLimits(seconds=0.3)) as url, connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         is_open = True
@@ -220,8 +220,8 @@ def test_bytes_that_trickle_in_do_not_keep_a_connection_open(index: Index) -> No
         assert not is_open
 
 
-def test_idle_connections_do_not_lock_out_a_client_that_asks(index: Index) -> None:
-    limits = ServerLimits(max_connections=20, seconds=60.0)  # long enough that only the bound can make room
+def test_idle_connections_do_not_lock_out_other_clients(index: Index) -> None:
+    limits = ServerLimits(max_connections=20, seconds=60.0)  # so long that only the limit can make room
     with serving(index, limits) as url, contextlib.ExitStack() as opened:
         for number in range(300):
             connection = opened.enter_context(connect(url))
@@ -230,7 +230,7 @@ def test_idle_connections_do_not_lock_out_a_client_that_asks(index: Index) -> No
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_request_under_way_is_not_closed_to_make_room(held: HeldIndex) -> None:
+def test_a_pending_request_is_not_closed_to_make_room(held: HeldIndex) -> None:
     async def ask_in_a_crowd(url: str) -> int:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             asking = asyncio.create_task(http.post("/search", json={"queries": ["otter"]}))
@@ -246,7 +246,7 @@ def test_a_request_under_way_is_not_closed_to_make_room(held: HeldIndex) -> None
         assert asyncio.run(ask_in_a_crowd(url)) == 200
 
 
-def test_a_search_that_fails_is_told_to_its_clients_and_the_server_goes_on(index: Index) -> None:
+def test_a_failed_search_is_reported_and_the_server_continues(index: Index) -> None:
     class Broken(Index):
         def search(self, queries, top_k, kind=None):  # type: ignore[no-untyped-def]
             if "boom" in queries:
@@ -259,7 +259,7 @@ def test_a_search_that_fails_is_told_to_its_clients_and_the_server_goes_on(index
         assert titles(asyncio.run(search(url, ["moon"]))[0]) == ["Moon"]
 
 
-def test_a_server_asked_to_stop_answers_what_it_has(held: HeldIndex) -> None:
+def test_a_server_that_is_stopped_answers_pending_requests(held: HeldIndex) -> None:
     answers: list[int] = []
 
     def ask(url: str) -> None:
@@ -269,12 +269,12 @@ def test_a_server_asked_to_stop_answers_what_it_has(held: HeldIndex) -> None:
         asking = threading.Thread(target=ask, args=(url,))
         asking.start()
         assert held.begun.wait(timeout=20)
-        threading.Timer(0.2, held.go.set).start()  # the end of `with` asks the server to stop meanwhile
+        threading.Timer(0.2, held.go.set).start()  # leaving `with` stops the server meanwhile
     asking.join(timeout=20)
     assert answers == [200]
 
 
-def test_an_address_that_is_taken_is_told_before_anything_is_announced(index: Index) -> None:
+def test_a_taken_address_is_an_error_before_anything_is_announced(index: Index) -> None:
     announced: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 99_999):
@@ -283,7 +283,7 @@ def test_an_address_that_is_taken_is_told_before_anything_is_announced(index: In
     assert announced == []
 
 
-def test_what_is_announced_can_be_asked_at_once(index: Index) -> None:
+def test_an_announced_server_answers_at_once(index: Index) -> None:
     words = ["-m", "agent_r1.cli", "search", "serve", str(index.directory), "--port", "0"]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -307,7 +307,7 @@ def test_a_load_test_counts_every_request(index: Index) -> None:
     assert "no errors" in str(result)
 
 
-def test_a_load_test_counts_what_is_refused_and_says_why(index: Index) -> None:
+def test_a_load_test_counts_refusals_with_their_reason(index: Index) -> None:
     with serving(index, ServerLimits(max_queries=1)) as url:
         result = asyncio.run(load(url, clients=3, requests=9, queries_per_request=2))
     assert (result.requests, result.errors) == (9, {"SearchRefused": 9})

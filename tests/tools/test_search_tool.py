@@ -1,4 +1,4 @@
-"""The tool: what a model is shown, what is refused when it is made, and that calls are gathered."""
+"""The search tool: what the model sees, refused settings, batches, and servers that fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.tools.base import Returned, ToolCall
 from agent_r1.tools.runner import ToolOutcome, run_tool
-from agent_r1.tools.search.client import RETRY_SECONDS, SECONDS_PER_ATTEMPT, SearchUnavailable
+from agent_r1.tools.search.client import SECONDS_PER_ATTEMPT, SearchUnavailable
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -47,17 +48,17 @@ def test_passages_are_shown_as_numbered_lines_cut_at_a_word(index: Index) -> Non
     assert outcome.info == {"titles": ["Heron", "Otter"]}
 
 
-def test_what_finds_nothing_is_told_so(index: Index) -> None:
+def test_a_search_without_results_says_so(index: Index) -> None:
     assert [outcome.text for outcome in ask(SearchTool(index=index.directory), "zzz", "   ")] == [NOTHING_FOUND] * 2
 
 
-def test_line_breaks_of_a_passage_and_endless_queries_do_no_harm(tmp_path: Path) -> None:
+def test_line_breaks_are_joined_and_long_queries_are_cut(tmp_path: Path) -> None:
     corpus = [Passage(passage_id="a", title="T", text="one\n\ntwo  three")]
     tool = SearchTool(index=Index.build(corpus, tmp_path / "i", lexical=LexicalSettings()).directory)
     assert [outcome.text for outcome in ask(tool, "one " * 10_000)] == ["[1] T: one two three"]
 
 
-def test_concurrent_calls_are_one_batch_and_each_gets_its_own(index: Index) -> None:
+def test_concurrent_calls_are_searched_as_one_batch(index: Index) -> None:
     class Counted(SearchTool):
         sizes: list[int] = []  # noqa: RUF012
 
@@ -74,8 +75,7 @@ def test_concurrent_calls_are_one_batch_and_each_gets_its_own(index: Index) -> N
 
 def test_the_event_loop_goes_on_while_a_search_runs(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     held = HeldIndex.open(index.directory)
-    monkeypatch.setattr(Index, "open", lambda directory: held)
-    monkeypatch.setattr("agent_r1.tools.search.tool._OPEN", {})
+    monkeypatch.setattr("agent_r1.tools.search.tool._open_index", lambda directory, built_ns: held)
     held.go.clear()
 
     async def release_later() -> ToolOutcome:
@@ -88,19 +88,25 @@ def test_the_event_loop_goes_on_while_a_search_runs(index: Index, monkeypatch: p
     assert asyncio.run(release_later()).info == {"titles": ["Moon"]}
 
 
-def test_a_tool_that_cannot_work_is_refused_when_it_is_made(index: Index, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs either an index or a url"):
-        SearchTool()
-    with pytest.raises(ConfigError, match="needs either an index or a url"):
-        SearchTool(index=index.directory, url="http://localhost:1")
-    with pytest.raises(ConfigError, match="agent-r1 search build"):
-        SearchTool(index=tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="supports lexical, not hybrid"):
-        SearchTool(index=index.directory, kind="hybrid")
-    with pytest.raises(ConfigError, match="top_k and max_chars of at least 1"):
-        SearchTool(index=index.directory, top_k=0)
-    with pytest.raises(ConfigError, match="'localhost:8100'"):
-        SearchTool(url="localhost:8100")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"index": None}, "either an index or a url"),
+        ({"url": "http://localhost:1"}, "either an index or a url"),
+        ({"index": "nothing"}, "agent-r1 search build"),
+        ({"kind": "hybrid"}, "supports lexical, not hybrid"),
+        ({"top_k": 0}, "top_k .* got 0"),
+        ({"retry_seconds": 5}, "retry_seconds needs a server"),
+        ({"index": None, "url": "localhost:8100"}, "'localhost:8100'"),
+        ({"index": None, "url": "http://127.0.0.1:1", "retry_seconds": -1}, "retry_seconds .* got -1"),
+        ({"index": None, "url": "http://127.0.0.1:1", "retry_seconds": float("nan")}, "retry_seconds .* got nan"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_when_the_tool_is_made(
+    index: Index, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SearchTool(**({"index": index.directory} | settings))
 
 
 def test_a_relative_index_is_looked_up_here_and_then_in_the_data_directory(
@@ -121,20 +127,20 @@ def test_a_server_gives_the_same_text_as_its_index(index: Index) -> None:
     assert [(outcome.text, outcome.info) for outcome in over_http] == [(o.text, o.info) for o in here]
 
 
-@pytest.mark.parametrize("most", [512, 100])
-def test_more_calls_at_once_than_a_server_takes_in_one_request_are_all_answered(index: Index, most: int) -> None:
+@pytest.mark.parametrize("max_queries", [512, 100])
+def test_more_calls_than_a_server_accepts_in_one_request_are_split(index: Index, max_queries: int) -> None:
     async def play(tool: SearchTool) -> list[Transition]:
         envs = [ToolEnv(tools=[tool]) for _ in range(600)]
         await asyncio.gather(*(env.reset(TaskRow(prompt=[{"role": "user", "content": "?"}])) for env in envs))
         text = '<tool_call>{"name": "search", "arguments": {"query": "moon"}}</tool_call>'
         return await asyncio.gather(*(env.step(Action(text=text, token_ids=[])) for env in envs))
 
-    with serving(index, ServerLimits(max_queries=most)) as url:
+    with serving(index, ServerLimits(max_queries=max_queries)) as url:
         played = asyncio.run(play(SearchTool(url=url)))
     assert [step.calls[0].info for step in played] == [{"titles": ["Moon"]}] * 600
 
 
-def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(index: Index) -> None:
+def test_the_server_is_checked_when_the_tool_is_made_but_not_when_it_is_unpickled(index: Index) -> None:
     with serving(index, ServerLimits(max_top_k=8, max_waiting=50)) as url:
         assert SearchTool(url=url, kind="lexical").max_batch == 50  # more could not even wait
         with pytest.raises(ConfigError, match=f"{url} supports lexical, not 'dense'"):
@@ -147,7 +153,7 @@ def test_a_server_is_asked_when_the_tool_is_made_and_not_when_a_worker_gets_it(i
         SearchTool(url=url)
 
 
-def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(index: Index) -> None:
+def test_a_server_that_is_gone_fails_the_batch_without_single_retries(index: Index) -> None:
     with serving(index) as url:
         tool = SearchTool(url=url, retry_seconds=0.5)
     results = asyncio.run(tool.batch_execute([ToolCall(args={"query": name}) for name in ("a", "b")]))
@@ -156,26 +162,15 @@ def test_a_server_that_is_gone_fails_the_call_and_is_not_asked_for_each_again(in
         ask(tool, "a")
 
 
-def test_a_call_outlasts_its_client_so_that_a_silent_server_is_a_failure_and_no_result(index: Index) -> None:
+def test_a_call_outlasts_the_retries_of_its_client(index: Index) -> None:
     with serving(index) as url:
         for retry_seconds in (10.0, 1000.0):
             # The last attempt may start when retry_seconds are over.
             assert SearchTool(url=url, retry_seconds=retry_seconds).timeout > retry_seconds + SECONDS_PER_ATTEMPT
-        assert SearchTool(url=url).timeout > RETRY_SECONDS + SECONDS_PER_ATTEMPT
     assert ServerLimits().seconds < SECONDS_PER_ATTEMPT
 
 
-def test_retry_seconds_that_have_no_effect_or_no_sense_are_refused(index: Index) -> None:
-    with pytest.raises(ConfigError, match="retry_seconds needs a server"):
-        SearchTool(index=index.directory, retry_seconds=5)
-    for retry_seconds in (-1, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match=f"at least 0 and finite, got {retry_seconds}"):
-            SearchTool(url="http://127.0.0.1:1", retry_seconds=retry_seconds)
-
-
-def test_the_limits_of_a_server_are_positive() -> None:
-    with pytest.raises(ConfigError, match="max_batch must be positive"):
-        ServerLimits(max_batch=0)
-    for seconds in (float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="seconds must be positive and finite"):
-            ServerLimits(seconds=seconds)
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("seconds", float("nan")), ("seconds", float("inf"))])
+def test_the_limits_of_a_server_are_positive_and_finite(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .* got {value}"):
+        ServerLimits(**{name: value})  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from threading import Lock
 
 from agent_r1.data.downloads import data_dir
 from agent_r1.errors import ConfigError
@@ -26,13 +26,10 @@ from agent_r1.tools.search.client import (
     check_server,
     check_url,
 )
-from agent_r1.tools.search.index import Hit, Index, Kind, Manifest, check_kind
+from agent_r1.tools.search.index import MANIFEST, Hit, Index, Kind, Manifest, check_kind
 
 MAX_QUERY_CHARS = 500  # longer queries are cut; rankers gain nothing from the rest
 NOTHING_FOUND = "Nothing found. Try other words."
-
-_OPEN: dict[tuple[Path, str], Index] = {}  # by folder and content, so that a rebuilt index is opened again
-_OPENING = Lock()
 
 
 class SearchTool(BatchTool):
@@ -102,7 +99,8 @@ class SearchTool(BatchTool):
 
     def _search_index(self, queries: list[str]) -> list[list[Hit]]:
         assert self._directory is not None
-        return _open_index(self._directory).search(queries, self._top_k, self._kind)
+        index = _open_index(self._directory, (self._directory / MANIFEST).stat().st_mtime_ns)
+        return index.search(queries, self._top_k, self._kind)
 
 
 def find_index(index: str | Path) -> Path:
@@ -124,13 +122,10 @@ def _check_index(index: str | Path, kind: Kind | None) -> Path:
     return directory
 
 
-def _open_index(directory: Path) -> Index:
-    manifest = Manifest.read(directory)
-    key = (directory, f"{manifest.corpus_sha256} {manifest.lexical} {manifest.dense}")
-    with _OPENING:
-        if key not in _OPEN:
-            _OPEN[key] = Index.open(directory)
-        return _OPEN[key]
+@cache
+def _open_index(directory: Path, built_ns: int) -> Index:
+    """Open an index once per process, and again after it was rebuilt."""
+    return Index.open(directory)
 
 
 def _cut(text: str, max_chars: int) -> str:
