@@ -19,7 +19,7 @@ from tests.tools.python_boxes import isolated as isolated
 
 
 def processes_with(mark: str) -> list[int]:
-    """Processes of the host whose command line contains `mark`."""
+    """Return the processes of the host whose command line contains `mark`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -34,7 +34,7 @@ def processes_with(mark: str) -> list[int]:
 # -- time, memory, output --------------------------------------------------------------------------------------------
 
 
-def test_code_that_does_not_end_is_ended(box: Sandbox) -> None:
+def test_code_that_runs_forever_is_killed(box: Sandbox) -> None:
     endless = (
         "while True: pass",
         "import time\nwhile True:\n    time.sleep(0.3)",
@@ -66,13 +66,13 @@ def test_cpu_time_is_limited_when_wall_time_is_not(isolated: Sandbox) -> None:
         assert run(box, "while True: pass").killed_by is KilledBy.CPU
 
 
-def test_memory_is_limited_and_the_code_can_live_with_it(box: Sandbox) -> None:
+def test_too_much_memory_raises_memory_error(box: Sandbox) -> None:
     assert "MemoryError" in (run(box, "x = [0] * 10**9").error or "")
     assert "MemoryError" in (run(box, "x = []\nwhile True:\n    x.append('a' * 10**6 + str(len(x)))").error or "")
     assert works(box)
 
 
-def test_memory_cannot_be_had_past_the_limit_of_a_process(isolated: Sandbox) -> None:
+def test_the_memory_limit_cannot_be_bypassed(isolated: Sandbox) -> None:
     code = """
     import ctypes, os
     libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +84,7 @@ def test_memory_cannot_be_had_past_the_limit_of_a_process(isolated: Sandbox) -> 
     except OSError as error:
         print(error.strerror)
     """
-    # Neither shared segments, nor anonymous files, nor a user namespace to mount things in; and /tmp holds 64 MB.
+    # No shared segments, no anonymous files, no user namespace to mount in; and /tmp holds 64 MB.
     assert run(isolated, code).stdout == "-1 -1 -1\nNo space left on device\n"
     assert "File too large" in (run(isolated, "open('/tmp/x', 'wb').write(bytes(30_000_000))").error or "")
 
@@ -100,11 +100,11 @@ def test_output_stops_at_the_limit_and_says_so(box: Sandbox) -> None:
 def test_a_gigabyte_of_output_is_not_read(box: Sandbox) -> None:
     code = "import os\nblock = b'y' * 2**20\nfor _ in range(1000):\n    os.write(1, block)"
     assert run(box, code).killed_by is KilledBy.OUTPUT
-    # The last line over the limit is printed by nobody before the report.
+    # A last line that is too long is killed as well, although it is printed just before the report.
     assert run(box, "'z' * 5000").killed_by is KilledBy.OUTPUT
 
 
-def test_bytes_that_are_no_text_are_replaced(box: Sandbox) -> None:
+def test_output_that_is_not_utf8_is_replaced(box: Sandbox) -> None:
     assert run(box, "import os\n_ = os.write(1, b'a\\xff\\xfeb')").stdout == "a\ufffd\ufffdb"
 
 
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_text_are_replaced(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "error"),
     [
         ("import os\nos._exit(3)", "exit status 3"),
         ("import ctypes\nctypes.string_at(0)", "signal 11"),
@@ -123,19 +123,19 @@ def test_bytes_that_are_no_text_are_replaced(box: Sandbox) -> None:
         ("def f(): return f()\nf()", "RecursionError"),
     ],
 )
-def test_a_violent_end_is_told_and_hurts_nobody(box: Sandbox, code: str, told: str) -> None:
+def test_a_crash_is_reported_and_affects_no_other_run(box: Sandbox, code: str, error: str) -> None:
     outcome = run(box, code)
-    assert told in (outcome.error or "")
+    assert error in (outcome.error or "")
     assert works(box)
 
 
-def test_leaving_and_closing_the_output_are_no_errors(box: Sandbox) -> None:
+def test_exiting_or_closing_the_output_is_not_an_error(box: Sandbox) -> None:
     assert run(box, "print('x')\nraise SystemExit").error is None
     assert run(box, "import os, sys\nsys.stdout.close()\nos.close(2)\n_ = 1").error is None
     assert run(box, "import sys\nsys.stdout = None\nx = 1").error is None
 
 
-def test_a_forged_report_is_about_the_forger_only(isolated: Sandbox) -> None:
+def test_a_forged_report_affects_only_its_own_run(isolated: Sandbox) -> None:
     code = """
     import os, struct, time
     data = {sent!r}.encode()
@@ -154,7 +154,7 @@ def test_a_forged_report_is_about_the_forger_only(isolated: Sandbox) -> None:
     assert works(isolated)
 
 
-def test_a_report_that_never_ends_is_not_kept(isolated: Sandbox) -> None:
+def test_an_endless_report_is_cut_off(isolated: Sandbox) -> None:
     code = "import os\nwhile True:\n    os.write(3, b'\\x7f' * 65536)"
     assert run(isolated, code).error is not None
     assert works(isolated)
@@ -163,11 +163,11 @@ def test_a_report_that_never_ends_is_not_kept(isolated: Sandbox) -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_bomb_does_not_go_off(isolated: Sandbox) -> None:
+def test_a_fork_bomb_is_limited(isolated: Sandbox) -> None:
     code = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     assert run(isolated, code).killed_by is KilledBy.TIME
     counted = "import os\nfor n in range(1, 99):\n    if os.fork() == 0:\n        os._exit(0)\n    print(n, flush=True)"
-    # With 6 allowed and no child waited for, the run itself and 5 children.
+    # 6 are allowed: the run itself and 5 children, which are not waited for.
     assert run(isolated, counted).stdout.split() == ["1", "2", "3", "4", "5"]
     assert works(isolated)
 
@@ -204,7 +204,7 @@ def test_a_daemon_does_not_outlive_its_run(box: Sandbox) -> None:
     assert processes_with(mark) == []
 
 
-def test_signals_reach_nobody_else(isolated: Sandbox) -> None:
+def test_signals_reach_no_other_process(isolated: Sandbox) -> None:
     code = """
     import os, signal
     reached = []
@@ -219,15 +219,15 @@ def test_signals_reach_nobody_else(isolated: Sandbox) -> None:
     print("here", os.getpid())
     """
     first, second = together(isolated.run(textwrap.dedent(code)), isolated.run("import time\ntime.sleep(0.5)\n'alive'"))
-    assert first.stdout in ("here 1\n", ""), "to itself it may do what it likes"
+    assert first.stdout in ("here 1\n", ""), "a run may signal itself"
     assert second.stdout == "'alive'\n"
     assert works(isolated)
 
 
-# -- files, memory of others, environment -----------------------------------------------------------------------------
+# -- files, environment, privileges -----------------------------------------------------------------------------------
 
 
-def test_files_of_the_host_do_not_exist(isolated: Sandbox, tmp_path: Path) -> None:
+def test_files_of_the_host_are_not_visible(isolated: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET, encoding="utf-8")
     here = Path(__file__).resolve()
     paths = ["/etc/passwd", "/etc/shadow", str(Path.home() / ".bashrc"), "/proc/1/environ", "/proc/self/environ"]
@@ -246,7 +246,7 @@ def test_files_of_the_host_do_not_exist(isolated: Sandbox, tmp_path: Path) -> No
     assert run(isolated, code).stdout == "[] False\n"
 
 
-def test_nothing_can_be_written_but_its_own_tmp(isolated: Sandbox) -> None:
+def test_only_a_private_tmp_can_be_written(isolated: Sandbox) -> None:
     code = """
     import os, sys
     written = []
@@ -269,17 +269,17 @@ def test_nothing_can_be_written_but_its_own_tmp(isolated: Sandbox) -> None:
     print(os.listdir("/tmp"))
     """
     assert run(isolated, code).stdout == "[]\n['mine']\n"
-    assert run(isolated, "import os\nos.listdir('/tmp')").stdout == "[]\n", "gone with its run"
+    assert run(isolated, "import os\nos.listdir('/tmp')").stdout == "[]\n", "deleted with its run"
 
 
-def test_secrets_of_the_environment_are_not_there(isolated: Sandbox) -> None:
+def test_environment_variables_of_the_host_are_not_visible(isolated: Sandbox) -> None:
     code = "import os, gc\nprint(sorted(os.environ))\nprint([v for v in os.environ.values() if 'SECRET' in v])"
     outcome = run(isolated, code)
     assert SECRET not in outcome.stdout
     assert "SANDBOX_TEST_SECRET" not in outcome.stdout
 
 
-def test_descriptors_of_the_sandbox_are_not_there(isolated: Sandbox) -> None:
+def test_a_run_holds_only_its_own_descriptors(isolated: Sandbox) -> None:
     code = """
     import os
     kept = []
@@ -294,7 +294,7 @@ def test_descriptors_of_the_sandbox_are_not_there(isolated: Sandbox) -> None:
     assert run(isolated, code).stdout == "[0, 1, 2, 3]\n"
 
 
-def test_it_has_no_privileges_to_lose(isolated: Sandbox) -> None:
+def test_a_run_has_no_privileges(isolated: Sandbox) -> None:
     code = """
     import ctypes, os, struct
     libc = ctypes.CDLL(None, use_errno=True)
@@ -354,7 +354,7 @@ def test_no_network_and_no_socket_of_the_host(isolated: Sandbox, tmp_path: Path)
         outcome = run(isolated, code)
     assert outcome.stdout.split("\n")[0] == " ".join(["no"] * 9), outcome
     assert outcome.stdout.endswith("no names\n")
-    assert outcome.error is None, "what stays inside is allowed"
+    assert outcome.error is None, "a socketpair is allowed"
 
 
 def test_runs_at_the_same_time_do_not_see_each_other(isolated: Sandbox) -> None:

@@ -1,4 +1,4 @@
-"""System calls of the sandbox: what is refused, by the filter of each kind of machine and for real."""
+"""System calls that the sandbox refuses: the filter for each machine, and attacks on the real one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REFUSED = """
 
 
 def verdict(machine: str, number: int, *arguments: int, of: int | None = None) -> int:
-    """What the filter for `machine` answers: classic BPF, interpreted."""
+    """Interpret the filter for `machine`, a classic BPF program, and return its answer."""
     padded = (*arguments, *(0,) * (6 - len(arguments)))
     words = {0: number, 4: MACHINES[machine] if of is None else of}
     words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(padded)}
@@ -63,7 +63,7 @@ def verdict(machine: str, number: int, *arguments: int, of: int | None = None) -
             at += if_true if holds else if_false
 
 
-# -- the list, for both kinds of machine ------------------------------------------------------------------------------
+# -- the filter, for both kinds of machine -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -75,10 +75,10 @@ def test_the_filter_refuses_what_is_not_listed(machine: str) -> None:
     listed = {*numbers(ALLOWED, machine).values(), *numbers(RULED, machine).values()}
     others = [number for number in range(600) if number not in listed]
     assert {verdict(machine, number) for number in others} == {ERRNO | EPERM, ERRNO | ENOSYS}
-    assert verdict(machine, 10_000) == ERRNO | ENOSYS  # of a future kernel
+    assert verdict(machine, 10_000) == ERRNO | ENOSYS  # a future kernel's
     assert verdict(machine, 0x40000000) == ERRNO | ENOSYS  # read, as x32 calls it
     assert verdict(machine, 1, of=0x40000003) == KILL  # exit, as a 32-bit program calls it
-    assert len(calls.program(machine)) <= 4096  # the most that the kernel takes
+    assert len(calls.program(machine)) <= 4096  # the kernel's limit
     assert set(numbers(RULED, "x86_64")) == set(calls.RULES)
 
 
@@ -109,15 +109,15 @@ def test_dangerous_arguments_are_refused(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_calls_with_an_answer_of_their_own(machine: str) -> None:
+def test_calls_that_fail_or_succeed_in_their_own_way(machine: str) -> None:
     number = numbers(RULED, machine)
     assert verdict(machine, number["clone3"]) == ERRNO | ENOSYS  # libc then uses clone
     assert verdict(machine, number["ioctl"], 0, 0x5412) == ERRNO | ENOTTY  # typing into a terminal
-    assert verdict(machine, number["fcntl"], 3, 6) == ERRNO  # a record lock: nothing is done, and no error told
+    assert verdict(machine, number["fcntl"], 3, 6) == ERRNO  # a record lock: it seems to succeed
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
+def test_the_numbers_match_the_kernel_headers(machine: str) -> None:
     headers = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
     header = Path("/usr/include") / headers[machine]
     if not header.exists():
@@ -130,7 +130,7 @@ def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
             assert known.get(name) == number, name
 
 
-# -- attacks, for real ------------------------------------------------------------------------------------------------
+# -- attacks ----------------------------------------------------------------------------------------------------------
 
 
 RAW = """
@@ -192,7 +192,7 @@ def test_huge_pages_are_off(roomy: Sandbox) -> None:
 
     status = asyncio.run(look())
     if "THP_enabled" not in status:
-        pytest.skip("this kernel does not say whether a process has huge pages")
+        pytest.skip("this kernel does not report huge pages")
     assert "THP_enabled:\t0\n" in status
     code = """
     import ctypes, mmap
@@ -269,7 +269,7 @@ def test_shared_files_cannot_be_locked_or_watched(roomy: Sandbox) -> None:
         os._exit(5)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    # Record locks seem to succeed, and nobody holds them: the child gets what its parent has.
+    # Record locks seem to succeed but have no effect: the child gets the lock that its parent holds.
     assert run(roomy, code).stdout == "refused\nrefused\nrefused\n-1 -1 -1\n5\n"
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.launcher import Launcher
-from agent_r1.tools.python.levels import LEVELS, Guarantee
+from agent_r1.tools.python.levels import LEVELS
 from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
 from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
@@ -27,7 +27,7 @@ from tests.tools.python_boxes import boxes as boxes
 from tests.tools.python_boxes import isolated as isolated
 from tests.tools.python_boxes import roomy as roomy
 
-# -- what it is for --------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_last_expression_is_printed_as_in_a_notebook(box: Sandbox) -> None:
@@ -37,20 +37,17 @@ def test_a_last_expression_is_printed_as_in_a_notebook(box: Sandbox) -> None:
     assert outcome.killed_by is None
 
 
-def test_an_error_is_told_with_the_line_of_the_code_and_what_was_printed_before(box: Sandbox) -> None:
+def test_an_error_shows_the_line_of_the_code_and_keeps_the_output(box: Sandbox) -> None:
     outcome = run(box, "print('before')\ndef f(n):\n    return 1 / n\nf(0)")
     assert outcome.stdout == "before\n"
     assert outcome.error is not None
     assert "line 3" in outcome.error
     assert outcome.error.endswith("ZeroDivisionError: division by zero")
-    assert "/" not in outcome.error.replace("1 / n", ""), "nothing but the code's own frames"
-
-
-def test_a_syntax_error_is_the_codes_own(box: Sandbox) -> None:
+    assert "/" not in outcome.error.replace("1 / n", ""), "only frames of the code itself"
     assert "SyntaxError" in (run(box, "x = (1 +").error or "")
 
 
-def test_what_code_defines_is_found_where_pickle_and_dataclasses_look(box: Sandbox) -> None:
+def test_pickle_and_dataclasses_find_what_the_code_defines(box: Sandbox) -> None:
     code = """
     import pickle
     from dataclasses import dataclass
@@ -64,12 +61,12 @@ def test_what_code_defines_is_found_where_pickle_and_dataclasses_look(box: Sandb
     assert (outcome.stdout, outcome.error) == ("P(x=3) __main__\n", None)
 
 
-def test_chance_is_the_same_in_every_run(box: Sandbox) -> None:
+def test_random_numbers_are_the_same_in_every_run(box: Sandbox) -> None:
     code = "import random\nprint(random.random())"
     assert run(box, code).stdout == run(box, code).stdout
 
 
-def test_sets_come_in_the_same_order_in_every_sandbox(box: Sandbox) -> None:
+def test_sets_have_the_same_order_in_every_sandbox(box: Sandbox) -> None:
     code = "print(hash('a'), set('abcdefgh'))"
     with fresh_box(box.level, LIMITS) as other:
         assert run(box, code).stdout == run(other, code).stdout
@@ -88,8 +85,7 @@ def test_only_the_chosen_libraries_are_there(roomy: Sandbox) -> None:
     )
 
 
-def test_packages_that_were_not_chosen_do_not_exist(isolated: Sandbox) -> None:
-    # Those of the interpreter itself lie inside its standard library, which is there.
+def test_packages_beside_the_standard_library_are_hidden(isolated: Sandbox) -> None:
     code = """
     import os, sysconfig
     folder = sysconfig.get_path("stdlib")
@@ -113,10 +109,6 @@ def test_a_level_or_library_that_does_not_work_is_refused_at_once(monkeypatch: p
         Sandbox(libraries=())
 
 
-def test_namespaces_give_every_guarantee() -> None:
-    assert LEVELS["namespaces"] == frozenset(Guarantee)
-
-
 # -- sessions ---------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +126,7 @@ def test_a_session_keeps_its_variables_until_it_is_released(box: Sandbox) -> Non
     assert asyncio.run(play()) == ["", "", "42\n"]
 
 
-def test_a_session_survives_an_error_and_is_told_when_its_state_is_lost(box: Sandbox) -> None:
+def test_a_session_survives_an_error_and_reports_lost_state(box: Sandbox) -> None:
     async def play() -> None:
         await box.run("x = 1", session="s")
         assert (await box.run("1 / 0", session="s")).error is not None
@@ -147,7 +139,7 @@ def test_a_session_survives_an_error_and_is_told_when_its_state_is_lost(box: San
     asyncio.run(play())
 
 
-def test_a_session_that_forges_reports_ends(isolated: Sandbox) -> None:
+def test_a_session_that_forges_reports_is_ended(isolated: Sandbox) -> None:
     async def play() -> None:
         code = "import os, struct\nd = b'{\"error\": null}'\n_ = os.write(3, 2 * (struct.pack('!I', len(d)) + d))"
         await isolated.run(code, session="f")
@@ -157,7 +149,7 @@ def test_a_session_that_forges_reports_ends(isolated: Sandbox) -> None:
     asyncio.run(play())
 
 
-# -- the machinery ----------------------------------------------------------------------------------------------------
+# -- lifecycle --------------------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_call_is_killed_and_a_waiting_one_never_starts(isolated: Sandbox) -> None:
@@ -167,7 +159,7 @@ def test_a_cancelled_call_is_killed_and_a_waiting_one_never_starts(isolated: San
         await asyncio.sleep(0.5)
         for task in (waiting, running):
             task.cancel()
-        only_slot = box.run("print(1)")  # free again long before the 60 seconds of either
+        only_slot = box.run("print(1)")  # free long before the 60 seconds of either
         assert (await asyncio.wait_for(only_slot, 40)).stdout == "1\n"
 
     with fresh_box(isolated.level, Limits(seconds=60)) as box:
@@ -195,7 +187,7 @@ def test_a_zygote_that_fails_to_start_is_reported_with_its_last_line(monkeypatch
         Launcher(LIMITS, (), isolated=False).fork(session=False)
 
 
-def test_a_sandbox_that_is_let_go_of_while_a_call_runs_ends_in_peace(
+def test_a_sandbox_can_be_garbage_collected_while_a_call_runs(
     isolated: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[object] = []
@@ -234,7 +226,7 @@ def test_nothing_is_left_when_a_sandbox_is_closed(level: str) -> None:
     assert descendants(os.getpid()) <= started
 
 
-def test_calls_that_still_wait_when_a_sandbox_is_closed_fail_and_say_so(isolated: Sandbox) -> None:
+def test_closing_a_sandbox_fails_its_waiting_calls(isolated: Sandbox) -> None:
     async def play(box: Sandbox) -> list[object]:
         calls = [asyncio.create_task(box.run("import time\ntime.sleep(60)")) for _ in range(3)]
         await asyncio.sleep(0.5)
@@ -259,7 +251,7 @@ asyncio.run(play())
 """
 
 
-def test_nothing_is_left_of_a_program_that_was_killed(isolated: Sandbox) -> None:
+def test_no_process_is_left_when_the_program_is_killed(isolated: Sandbox) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, isolated.level], stdout=subprocess.PIPE, text=True
     ) as program:
@@ -268,7 +260,7 @@ def test_nothing_is_left_of_a_program_that_was_killed(isolated: Sandbox) -> None
         started = descendants(program.pid)
         program.kill()
     assert len(started) >= 3, "a zygote, a call and a session"
-    for _ in range(200):  # its end is noticed, not waited for
+    for _ in range(200):  # they end on their own a moment later
         if not any(Path(f"/proc/{pid}").exists() for pid in started):
             return
         time.sleep(0.05)
@@ -278,7 +270,7 @@ def test_nothing_is_left_of_a_program_that_was_killed(isolated: Sandbox) -> None
 def descendants(pid: int) -> set[int]:
     parents = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # other processes end while we look
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
             after_name = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(")")[2]
             parents[int(entry)] = int(after_name.split()[1])
     found = {pid}

@@ -1,4 +1,4 @@
-"""The tool "python" and the env that keeps its variables, as an episode meets them."""
+"""The tool "python", and the environment that keeps its variables, as an episode uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python() -> Iterator[PythonTool]:
     asyncio.run(tool.sandbox.close())
 
 
-def said(env: ToolEnv, *programs: str) -> list[str]:
+def play_programs(env: ToolEnv, *programs: str) -> list[str]:
     async def play() -> list[str]:
         await env.reset(ROW)
         answers = []
@@ -42,18 +42,18 @@ def said(env: ToolEnv, *programs: str) -> list[str]:
     return asyncio.run(play())
 
 
-def test_it_keeps_the_contract_of_tools(python: PythonTool) -> None:
+def test_the_tool_keeps_the_contract(python: PythonTool) -> None:
     asyncio.run(check_tool(python, {"code": "6 * 7"}, deterministic=True))
     asyncio.run(check_tool(python, {"code": "6 * 7"}, {"session": "s"}))
     asyncio.run(python.sandbox.release("s"))
 
 
-def test_what_was_printed_comes_before_what_went_wrong(python: PythonTool) -> None:
-    [text] = said(ToolEnv(tools=[python]), "print('so far')\n1 / 0")
+def test_the_output_comes_before_the_error(python: PythonTool) -> None:
+    [text] = play_programs(ToolEnv(tools=[python]), "print('so far')\n1 / 0")
     assert text.startswith("so far\nTraceback")
     assert text.endswith("ZeroDivisionError: division by zero")
-    assert said(ToolEnv(tools=[python]), "x = 1") == [NO_OUTPUT]
-    assert said(ToolEnv(tools=[python]), "print('x' * 500)")[0].endswith("printed more than 200 characters")
+    assert play_programs(ToolEnv(tools=[python]), "x = 1") == [NO_OUTPUT]
+    assert play_programs(ToolEnv(tools=[python]), "print('x' * 500)")[0].endswith("printed more than 200 characters")
 
 
 def test_the_retool_format_calls_it(python: PythonTool) -> None:
@@ -67,13 +67,13 @@ def test_the_retool_format_calls_it(python: PythonTool) -> None:
 
 
 def test_variables_last_for_an_episode_of_a_python_env_only(python: PythonTool) -> None:
-    assert said(PythonEnv(tools=[python]), "x = 41", "x + 1") == [NO_OUTPUT, "42"]
-    assert "NameError" in said(ToolEnv(tools=[python]), "x = 41", "x + 1")[1]
-    assert "NameError" in said(PythonEnv(tools=[python]), "x + 1")[0], "each episode has its own"
-    assert python.sandbox._sessions == {}, "and gives it back"
+    assert play_programs(PythonEnv(tools=[python]), "x = 41", "x + 1") == [NO_OUTPUT, "42"]
+    assert "NameError" in play_programs(ToolEnv(tools=[python]), "x = 41", "x + 1")[1]
+    assert "NameError" in play_programs(PythonEnv(tools=[python]), "x + 1")[0], "each episode starts empty"
+    assert python.sandbox._sessions == {}, "sessions are released"
 
 
-def test_both_envs_keep_the_contract_of_envs(python: PythonTool) -> None:
+def test_both_environments_keep_the_contract(python: PythonTool) -> None:
     call = FORMATS["hermes"].write_call("python", {"code": "import random\nprint(random.random())"})
     for env in (ToolEnv, PythonEnv):
         asyncio.run(check_env(lambda env=env: env(tools=[python]), ROW, [call, call, "42"]))  # type: ignore[misc]
