@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
+from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.data_command import app as data
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
@@ -50,7 +51,6 @@ app = typer.Typer(
     cls=Commands,
     help="Train language-model agents end to end with reinforcement learning.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # all commands below inherit it
 )
@@ -58,14 +58,15 @@ console = Terminal()
 ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
 ASKING, ASKING_FORM = ("task.test_split=", "data.path="), "task.test_split, data.path"  # which rows
 
-RecipeArg = Annotated[
-    str,
-    typer.Argument(help=f"A bundled recipe ({', '.join(bundled_recipes())}), a YAML file, or a folder with base.yaml."),
+RECIPE_HELP = f"A bundled recipe ({', '.join(bundled_recipes())}), a YAML file, or a folder with base.yaml."
+RecipeArg = Annotated[str, typer.Argument(help=RECIPE_HELP, autocompletion=complete_recipe)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings to change, as section.key=value.", autocompletion=complete_setting),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")]
 RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
-RunArg = Annotated[Path, typer.Argument(help="A run directory.")]
+RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 
 app.add_typer(bench, name="bench", no_args_is_help=True)
 app.add_typer(data, name="data", no_args_is_help=True)
@@ -116,15 +117,14 @@ def check_command(
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A bundled recipe, a YAML file, or a folder with base.yaml.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(help=RECIPE_HELP, autocompletion=complete_recipe)] = None,
     overrides: Overrides = None,
     run: RunOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             "--resume",
+            autocompletion=complete_run,
             help="Continue the run in this directory; trainer.steps=N extends it, trainer.max_minutes=N limits it.",
         ),
     ] = None,
@@ -263,7 +263,10 @@ def eval_command(
 @app.command("compare")
 def compare_command(
     places: Annotated[
-        list[Path], typer.Argument(help="Run directories, or files that eval wrote; the first is the base.")
+        list[Path],
+        typer.Argument(
+            help="Run directories, or files that eval wrote; the first is the base.", autocompletion=complete_run
+        ),
     ],
     step: Annotated[
         str | None,
