@@ -22,7 +22,6 @@ from agent_r1.errors import ConfigError
 from agent_r1.flows.attach import MAX_INFO_NESTING
 from agent_r1.tokens.call_format import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
-from tests.envs.worker_pools import pool_of
 from tests.envs.worker_envs import (
     Counting,
     Double,
@@ -37,6 +36,7 @@ from tests.envs.worker_envs import (
     wait_until,
     without_info,
 )
+from tests.envs.worker_pools import pool_of
 
 pool = pool_of(processes=2)
 

@@ -22,7 +22,6 @@ from agent_r1.envs.processes import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool
 from agent_r1.errors import ConfigError
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
-from tests.envs.worker_pools import pool_of
 from tests.envs.worker_envs import (
     Counting,
     Library,
@@ -37,6 +36,7 @@ from tests.envs.worker_envs import (
     started,
     wait_until,
 )
+from tests.envs.worker_pools import pool_of
 
 ROOT = Path(__file__).parents[2]
 

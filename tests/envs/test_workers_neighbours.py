@@ -12,8 +12,6 @@ import pytest
 from agent_r1.envs.processes import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvPool
 from agent_r1.envs.processes.pool import MAX_REPLAYS
 from agent_r1.types import Transition
-from tests.envs.worker_pools import pool_of
-from tests.envs.worker_values import Once
 from tests.envs.worker_envs import (
     Counting,
     Fickle,
@@ -30,6 +28,8 @@ from tests.envs.worker_envs import (
     started,
     wait_until,
 )
+from tests.envs.worker_pools import pool_of
+from tests.envs.worker_values import Once
 
 pool = pool_of(processes=1)
 

@@ -115,14 +115,14 @@ def test_other_rules_and_missing_games_are_told(released: Files, tmp_path: Path)
         data.games_file(str(tmp_path))
     with pytest.raises(DataError, match=r"data\.path='.*none': there is no such folder or file"):
         data.games_file(str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"no file of ALFWorld games at .*none: it is gone, or the rows were made"):
+    with pytest.raises(DataError, match=r"no file of ALFWorld games at .*none"):
         data.load_game(str(tmp_path / "none"), "train/some/game", "0" * 12)
     name, content = next(iter(released.items()))
     for key, what in (("pddl_domain", "domain"), ("grammar", "grammar")):
         game = json.loads(content)
         game[key] += " and more"
         folder = write_tree({name: json.dumps(game).encode()}, tmp_path / what)
-        with pytest.raises(DataError, match=f"its {what} has hash .* another release"):
+        with pytest.raises(DataError, match=f"its {what} has hash"):
             data.games_file(str(folder))
     for number, broken in enumerate((b"{}", b"[]", b"\xff", b"not JSON")):
         folder = write_tree({name: broken}, tmp_path / f"broken{number}")
@@ -151,9 +151,7 @@ def test_prepare_takes_an_archive_that_is_there_and_says_what_it_has(released: F
 def test_an_archive_that_was_cut_off_is_told(name: str, released: Files, tmp_path: Path) -> None:
     file = write_archive(released, tmp_path / name)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(
-        DataError, match=r"cannot be read .*: it is damaged or no archive; remove it and fetch it again"
-    ):
+    with pytest.raises(DataError, match=r"cannot be read"):
         data.games_file(str(file))
     assert list((tmp_path / "cache" / "alfworld").iterdir()) == []
 
@@ -161,7 +159,7 @@ def test_an_archive_that_was_cut_off_is_told(name: str, released: Files, tmp_pat
 def test_a_zip_with_a_changed_byte_is_told(released: Files, tmp_path: Path) -> None:
     file = write_archive(released, tmp_path / "games.zip")
     file.write_bytes(file.read_bytes().replace(b"Mug_bar_1", b"Mug_bar_7", 1))
-    with pytest.raises(DataError, match=r"cannot be read \(BadZipFile: Bad CRC-32 .*it is damaged"):
+    with pytest.raises(DataError, match=r"cannot be read \(BadZipFile: Bad CRC-32"):
         data.games_file(str(file))
 
 
@@ -169,11 +167,11 @@ def test_a_file_that_is_no_archive_is_told(released: Files, tmp_path: Path) -> N
     zipped = write_archive(released, tmp_path / "games.zip")
     for name, content in (("cut.zip", zipped.read_bytes()[:-100]), ("foo.txt", b"hello"), ("empty.tar", b"")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name}' is no archive, or a damaged one"):
+        with pytest.raises(DataError, match=f"{name}' is not an archive"):
             data.games_file(str(tmp_path / name))
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / data.SOURCE.rpartition("/")[2]).write_bytes(b"<html>not found</html>")
-    with pytest.raises(DataError, match="is damaged or no archive; remove it and fetch it again"):
+    with pytest.raises(DataError, match="cannot be read"):
         data.prepare(tmp_path / "to", lambda line: None)
 
 

@@ -323,7 +323,7 @@ def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
         task.rows("train", path=str(tmp_path))
     with pytest.raises(ConfigError, match="Did you mean 'test'"):
         task.rows("tests", path=str(tmp_path))
-    with pytest.raises(DataError, match="the source needs multihop_qa/"):
+    with pytest.raises(DataError, match="multihop_qa/"):
         data.prepare(tmp_path / "to", lambda line: None, source=tmp_path)
 
 

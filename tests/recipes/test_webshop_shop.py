@@ -181,7 +181,7 @@ def test_a_page_has_room_for_something() -> None:
     item = walk(shop, "search[scarf]", "click[B000000001]")
     assert "\nsize: 2 values\ncolor: 2 values\n" in page(shop, item, Look(values=4))
     for setting in ("title", "item_title", "values", "text"):
-        with pytest.raises(ConfigError, match=rf"^{setting}_chars=3 leaves nothing to read: 4 is the least"):
+        with pytest.raises(ConfigError, match=rf"^{setting}_chars=3 .* at least 4"):
             Look(**{setting: 3})
     with pytest.raises(ConfigError, match="text_chars=0"):
         WebShop(text_chars=0)

@@ -210,7 +210,7 @@ def test_the_benchmark_runs_on_a_small_folder(tmp_path: Path) -> None:
 def test_missing_and_wrong_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no items_shuffle_1000.json or documents_1k.jsonl .*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path))
-    with pytest.raises(DataError, match=r"none, which is no folder\. Fetch it: agent-r1 data recipe"):
+    with pytest.raises(DataError, match=r"none.*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path / "none"))
     (tmp_path / data.ITEMS).write_text("<html>")
     with pytest.raises(DataError, match=r"no items_ins_v2_1000\.json"):
@@ -219,11 +219,11 @@ def test_missing_and_wrong_files_are_errors_that_say_what_to_do(tmp_path: Path) 
     with pytest.raises(DataError, match="not JSON"):
         task.rows("test", path=str(tmp_path))
     (tmp_path / data.ITEMS).write_text("{}")
-    with pytest.raises(DataError, match="holds dict, not list"):
+    with pytest.raises(DataError, match="holds a dict, not a list"):
         task.rows("test", path=str(tmp_path))
 
 
 def test_prepared_files_must_make_the_published_goals(tmp_path: Path) -> None:
     write_folder(tmp_path / "shop", zipped=False)
-    with pytest.raises(DataError, match=r"makes 6 goals .* not the 6,910"):
+    with pytest.raises(DataError, match=r"6 goals .* 6,910"):
         data.prepare(tmp_path / "shop", lambda line: None)

@@ -99,7 +99,7 @@ def load_game(file: str, name: str, world: str) -> Game:
     if short_hash(problem) != world:
         raise DataError(
             f"game {name!r} of {file} has world {short_hash(problem)}, and the row asks for {world}: the games have "
-            "changed since the rows were made; make them anew"
+            "changed since the rows were created: create them again"
         )
     return read_game(problem.decode(), found[1])
 
@@ -126,7 +126,7 @@ def _made_of(path: str) -> Path:
         return given / FILE
     source = source_in(given)
     if source is None:
-        what = "is no archive, or a damaged one" if given.is_file() else "has no ALFWorld games"
+        what = "is not an archive, or a damaged one" if given.is_file() else "has no ALFWorld games"
         raise DataError(
             f"data.path={path!r} {what}: neither a folder with {FILE}, nor a tree of {RELEASED}, nor one archive of it"
         )
@@ -198,7 +198,7 @@ def released(source: Path) -> Iterator[tuple[str, bytes]]:
     try:
         yield from _files_in(source)
     except _UNREADABLE as error:
-        advice = "" if source.is_dir() else ": it is damaged or no archive; remove it and fetch it again"
+        advice = "" if source.is_dir() else ": delete it and download it again"
         raise DataError(f"{source} cannot be read ({type(error).__name__}: {error}){advice}") from error
 
 
@@ -243,13 +243,13 @@ def check_rules(game: dict[str, Any], name: str) -> str:
     implement."""
     found = _TASK.search(game["grammar"])
     if found is None:
-        raise DataError(f"{name}: its grammar says no task")
+        raise DataError(f"{name}: its grammar contains no task")
     rules = {"domain": game["pddl_domain"], "grammar": game["grammar"].replace(found.group(), "")}
     for what, text, known in (("domain", rules["domain"], DOMAIN), ("grammar", rules["grammar"], GRAMMAR)):
         if short_hash(text.encode()) != known:
             raise DataError(
-                f"{name}: its {what} has hash {short_hash(text.encode())}, and the engine knows {known} alone: "
-                "another release, whose rules or words differ (those before 0.4.0 say 'put' where this one says 'move')"
+                f"{name}: its {what} has hash {short_hash(text.encode())}, but the engine only supports {known}: "
+                "another release with different rules or words (releases before 0.4.0 say 'put' instead of 'move')"
             )
     return found.group()
 
@@ -289,12 +289,12 @@ def count_games(file: Path) -> Counter[str]:
 def _open(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a connection for one query: cheap, and nothing for a forked process to inherit."""
     if not file.is_file():
-        raise DataError(f"there is no file of ALFWorld games at {file}: it is gone, or the rows were made elsewhere")
+        raise DataError(f"there is no file of ALFWorld games at {file}; run agent-r1 data recipe {FOLDER}")
     games = sqlite3.connect(f"file:{quote(str(file))}?mode=ro&immutable=1", uri=True)
     try:
         yield games
     except sqlite3.Error as error:
-        raise DataError(f"{file} is not a file of ALFWorld games ({error}); remove it, and it is made anew") from error
+        raise DataError(f"{file} is not a file of ALFWorld games ({error}): delete it to rebuild it") from error
     finally:
         games.close()
 

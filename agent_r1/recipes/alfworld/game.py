@@ -140,7 +140,7 @@ def _read_goal(problem: str) -> Goal:
                 state=STATES[parts["state"]] if "state" in parts else "",
                 count=2 if task_type == "pick_two_obj_and_place" else 1,
             )
-    raise DataError(f"a goal of none of the six kinds: {(mark + rest)[:300]!r}")
+    raise DataError(f"the goal is not one of the six kinds: {(mark + rest)[:300]!r}")
 
 
 def _read_facts(problem: str) -> Facts:

@@ -172,7 +172,7 @@ def _each(name: str, folder: Path, read: Callable[[Mapping[str, Any]], _Read]) -
             made = read(record)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             path = folder / QUESTIONS / SOURCES[name].file
-            raise DataError(f"{path} record {index + 1}: this is no question of HotpotQA's form: {error!r}") from error
+            raise DataError(f"{path} record {index + 1}: not a question in HotpotQA's format: {error!r}") from error
         yield made
 
 
@@ -203,7 +203,7 @@ def _joined(sentences: Sequence[str]) -> str:
 
 def _copy(path: Path, to: Path) -> None:
     if not path.is_file():
-        raise DataError(f"{path} is missing; the source needs {QUESTIONS}/ and {PAGES}/ as the README lays them out")
+        raise DataError(f"{path} is missing: the source needs {QUESTIONS}/ and {PAGES}/ as described in the README")
     if to.exists() and to.samefile(path):
         return
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def _fetch_pages(directory: Path, report: Report) -> None:
 
 def _check_count(name: str, found: int, least: int) -> None:
     if found < least:
-        raise DataError(f"{name}: {found:,} records came, at least {least:,} were expected: the source has changed")
+        raise DataError(f"{name}: expected at least {least:,} records, got {found:,}: the source has changed")
 
 
 def lead_sections(archive: Path) -> dict[str, str]:
@@ -268,7 +268,7 @@ def _json_records(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         yield from read_json(text) if text.lstrip().startswith("[") else map(read_json, text.splitlines())
     except ValueError as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete it to fetch it again") from error
+        raise DataError(f"{path} cannot be read: {error}. Delete it to download it again") from error
 
 
 def _normal(record: Mapping[str, Any]) -> dict[str, Any]:

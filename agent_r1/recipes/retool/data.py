@@ -224,7 +224,7 @@ def records(folder: Path, name: str) -> Iterator[Record]:
     try:
         yield from _parsed(path)
     except (ValueError, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}. It is expected as {source.url} has it") from error
+        raise DataError(f"{path} cannot be read: {error}. Expected the format of {source.url}") from error
 
 
 def find(folder: Path, source: Source) -> Path | None:

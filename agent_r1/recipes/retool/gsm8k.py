@@ -50,7 +50,7 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
         if len(shown) == count:
             break
     if not shown:
-        raise DataError(f"no solution of {SOURCES['gsm8k_train'].file} in {folder} could be made into a program")
+        raise DataError(f"no solution of {SOURCES['gsm8k_train'].file} in {folder} could be turned into a program")
     return shown
 
 
@@ -101,7 +101,7 @@ def _value(node: ast.expr, values: dict[str, Fraction]) -> Fraction:
         return values[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return Fraction(str(node.value))
-    raise ValueError(f"{ast.dump(node)} is no arithmetic")
+    raise ValueError(f"{ast.dump(node)} is not arithmetic")
 
 
 def _fraction(text: str) -> Fraction | None:

@@ -114,7 +114,7 @@ def _fetch_items(directory: Path, report: Report) -> None:
             (directory / ITEMS).unlink(missing_ok=True)
             report(str(error))
     raise DataError(
-        f"the products cannot be fetched. Get {ITEMS} the way WebShop's own setup.sh does (gdown "
+        f"cannot download the products. Get {ITEMS} as WebShop's own setup.sh does (gdown "
         f"{ITEMS_URLS[-1].rpartition('=')[2]}) and put it into {directory}, or set data.path to a folder with that "
         f"file, or {DOCUMENTS}, and {ATTRIBUTES}"
     )
@@ -124,9 +124,9 @@ def _check_goals(catalogue: Catalogue, directory: Path) -> None:
     found = goals_hash(catalogue.goals)
     if found != GOALS_SHA256:
         raise DataError(
-            f"{directory} makes {len(catalogue.goals):,} goals with hash {found[:12]}, not the {NUM_GOALS:,} with "
-            f"{GOALS_SHA256[:12]} of WebShop's 1,000 products: numbers made with these files could not be compared. To "
-            "use them all the same, set data.path to the folder"
+            f"{directory} gives {len(catalogue.goals):,} goals with hash {found[:12]}, not the {NUM_GOALS:,} with "
+            f"{GOALS_SHA256[:12]} of WebShop's 1,000 products: results would not be comparable. To "
+            "use them anyway, set data.path to the folder"
         )
 
 
@@ -135,7 +135,7 @@ def _read_catalogue(folder: Path) -> Catalogue:
     file, mined = _products_file(folder), plain_or_gzipped(folder / ATTRIBUTES)
     if file is None or mined is None:
         missing = f"{ITEMS} or {DOCUMENTS}" if file is None else ATTRIBUTES
-        where = str(folder) if folder.is_dir() else f"{folder}, which is no folder"
+        where = str(folder) if folder.is_dir() else f"{folder}, which is not a folder"
         raise DataError(
             f"there is no {missing} (or the same with .gz) in {where}. Fetch it: agent-r1 data recipe {FOLDER}, or "
             f"set data.path to a folder that has the products and {ATTRIBUTES}"
@@ -169,7 +169,7 @@ def _json(path: Path, kind: type) -> Any:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             found = read_json(file.read().decode("utf-8"))
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not JSON: {error}. A page instead of the file, or half of it?") from error
+        raise DataError(f"{path} is not JSON: {error}. Is it a web page, or only part of the file?") from error
     if not isinstance(found, kind):
-        raise DataError(f"{path} holds {type(found).__name__}, not {kind.__name__}: it is another file")
+        raise DataError(f"{path} holds a {type(found).__name__}, not a {kind.__name__}: is it the right file?")
     return found

@@ -29,7 +29,7 @@ class Look:
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
             if limit < LEAST:
-                raise ConfigError(f"{name}_chars={limit} leaves nothing to read: {LEAST} is the least")
+                raise ConfigError(f"{name}_chars={limit} is too small: use at least {LEAST}")
 
 
 def page(shop: Shop, place: Place, look: Look) -> str:

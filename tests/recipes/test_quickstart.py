@@ -1,4 +1,4 @@
-"""The quickstart's world: solvable by working, not by short cuts; splits apart; demonstrations play as written."""
+"""The quickstart's task: shortcuts fail, work pays, splits are disjoint, demonstrations play as written."""
 
 from __future__ import annotations
 
