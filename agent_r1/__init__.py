@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from agent_r1.envs.check import check_env, check_tool
     from agent_r1.envs.text_env import Reply, TextEnv
     from agent_r1.envs.tool_env import ToolEnv
-    from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode, EpisodeLimit, Limits, SingleStepFlow
+    from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+    from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
     from agent_r1.flows.replay import replay
     from agent_r1.resources import Resource
     from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
@@ -27,7 +28,8 @@ _HOME = {
     "envs.check": ["check_env", "check_tool"],
     "envs.text_env": ["Reply", "TextEnv"],
     "envs.tool_env": ["ToolEnv"],
-    "flows.flow": ["AgentEnvLoop", "AgentFlowBase", "Episode", "EpisodeLimit", "Limits", "SingleStepFlow"],
+    "flows.episode": ["Episode", "EpisodeLimit", "Limits"],
+    "flows.flow": ["AgentEnvLoop", "AgentFlowBase", "SingleStepFlow"],
     "flows.replay": ["replay"],
     "resources": ["Resource"],
     "tools.base": ["BaseTool", "FromRow", "ToolError", "ToolResult", "tool"],

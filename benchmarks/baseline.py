@@ -24,7 +24,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from agent_r1.engines.base import Sampling
 from agent_r1.envs.base import AgentEnv
-from agent_r1.flows.flow import Limits
+from agent_r1.flows.episode import Limits
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Observation, StopReason, TaskRow
@@ -130,7 +130,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoop:
-    """Plays rows in lock step. Its limits mean what they mean to `agent_r1.flows.flow.Episode`."""
+    """Plays rows in lock step. Its limits mean what they mean to `agent_r1.flows.episode.Episode`."""
 
     make_responder: Callable[[], Responder]
     make_env: Callable[[TaskRow], AgentEnv]
@@ -179,7 +179,7 @@ class TurnLoop:
             attempt.stop = StopReason.MAX_TOKENS
             return
         text = self.renderer.decode(response)
-        attempt.conversation.sampled(response, text)
+        attempt.conversation.record(response, text)
         transition = await attempt.env.step(Action(text=text, token_ids=response))
         if transition.terminated:
             attempt.stop = transition.stop

@@ -24,11 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token, key_value_shape
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.rendering import FORGETFUL
 
 PAD, TURN_START, TURN_END, NEVER = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|never|>"
 TEMPLATE = (
-    f"{{# {FORGETFUL} #}}"
+    "{%- set independent_turns = true %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"

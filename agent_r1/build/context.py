@@ -11,7 +11,7 @@ from agent_r1.build.resolve import resolve
 from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.envs.base import AgentEnv, env_class
 from agent_r1.errors import ConfigError
-from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, with_text
+from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
@@ -75,7 +75,7 @@ def check_room(config: RunConfig, renderer: Renderer) -> None:
     exchange: list[Message] = [{"role": "assistant", "content": "?"}, *shown]
     before, asked, stays = (
         len(renderer.render(Observation(messages=messages)))
-        for messages in (shown, with_text(shown, context.instruction), shown + exchange * context.keep_turns)
+        for messages in (shown, append_text(shown, context.instruction), shown + exchange * context.keep_turns)
     )
     needed = context.max_tokens + asked - before + context.summary_tokens
     if needed > limit:

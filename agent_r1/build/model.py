@@ -29,7 +29,8 @@ from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.places import anchored
 from agent_r1.runs.run_dir import is_run, list_checkpoints
-from agent_r1.tokens.rendering import Renderer, TemplateReport, verify_template
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import TemplateReport, verify_template
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display
 
@@ -213,7 +214,7 @@ def _generation_stop_ids(network: Any) -> list[int]:
 
 def _checked(renderer: Renderer, directory: str | Path) -> TemplateReport:
     report = verify_template(renderer)
-    if not (report.stop_tokens and report.renders and report.joins):
+    if not report.usable:
         raise ConfigError(
             f"the tokenizer in {directory} cannot hold a conversation: {report.problems[0]}. "
             "Give a chat template with model.chat_template=FILE, or one of ours by its name: chatml_tools"

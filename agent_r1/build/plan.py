@@ -33,7 +33,8 @@ from agent_r1.data.rows import FORMATS
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError
-from agent_r1.flows.flow import AgentEnvLoop, Limits
+from agent_r1.flows.episode import Limits
+from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.guard import explain
 from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.learn.learner import Learner
@@ -48,9 +49,9 @@ from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.places import anchored
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.records import EVALUATED, TRAINED, trajectories_of, trajectory_files
-from agent_r1.tokens.infer_format import TemplateFormat, asked_format, template_format
+from agent_r1.tokens.formats import AUTO
+from agent_r1.tokens.formats.infer import TemplateFormat, requested_format, template_format
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.tokens.tool_calls import AUTO
 from agent_r1.types import TaskRow
 
 # Tokens of a pack where the config leaves it open. To launch the passes of a pack takes the host as long for a small
@@ -98,7 +99,7 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
 def _tool_format(config: RunConfig, task: Task, template: TemplateFormat | None) -> str:
     if not task.calls_tools:
         return ""
-    if (given := asked_format(config.task.env_kwargs)) != AUTO:
+    if (given := requested_format(config.task.env_kwargs)) != AUTO:
         return f"{given}, as set"
     return "inferred from the chat template when the model is loaded" if template is None else str(template)
 

@@ -26,7 +26,7 @@ from agent_r1.guard import explain
 from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
-from agent_r1.tokens.infer_format import TemplateFormat, asked_format
+from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.types import TaskRow
 
@@ -111,7 +111,7 @@ class _Players:
 
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
         if template is not None and self.call_tools and takes_setting(self.env, "tool_format"):
-            template.choose(asked_format(self.config.task.env_kwargs))
+            template.choose(requested_format(self.config.task.env_kwargs))
         return partial(self._make_flow, template=template)
 
     def _make_flow(self, row: TaskRow, template: TemplateFormat | None) -> AgentFlowBase:
@@ -154,7 +154,7 @@ class _Players:
     def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
         """Set the template's format. Raises ConfigError if the env has its own, contradicting format."""
         if takes_setting(env, "tool_format"):
-            kwargs["tool_format"] = template.choose(asked_format(kwargs))
+            kwargs["tool_format"] = template.choose(requested_format(kwargs))
         elif (env, template) not in self.checked:
             made = make_env(env, name, kwargs)
             assert isinstance(made, ToolEnv)

@@ -12,7 +12,7 @@ from agent_r1.build.model_source import is_source
 from agent_r1.build.resolve import recipe_path
 from agent_r1.config import RunConfig
 from agent_r1.errors import DataError
-from agent_r1.tokens.infer_format import TOOL, TemplateFormat, infer_format, template_format
+from agent_r1.tokens.formats.infer import TOOL, TemplateFormat, infer_format, template_format
 from agent_r1.tokens.rendering import REFUSALS, Renderer
 from agent_r1.types import Message
 

@@ -18,16 +18,16 @@ from agent_r1.envs.text_env import Reply
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.guard import blame
 from agent_r1.text import sanitize
-from agent_r1.tokens.call_format import MAX_CALLS
-from agent_r1.tokens.tool_calls import (
+from agent_r1.tokens.formats import (
     AUTO,
+    MAX_CALLS,
     Event,
     ParsedCall,
     ParseFailure,
     ToolCallFormat,
     detect_format,
     format_name,
-    named_format,
+    get_format,
 )
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.tools.runner import ToolOutcome, run_tool
@@ -184,7 +184,7 @@ class ToolEnv(AgentEnv):
         tool = self._tools.get(event.name)
         if tool is None:
             return _refusal(f"{no_tool(event.name)}{did_you_mean(event.name, self._tools)}")
-        arguments = self.tool_format.typed(event.arguments, tool.parameters)
+        arguments = self.tool_format.convert_arguments(event.arguments, tool.parameters)
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
@@ -227,7 +227,7 @@ def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
 
 
 def _format_for(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
-    chosen = named_format(name)
+    chosen = get_format(name)
     if role is not None and role not in chosen.roles:
         raise ConfigError(
             f"tool_role {role!r} does not go with tool_format {name!r}.{did_you_mean(role, chosen.roles)}"

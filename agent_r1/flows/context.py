@@ -1,17 +1,17 @@
-"""Context policies: what of a conversation the model sees before each action.
+"""Context policies: what the model sees of a conversation before each action.
 
-An env goes on giving complete conversations. A policy turns each into what is shown, the flow renders that, and what is
-recorded is, as always, the exact ids shown and sampled. To show everything, and only ever add to it, needs no policy.
+An env always gives the complete conversation. A policy chooses what to show of it, the flow renders that, and the exact
+ids shown and sampled are recorded. Showing everything needs no policy.
 
-    Window        the head and the last exchanges
+    Window        the opening and the last exchanges
     DropResults   everything, with a placeholder for older results
-    Notes         the head, those of the earlier exchanges that bear on the latest observation, the last exchanges
-    Summary       the head, what the model itself wrote down about the rest, the last exchanges
-    Rewrite       whatever a function makes of it
+    Notes         the opening, the earlier exchanges most relevant to the latest observation, the last exchanges
+    Summary       the opening, the model's own summary of the rest, the last exchanges
+    Rewrite       whatever a function returns
 
-The head is the first observation, all of it; an exchange is a reply with everything that was answered to it, so a call
-is never shown without its results. The exchange that ends with the question at hand, which in a chat is not the first,
-is never left out. Knows messages; tokens are counted, and summaries written, by the `Author` that a policy is handed.
+The opening is the whole first observation. An exchange is a reply with everything that answered it, so a call is never
+shown without its results. The exchange that ends with the current question of a chat is never left out. Policies work
+on messages; a `Writer` counts tokens and writes summaries for them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from agent_r1.errors import DataError
-from agent_r1.flows.relevance import Index
-from agent_r1.tokens.messages import is_from_tool
-from agent_r1.types import Message
+from agent_r1.flows.relevance import count_words, score_texts
+from agent_r1.tokens.control_tokens import is_from_tool
+from agent_r1.types import Message, Observation
 
 Exchange = list[Message]
 
@@ -39,111 +40,116 @@ NOTES_TITLE = "Notes from earlier in the conversation:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ContextView:
+    """What the model is shown of a conversation."""
+
     messages: list[Message]
-    hidden: int  # messages of the conversation that are not in there as they were
+    hidden: int  # messages of the conversation that are left out or changed
 
 
-class Author(Protocol):
+class Writer(Protocol):
     """The model that plays, as a policy may use it."""
 
     def count_tokens(self, messages: list[Message]) -> int:
-        """Tokens of the prompt that shows these messages."""
+        """Count the tokens of the prompt that shows these messages."""
         ...
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
-        """Let it respond, in a step that is recorded and trained like any other but is no action."""
+        """Sample a response that is recorded and trained like any step, but is not an action."""
         ...
 
 
 class ContextPolicy(ABC):
     """One object per episode; in a chat, one per conversation."""
 
-    _first = 0  # messages of the first observation; 0: not known, and the head ends at the first reply
-    _asked = 0  # messages up to the end of the question at hand
+    _opening_size = 0  # messages of the first observation; 0: unknown, and the opening ends at the first reply
+    _question_end = 0  # messages up to the end of the current question
 
     def begin(self, messages: list[Message]) -> None:
-        """Called with the first observation of every episode, before anything else. A second episode is a next question
-        in a conversation that goes on."""
-        self._first = self._first or len(messages)
-        self._asked = len(messages)
+        """Called first, with the first observation of an episode. In a chat, each later call is the next question."""
+        self._opening_size = self._opening_size or len(messages)
+        self._question_end = len(messages)
 
-    async def prepare(self, messages: list[Message], author: Author) -> None:  # noqa: B027 (most need nothing)
-        """Called once before each action, and only if it will be taken: the place to ask the model for something."""
+    async def prepare(self, messages: list[Message], writer: Writer) -> None:  # noqa: B027 (most need nothing)
+        """Called once before each action that will be taken. The policy may let the model write something."""
 
     @abstractmethod
-    async def show(self, messages: list[Message]) -> Shown:
-        """What is shown of this conversation. The messages given are left as they are."""
+    async def show(self, messages: list[Message]) -> ContextView:
+        """Choose what to show. Must not change the messages."""
 
-    def divided(self, messages: list[Message], last: int) -> tuple[list[Message], list[Exchange], list[int]]:
-        """The head, the exchanges, and which of these may be left out: all but the last and that of the question."""
-        head, exchanges = split(messages, self._first)
-        ends = list(accumulate(map(len, exchanges), initial=len(head)))[1:]
-        asked = bisect_left(ends, self._asked) if self._asked > len(head) else None
-        return head, exchanges, [index for index in range(len(exchanges) - last) if index != asked]
+    def _split(self, messages: list[Message], keep: int) -> tuple[list[Message], list[Exchange], list[int]]:
+        """The opening, the exchanges, and the indices of those that may be left out: all but the last `keep` and the
+        one that ends with the current question."""
+        opening, exchanges = split_exchanges(messages, self._opening_size)
+        ends = list(accumulate(map(len, exchanges), initial=len(opening)))[1:]
+        question = bisect_left(ends, self._question_end) if self._question_end > len(opening) else None
+        return opening, exchanges, [index for index in range(len(exchanges) - keep) if index != question]
 
 
 @dataclass(kw_only=True)
 class Window(ContextPolicy):
-    turns: int  # here and below: 1 at least, or the latest observation would not be shown
+    turns: int  # at least 1 here and below, or the latest observation would not be shown
 
-    async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges, old = self.divided(messages, self.turns)
-        shown = head + _flat(_without(exchanges, old))
-        return Shown(messages=shown, hidden=len(messages) - len(shown))
+    async def show(self, messages: list[Message]) -> ContextView:
+        opening, exchanges, old = self._split(messages, self.turns)
+        shown = opening + _flatten(exchanges, without=old)
+        return ContextView(messages=shown, hidden=len(messages) - len(shown))
 
 
 @dataclass(kw_only=True)
 class DropResults(ContextPolicy):
-    keep: int  # exchanges whose results stay
+    keep: int  # exchanges that keep their results
     placeholder: str
 
-    async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges, old = self.divided(messages, self.keep)
+    async def show(self, messages: list[Message]) -> ContextView:
+        opening, exchanges, old = self._split(messages, self.keep)
         for index in old:
             reply, *results = exchanges[index]
-            exchanges[index] = [reply, *map(self._without_result, results)]
+            exchanges[index] = [reply, *map(self._drop_result, results)]
         hidden = sum(len(exchanges[index]) - 1 for index in old)
-        return Shown(messages=head + _flat(exchanges), hidden=hidden)
+        return ContextView(messages=opening + _flatten(exchanges), hidden=hidden)
 
-    def _without_result(self, message: Message) -> Message:
-        as_parts = isinstance(message.get("content"), list)  # some templates take nothing else
-        return {**message, "content": [_part(self.placeholder)] if as_parts else self.placeholder}
+    def _drop_result(self, message: Message) -> Message:
+        in_parts = isinstance(message.get("content"), list)  # some templates accept nothing else
+        return {**message, "content": [_text_part(self.placeholder)] if in_parts else self.placeholder}
 
 
 @dataclass(kw_only=True)
 class Notes(ContextPolicy):
     turns: int
-    notes: int  # exchanges shown of those that left the window
-    note_chars: int  # of each
-    _index: Index = field(default_factory=Index, init=False, repr=False, compare=False)
+    notes: int  # earlier exchanges to show
+    note_chars: int  # per exchange
+    _word_counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges, old = self.divided(messages, self.turns)
+    async def show(self, messages: list[Message]) -> ContextView:
+        opening, exchanges, old = self._split(messages, self.turns)
         if not old:
-            return Shown(messages=messages, hidden=0)
-        texts = [_said(exchanges[index]) for index in old]
-        self._index.hold(["\n".join(text) for text in texts])
-        scores = self._index.scores("\n".join(map(_text, exchanges[-1][1:])))
-        # Of equals the later ones: where nothing bears on the observation, the most recent is the best guess.
+            return ContextView(messages=messages, hidden=0)
+        texts = [_exchange_texts(exchanges[index]) for index in old]
+        observation = "\n".join(map(_message_text, exchanges[-1][1:]))
+        scores = score_texts(observation, [self._count_words("\n".join(text)) for text in texts])
+        # Later exchanges win ties: if nothing is relevant, the most recent is the best guess.
         best = sorted(range(len(old)), key=lambda place: (scores[place], place))[-self.notes :]
         chosen = [f"[{old[place] + 1}] {self._note(*texts[place])}" for place in sorted(best)]
-        noted = with_text(head, "\n".join([NOTES_TITLE, *chosen]), from_tool=True)
-        kept = _flat(_without(exchanges, old))
-        return Shown(messages=noted + kept, hidden=len(messages) - len(head) - len(kept))
+        noted = append_text(opening, "\n".join([NOTES_TITLE, *chosen]), from_tool=True)
+        kept = _flatten(exchanges, without=old)
+        return ContextView(messages=noted + kept, hidden=len(messages) - len(opening) - len(kept))
+
+    def _count_words(self, text: str) -> Counter[str]:
+        if text not in self._word_counts:
+            self._word_counts[text] = count_words(text)
+        return self._word_counts[text]
 
     def _note(self, reply: str, results: str) -> str:
-        """Half of the room is for the reply and half for its results, and what one of them leaves is the other's."""
-        half = self.note_chars // 2
-        for_reply = max(half, self.note_chars - len(results))
+        """Reply and results get half of the room each; what one does not need, the other may use."""
+        for_reply = max(self.note_chars // 2, self.note_chars - len(results))
         for_results = self.note_chars - min(len(reply), for_reply)
         return f"You: {_cut(reply, for_reply)}\nThen: {_cut(results, for_results)}"
 
 
 class Summary(ContextPolicy):
-    """When the prompt outgrows `max_tokens`, the model is asked to write down what it needs; that then takes the place
-    of all but the last exchanges, and of the summary before it. It is asked once per action at most, and only where
-    there is something to be left out."""
+    """When the prompt outgrows `max_tokens`, the model writes a summary, which replaces all but the last exchanges and
+    the previous summary. It is asked at most once per action, and only if something can be left out."""
 
     def __init__(self, *, max_tokens: int, summary_tokens: int, keep_turns: int, instruction: str) -> None:
         self._max_tokens = max_tokens
@@ -151,118 +157,101 @@ class Summary(ContextPolicy):
         self._keep_turns = keep_turns
         self._instruction = instruction
         self._text = ""
-        self._covered: dict[int, Exchange] = {}  # the exchanges that the text stands for, by their place
+        self._covered: dict[int, Exchange] = {}  # the exchanges that the text replaces, by index
 
-    async def prepare(self, messages: list[Message], author: Author) -> None:
+    async def prepare(self, messages: list[Message], writer: Writer) -> None:
         shown = (await self.show(messages)).messages
-        _, exchanges, old = self.divided(messages, self._keep_turns)
-        if self._covered.keys() >= set(old) or author.count_tokens(shown) <= self._max_tokens:
+        _, exchanges, old = self._split(messages, self._keep_turns)
+        if self._covered.keys() >= set(old) or writer.count_tokens(shown) <= self._max_tokens:
             return
-        text = await author.write(with_text(shown, self._instruction), max_tokens=self._summary_tokens)
-        self._text, self._covered = spoken(text), {index: deepcopy(exchanges[index]) for index in old}
+        text = await writer.write(append_text(shown, self._instruction), max_tokens=self._summary_tokens)
+        self._text, self._covered = strip_reasoning(text), {index: deepcopy(exchanges[index]) for index in old}
 
-    async def show(self, messages: list[Message]) -> Shown:
-        head, exchanges, _ = self.divided(messages, self._keep_turns)
-        if any(exchanges[index : index + 1] != [was] for index, was in self._covered.items()):
-            self._text, self._covered = "", {}  # the env tells another story now
+    async def show(self, messages: list[Message]) -> ContextView:
+        opening, exchanges, _ = self._split(messages, self._keep_turns)
+        if any(exchanges[index : index + 1] != [before] for index, before in self._covered.items()):
+            self._text, self._covered = "", {}  # the env has rewritten what the summary covers
         if not self._covered:
-            return Shown(messages=messages, hidden=0)
-        # As if a tool had written it: it may quote one.
-        begun = with_text(head, f"{SUMMARY_TITLE}\n{self._text}", from_tool=True) if self._text else head
-        kept = _flat(_without(exchanges, self._covered))
-        return Shown(messages=begun + kept, hidden=len(messages) - len(head) - len(kept))
+            return ContextView(messages=messages, hidden=0)
+        summary = f"{SUMMARY_TITLE}\n{self._text}"
+        # Marked as a tool's text, because it may quote one.
+        shown = append_text(opening, summary, from_tool=True) if self._text else opening
+        kept = _flatten(exchanges, without=self._covered)
+        return ContextView(messages=shown + kept, hidden=len(messages) - len(opening) - len(kept))
 
 
 @dataclass(kw_only=True)
 class Rewrite(ContextPolicy):
     function: Callable[[list[Message]], list[Message] | Awaitable[list[Message]]]
 
-    async def show(self, messages: list[Message]) -> Shown:
-        made = self.function(deepcopy(messages))
-        shown = self._checked(await made if inspect.isawaitable(made) else made)
+    async def show(self, messages: list[Message]) -> ContextView:
+        returned = self.function(deepcopy(messages))
+        shown = await returned if inspect.isawaitable(returned) else returned
+        source = f"rewrite {getattr(self.function, '__name__', type(self.function).__name__)!r}"
+        try:
+            Observation(messages=shown)  # checks their types
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{source} returned {shown!r:.80}; it must return a list of messages: {error}") from error
+        if shown[-1]["role"] == "assistant":
+            raise DataError(f"{source} returned messages that end with the assistant's; the next reply is the model's")
         kept = set(map(_as_json, shown))
-        return Shown(messages=shown, hidden=sum(_name(message) not in kept for message in messages))
-
-    def _checked(self, made: Any) -> list[Message]:
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        if not isinstance(made, list) or not made:
-            raise DataError(f"rewrite {name!r} returned {made!r:.80}; it must return a list of at least one message")
-        for message in made:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise DataError(
-                    f"rewrite {name!r} returned {message!r:.80} among its messages; each is a dict with a role"
-                )
-            try:
-                _as_json(message)
-            except (TypeError, ValueError) as error:
-                raise DataError(f"rewrite {name!r} returned a message that is not JSON: {error}") from error
-            content = message.get("content")
-            if not isinstance(content, str | list | tuple | None):
-                raise DataError(f"rewrite {name!r} returned a message whose content is {content!r:.80}, not a text")
-        if made[-1]["role"] == "assistant":
-            raise DataError(
-                f"rewrite {name!r} returned messages that end with the assistant's; the next one is the model's"
-            )
-        return made
+        return ContextView(messages=shown, hidden=sum(_as_json(message) not in kept for message in messages))
 
 
-def split(messages: list[Message], first: int = 0) -> tuple[list[Message], list[Exchange]]:
-    """The head, which has the first messages at least, and the exchanges."""
-    replies = [n for n, message in enumerate(messages) if n >= first and message.get("role") == "assistant"]
+def split_exchanges(messages: list[Message], opening_size: int = 0) -> tuple[list[Message], list[Exchange]]:
+    """Split into the opening, of at least `opening_size` messages, and the exchanges."""
+    replies = [n for n, message in enumerate(messages) if n >= opening_size and message.get("role") == "assistant"]
     bounds = [*replies, len(messages)]
     return messages[: bounds[0]], [messages[start:end] for start, end in pairwise(bounds)]
 
 
-def spoken(text: str) -> str:
-    """A reply without its reasoning, the beginning of which may stand in the prompt and the end be cut off."""
+def strip_reasoning(text: str) -> str:
+    """Strip reasoning, even if it was opened in the prompt or cut off."""
     thought, closed, rest = text.partition("</think>")
-    said = rest if closed and "<think>" not in thought else text
-    return re.sub(r"<think>.*?(</think>|\Z)", "", said, flags=re.DOTALL).strip()
+    visible = rest if closed and "<think>" not in thought else text
+    return re.sub(r"<think>.*?(</think>|\Z)", "", visible, flags=re.DOTALL).strip()
 
 
-def with_text(messages: list[Message], text: str, *, from_tool: bool = False) -> list[Message]:
-    """The messages and then `text`: in the last message if that is the user's, since many templates refuse two of them
-    in a row, else in one of its own. `from_tool`: nothing in that text may become a control token; what the message
-    says already stays the ids it was."""
+def append_text(messages: list[Message], text: str, *, from_tool: bool = False) -> list[Message]:
+    """Append text to the last message if it is the user's, else as a new user message: many templates refuse two user
+    messages in a row. With `from_tool`, nothing in the text can become a control token; the ids of the text before it
+    do not change."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
         alone: Message = {"role": "user", "content": text}
         return [*messages, {**alone, "from_tool": True} if from_tool else alone]
     content = last.get("content")
-    longer = [*content, _part(text)] if isinstance(content, list) else f"{content}\n\n{text}" if content else text
+    longer = [*content, _text_part(text)] if isinstance(content, list) else f"{content}\n\n{text}" if content else text
     before = last.get("from_tool")
-    if isinstance(before, str) and isinstance(content, str):  # what was added before stays marked, too
-        return [*messages[:-1], {**last, "content": longer, "from_tool": f"{before}\n\n{text}"}]
-    mark = {"from_tool": text} if from_tool and not is_from_tool(last) else {}
+    mark: Message = {}
+    if isinstance(before, str) and isinstance(content, str):  # text that was appended earlier stays marked
+        mark = {"from_tool": f"{before}\n\n{text}"}
+    elif from_tool and not is_from_tool(last):
+        mark = {"from_tool": text}
     return [*messages[:-1], {**last, "content": longer, **mark}]
 
 
-def _part(text: str) -> dict[str, str]:
+def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _flat(exchanges: Iterable[Exchange]) -> list[Message]:
-    return [message for exchange in exchanges for message in exchange]
+def _flatten(exchanges: Iterable[Exchange], *, without: Collection[int] = ()) -> list[Message]:
+    return [message for index, exchange in enumerate(exchanges) if index not in without for message in exchange]
 
 
-def _without(exchanges: list[Exchange], places: Collection[int]) -> list[Exchange]:
-    left_out = set(places)
-    return [exchange for index, exchange in enumerate(exchanges) if index not in left_out]
-
-
-def _said(exchange: Exchange) -> tuple[str, str]:
-    """The reply, and what was answered to it."""
+def _exchange_texts(exchange: Exchange) -> tuple[str, str]:
+    """The text of the reply, and of everything that answered it."""
     reply, *results = exchange
-    return spoken(_text(reply)), "\n".join(map(_text, results))
+    return strip_reasoning(_message_text(reply)), "\n".join(map(_message_text, results))
 
 
-def _text(message: Message) -> str:
-    """All that a message says, calls included."""
+def _message_text(message: Message) -> str:
+    """All text of a message, including its calls."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
-    said = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
     calls = [json.dumps(call.get("function", call)) for call in message.get("tool_calls") or []]
-    return " ".join(filter(None, [*said, *calls]))
+    return " ".join(filter(None, [*texts, *calls]))
 
 
 def _cut(text: str, limit: int) -> str:
@@ -270,12 +259,4 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _as_json(message: Message) -> str:
-    return json.dumps(message, sort_keys=True)
-
-
-def _name(message: Message) -> str | None:
-    """None for a message that is not JSON, with an image in it, say: no rewrite can have returned it."""
-    try:
-        return _as_json(message)
-    except (TypeError, ValueError):
-        return None
+    return json.dumps(message, sort_keys=True, default=repr)  # repr: images and other objects

@@ -7,41 +7,41 @@ from typing import Any
 
 from agent_r1.envs.base import AgentEnv, make_env, merge_env_kwargs, own_row, step_env
 from agent_r1.errors import DataError
-from agent_r1.flows.attach import attach
+from agent_r1.flows.episode import attach_transition
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.types import Action, Step, StopReason, TaskRow, Trajectory
 
 
 async def replay(env: type[AgentEnv], row: TaskRow, texts: Sequence[str], **env_kwargs: Any) -> Trajectory:
-    """Play the texts as the policy's responses, and return what a reward function takes.
+    """Play the texts as the policy's responses and return a trajectory for a reward function.
 
-    `env_kwargs` are the recipe's; those of the row are merged on top, as in a run. The row stays as it was. Steps have
+    The row's `env_kwargs` are merged over the given ones, as in a run; the row itself does not change. Steps have
     rewards, calls, feedback and info, but no token ids. If the texts do not end the episode, it stops as `MAX_STEPS`.
 
-    Raises whatever the env or a tool raises, and `DataError` for texts that come after the end.
+    Raises whatever the env or a tool raises, and `DataError` if the episode ends before the last text.
     """
     if isinstance(texts, str):
-        raise TypeError(f"replay takes a list of texts, one for each response, got the text {texts[:80]!r}")
+        raise TypeError(f"replay takes a list of texts, one per response, got the text {texts[:80]!r}")
+
+    def create_env(own: TaskRow) -> AgentEnv:
+        kwargs = merge_env_kwargs(env_kwargs, own)
+        kwargs.pop("env_type", None)
+        return make_env(env, env.__name__, kwargs)
+
     steps: list[Step] = []
     stop = StopReason.MAX_STEPS
-    async with AgentEnvLoop(lambda own: _make(env, own, env_kwargs)).playing(own_row(row)) as (played, first):
+    async with AgentEnvLoop(create_env).playing(own_row(row)) as (played, first):
         for text in texts:
             transition = await step_env(played, Action(text=text, token_ids=[]))
             step = Step(prompt_ids=[], response_ids=[], response_logprobs=[], action_text=text)
-            steps.append(attach(step, transition, source=f"{env.__name__}.step"))
+            steps.append(attach_transition(step, transition, source=f"{env.__name__}.step"))
             if transition.terminated:
                 stop = transition.stop
                 break
     if len(steps) < len(texts):
         raise DataError(
-            f"row {row.row_id!r}: the episode ended ({stop.value}) after {len(steps)} of {len(texts)} texts; the last "
-            f"one played is {steps[-1].action_text[:200]!r}"
+            f"row {row.row_id!r}: the episode ended ({stop.value}) after {len(steps)} of {len(texts)} texts, with "
+            f"{steps[-1].action_text[:200]!r}"
         )
     opening = first.messages or []
     return Trajectory(row_id=row.row_id, trajectory_id=f"{row.row_id}#replay", steps=steps, stop=stop, opening=opening)
-
-
-def _make(env: type[AgentEnv], row: TaskRow, env_kwargs: dict[str, Any]) -> AgentEnv:
-    kwargs = merge_env_kwargs(env_kwargs, row)
-    kwargs.pop("env_type", None)
-    return make_env(env, env.__name__, kwargs)

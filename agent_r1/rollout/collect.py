@@ -20,7 +20,8 @@ from typing import TypeVar
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import own_row
 from agent_r1.errors import RolloutError
-from agent_r1.flows.flow import AgentFlowBase, Episode, EpisodeLimit, Limits
+from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
@@ -130,7 +131,7 @@ class Collector:
         try:
             who, stop = await guarded(self._run(own_row(row), episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
-            episode.limit, episode.limit_reason = limit.stop, str(limit)
+            episode.reach_limit(limit)
             return _limited(episode, limit.stop)
         except TimedOut as late:
             message = f"the episode was {late} (rollout.episode_seconds)"

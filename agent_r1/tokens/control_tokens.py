@@ -1,10 +1,10 @@
-"""Control tokens as text: finding those a template wrote, and defusing those a content only spells out.
+"""Control tokens as text: find those that a template wrote, and defuse those that a message only spells out.
 
 A look-alike ("<|im_end|>" in what a user typed) is defused by a cut after its first character. `rendering.py` tokenises
-the text on both sides of a cut apart, so no control token can come of it and not a character changes.
+the text on both sides of a cut separately, so it cannot become a control token, and no character changes.
 
-Knows strings only. Look-alikes are found literally, which is how tokenizers find control tokens, unless one was added
-with `normalized=True`: then other spellings that normalise to it are not recognised here.
+Works on strings only. Look-alikes are matched literally, as tokenizers match control tokens, unless one was added with
+`normalized=True`: other spellings that normalise to it are not recognised.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Two Unicode noncharacters: code points set aside for a program's own use. Templates pass them through untouched; in
-# a message they become U+FFFD, as Unicode recommends for text from outside.
-CUT = "\ufdd0"  # tokenise what stands left and right of it apart
-SLOT = "\ufdd1"  # stands for a content, to find where the template puts it
+from agent_r1.types import Message
+
+# Two Unicode noncharacters, which are reserved for internal use. Templates pass them through unchanged; in a message,
+# they become U+FFFD, as Unicode recommends for text from outside.
+CUT = "\ufdd0"  # tokenise the text left and right of it separately
+SLOT = "\ufdd1"  # stands for a content, to find where the template writes it
 _SCRUB = str.maketrans({CUT: "\ufffd", SLOT: "\ufffd"})
+
+TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # their messages are outside our control
 
 
 def scrub(text: str) -> str:
-    """`text` without the two code points that mean something to us."""
+    """Replace the two characters that have a meaning here."""
     return text.translate(_SCRUB)
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    return "|".join(map(re.escape, texts)) or r"(?!)"
+def is_from_tool(message: Message) -> bool:
+    """Whether a tool wrote some of the message, which is a user message if the template has no tool role."""
+    return message.get("role") in TOOL_ROLES or bool(message.get("from_tool"))
 
 
 class ControlTokens:
@@ -36,7 +41,7 @@ class ControlTokens:
         tokens = {token for token in tokens if len(token) > 1}  # a single character cannot be cut in two
         longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         any_token = _any_of(longest_first)
-        # One branch per first character: few, so that the scan passes quickly over ordinary text.
+        # One branch per first character: there are few, so that the scan skips ordinary text quickly.
         firsts = sorted({token[0] for token in tokens})
         rests = {first: _any_of(token[1:] for token in longest_first if token[0] == first) for first in firsts}
         branches = "|".join(f"{re.escape(first)}(?={rest})" for first, rest in rests.items())
@@ -47,17 +52,17 @@ class ControlTokens:
         self._longest = max(map(len, tokens), default=0)
 
     def at_start(self, text: str) -> str | None:
-        """The control token that `text` starts with, blanks aside."""
+        """The control token at the start of `text`, ignoring blanks."""
         match = self._leading.match(text)
         return match[1] if match else None
 
     def at_end(self, text: str) -> str | None:
-        """The control token that `text` ends with, blanks aside."""
+        """The control token at the end of `text`, ignoring blanks."""
         match = self._trailing.search(text)
         return match[1] if match else None
 
     def defuse(self, value: Any) -> Any:
-        """`value` with a cut in every look-alike of every string in it, dictionary keys included."""
+        """Cut every look-alike in every string of `value`, including dictionary keys."""
         if isinstance(value, str):
             return self._first_character.sub(rf"\g<0>{CUT}", scrub(value))
         if isinstance(value, Mapping):
@@ -68,7 +73,7 @@ class ControlTokens:
         return value
 
     def close(self, part: Any) -> Any:
-        """Templates glue the parts of a content together, so none may end in what the next could complete."""
+        """Cut an unfinished look-alike at the end of a part: templates join parts, and the next could complete it."""
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             return {**part, "text": self.close(part["text"])}
         if not isinstance(part, str):
@@ -78,3 +83,28 @@ class ControlTokens:
             if part[start:length] in self._beginnings:
                 return f"{part[: start + 1]}{CUT}{part[start + 1 :]}"
         return part
+
+
+def defuse_message(message: Message, *, special: ControlTokens, control: ControlTokens) -> Message:
+    """Cut look-alikes of special tokens, and of all control tokens in what a tool wrote.
+
+    If `from_tool` is a text, only the end of the content (or its last part) with this text is the tool's. If the
+    content does not end with it, all of it is.
+    """
+    text, content = message.get("from_tool"), message.get("content")
+    if isinstance(text, str) and text:
+        own = {key: value for key, value in message.items() if key != "from_tool"}
+        own_tokens = control if is_from_tool(own) else special
+        if isinstance(content, str) and content.endswith(text):
+            safe = own_tokens.defuse({**own, "content": content[: -len(text)]})
+            return {**safe, "content": f"{control.close(safe['content'])}{control.defuse(text)}"}
+        if isinstance(content, list) and content[-1:] == [{"type": "text", "text": text}]:
+            safe = own_tokens.defuse({**own, "content": content[:-1]})
+            parts = [*safe["content"][:-1], *map(control.close, safe["content"][-1:])]
+            return {**safe, "content": [*parts, {"type": "text", "text": control.defuse(text)}]}
+    tokens = control if is_from_tool(message) else special
+    return dict(tokens.defuse(message))
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "|".join(map(re.escape, texts)) or r"(?!)"

@@ -1,6 +1,6 @@
 """The conversations of one episode: find the exchange that a prompt continues and keep its sampled ids unchanged.
 
-    prompt(observation) -> ids      sampled(ids, text)      prompt(observation') -> ids + sampled ids + new ids
+    prompt(observation) -> ids      record(ids, text)      prompt(observation') -> ids + sampled ids + new ids
 
 An episode may hold any number of conversations, interleaved and each with its own tools: roles, branches, drafts. A
 prompt continues the exchange that is its longest exact prefix; without one it is rendered from scratch.
@@ -13,11 +13,10 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from agent_r1.tokens.messages import follows
-from agent_r1.tokens.rendering import Renderer, ToolSchemas, Turn
+from agent_r1.tokens.rendering import Renderer, ToolSchemas, Turn, follows
 from agent_r1.types import Observation
 
-# Some templates never let a prompt be extended. Trying renders the conversation, so not every exchange is tried.
+# Some templates never let a prompt be extended. Trying renders the conversation, so only a few exchanges are tried.
 MAX_TRIES = 4
 
 
@@ -43,48 +42,42 @@ class _Exchange:
 
 
 class Conversations:
-    """The prompts of one episode: call `prompt`, sample, call `sampled`, and so on."""
+    """The prompts of one episode: call `prompt`, sample, call `record`, and so on."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
-        self._asked: tuple[Observation, ToolSchemas, list[int], _Exchange | None] | None = None
+        self._pending: tuple[Observation, ToolSchemas, list[int], _Exchange | None] | None = None
         self._exchanges: list[_Exchange] = []
         self._tools_matter = False  # the template has shown two lists of tools differently
 
     def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
         """The exact ids to sample from next."""
-        earlier, ids = self._continued(observation, tools)
+        earlier, ids = self._continue(observation, tools)
         self.extended = earlier is not None
         if ids is None:
             ids = self._renderer.render(observation, tools)
-        seen = (exchange.tools for exchange in reversed(self._exchanges))
-        kept_tools = next((known for known in seen if known == tools), None)
-        self._asked = _snapshot(observation, earlier), kept_tools or deepcopy(tools), list(ids), earlier
+        known_tools = (exchange.tools for exchange in reversed(self._exchanges))
+        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
+        self._pending = _snapshot(observation, earlier), own_tools, list(ids), earlier
         return ids
 
-    def sampled(self, response_ids: Sequence[int], text: str) -> None:
+    def record(self, response_ids: Sequence[int], text: str) -> None:
         """Record the response to the last prompt: its ids with the stop token, and the text that the env gets."""
-        if self._asked is None:
-            raise ValueError("Conversations.sampled was called without a prompt; call prompt(observation) first.")
-        observation, tools, prompt_ids, earlier = self._asked
+        if self._pending is None:
+            raise ValueError("Conversations.record was called without a prompt; call prompt(observation) first")
+        observation, tools, prompt_ids, earlier = self._pending
         ids = [*prompt_ids, *response_ids]
+        size = len(ids)
         if earlier is not None and not earlier.is_continued:  # one list per conversation: memory grows linearly
             earlier.ids.extend(ids[earlier.size :])
             ids = earlier.ids
         self._exchanges.append(
-            _Exchange(
-                observation=observation,
-                tools=tools,
-                ids=ids,
-                prompt_size=len(prompt_ids),
-                size=len(ids),
-                text=text,
-            )
+            _Exchange(observation=observation, tools=tools, ids=ids, prompt_size=len(prompt_ids), size=size, text=text)
         )
-        self._asked = None
+        self._pending = None
 
-    def _continued(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
+    def _continue(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
         """Find the exchange that the observation continues, and build the prompt that extends it."""
         for exchange in islice(self._candidates(observation, tools), MAX_TRIES):
             ids = self._renderer.extend(exchange.turn, observation, tools)

@@ -1,12 +1,12 @@
 """Exact tokens: observations become prompts, and what was sampled is never tokenised again.
 
-A first prompt is written by the model's own chat template. A later one that only adds messages to what the model has
-already seen and said is built by appending ids ("extended"); anything else, a rewritten history above all, is rendered
-afresh. `conversations.py` decides which exchange a prompt extends. Text is for the env and for people.
+The model's own chat template writes the first prompt. A later prompt that only adds messages to what the model has seen
+and said is built by appending ids; any other prompt, such as one with a rewritten history, is rendered from scratch.
+`conversations.py` decides which exchange a prompt extends. Text is for the env and for people.
 
 Contents cannot forge control tokens. Text from a message never becomes a special token, and text from a tool never
-becomes any added token (`</tool_response>`, `<think>`, ...). The template reads the contents with their look-alikes
-defused (`control_tokens.py`), so these cannot steer it either. Without look-alikes the ids are the tokenizer's own.
+becomes any added token (`</tool_response>`, `<think>`, ...). The template, too, reads contents whose look-alikes are
+defused (`control_tokens.py`), so they cannot steer it. Without look-alikes, the ids are the tokenizer's own.
 
 Knows tokenizers and chat templates by their methods only; imports neither transformers nor torch.
 """
@@ -26,10 +26,8 @@ from jinja2 import TemplateError
 
 from agent_r1.errors import DataError
 from agent_r1.text import sanitize
-from agent_r1.tokens.control_tokens import CUT, SLOT, ControlTokens, scrub
-from agent_r1.tokens.messages import follows, is_from_tool, joined, says, schema_as_json, told_apart, with_slot
-from agent_r1.tokens.remember import remembering
-from agent_r1.tokens.tokenizing import decoder, encoder
+from agent_r1.tokens.control_tokens import CUT, SLOT, ControlTokens, defuse_message, scrub
+from agent_r1.tokens.tokenizer import fast_decoder, fast_encoder
 from agent_r1.types import Message, Observation
 
 if TYPE_CHECKING:
@@ -37,34 +35,36 @@ if TYPE_CHECKING:
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 
-# A template that says this of itself, in a comment, writes what follows a reply without looking at what is before it.
-# Then that is all it is asked to write, however long the conversation has become.
-FORGETFUL = "What follows a reply does not depend on what is before it."
-# Messages kept with their look-alikes defused, and their characters: every message is shown again in each later step.
-MAX_RECENT_MESSAGES, MAX_KEPT_MESSAGE = 4096, 4096
+# A template that sets this writes the same text after a reply, whatever precedes it. Then only the new messages are
+# rendered, however long the conversation is.
+INDEPENDENT_TURNS = re.compile(r"\{%-?\s*set independent_turns = true\s*-?%\}")
 
-# A template is a program that expects certain roles, keys and types; these are its ways to refuse.
+# Members of a group often see the same prompts. Long results are rarely shared and would fill the memory.
+MAX_CACHED, MAX_CACHED_CHARS = 256, 65_536
+
+# A template is a program that expects certain roles, keys and types. These are its ways to refuse others.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # of a reply parsed by the env
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One exchange, as the model saw and said it: what a next prompt may extend."""
+    """One exchange that a next prompt may extend."""
 
     observation: Observation
     prompt_ids: list[int]
     response_ids: list[int]
-    text: str  # the response as the env was given it
+    text: str  # the response as the env got it
 
 
 class Renderer:
-    """Observations to ids and ids to text, for one tokenizer and chat template.
+    """Observations to ids and ids to text, for one tokenizer and chat template. Shared by all episodes.
 
-    Episodes share it: it keeps nothing of theirs but recent results, each a pure function of what it is looked up by
-    (unless a template writes the date: then a prompt may show that of the last time it was asked for).
+    Recent prompts are cached, so a template that writes the time may show an earlier one.
     """
 
-    stop_ids: tuple[int, ...]  # sampling one of these ends a response; the first is the one that ends an answer
+    stop_ids: tuple[int, ...]  # sampling one of these ends a response; the first one ends an answer
 
     def __init__(
         self,
@@ -75,26 +75,20 @@ class Renderer:
         extra_stop_ids: Iterable[int] = (),  # e.g. those of the model's generation config
     ) -> None:
         self._tokenizer = tokenizer
-        self._encoder, self._decoder = encoder(tokenizer), decoder(tokenizer)
+        self._encoder, self._decoder = fast_encoder(tokenizer), fast_decoder(tokenizer)
         self._chat_template = chat_template
         self._template_kwargs = dict(template_kwargs or {})
-        template = chat_template or tokenizer.chat_template
-        self._forgetful = isinstance(template, str) and FORGETFUL in template  # some have several, by name
+        template = chat_template or tokenizer.chat_template  # a dict if the tokenizer has several
+        self._independent_turns = isinstance(template, str) and INDEPENDENT_TURNS.search(template) is not None
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-        # Some vocabularies list runs of blanks as added tokens (Gemma): those are text, and cutting them changes ids.
+        # Some vocabularies list runs of blanks as added tokens (Gemma). Those are text, and cutting them changes ids.
         control = special | {token.content for token in added if token.content.strip(" \t\r\n▁")}
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
-        self._tools_from = remembering(lambda tools: self._special.defuse(json.loads(tools)))
-        self._safe_from = remembering(
-            lambda message: self._safe(json.loads(message)), recent=MAX_RECENT_MESSAGES, longest=MAX_KEPT_MESSAGE
-        )
-        self._written_from = remembering(self._write_from)
-        self._ids_of = remembering(self._tokenise)
-        self._text_of = remembering(self._spell)
-        self._span_of = remembering(self._find_span)
-        self._piece = lru_cache(None)(lambda token: self._spell((token,)))  # as many as the vocabulary has
+        self._cached_ids = lru_cache(MAX_CACHED)(self._tokenise)
+        self._cached_text = lru_cache(MAX_CACHED)(self._write_json)
+        self._piece = lru_cache(None)(lambda token: self._decode((token,)))  # at most one per token of the vocabulary
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
@@ -103,14 +97,14 @@ class Renderer:
     # ids -> text
 
     def decode(self, response_ids: Sequence[int]) -> str:
-        """The response as text: without the stop token that ended it, with all other special tokens."""
+        """Decode a response without the stop token that ended it, but with all other special tokens."""
         return self._decode(response_ids[:-1] if self._stop_id(response_ids) is not None else response_ids)
 
     def encode_response(self, text: str) -> list[int]:
-        """A response that was written, not sampled (a demonstration): its ids, closed by a stop token."""
+        """Encode a response that was written, not sampled (a demonstration), and end it with a stop token."""
         ids = self._encode(scrub(text))
         if self._stop_id(ids) is not None:
-            return ids  # the text brings its own, as a gpt-oss tool call does
+            return ids  # the text has its own, like a gpt-oss tool call
         if not self.stop_ids:
             raise DataError("no stop token is known to end a response: set the tokenizer's eos_token")
         return [*ids, self.stop_ids[0]]
@@ -120,13 +114,10 @@ class Renderer:
 
         A character whose bytes are spread over several tokens belongs to all of them.
         """
-        return self._span_of(tuple(response_ids), text_start, text_end)
-
-    def _find_span(self, response_ids: tuple[int, ...], text_start: int, text_end: int) -> tuple[int, int]:
         text = self.decode(response_ids)
         if not 0 <= text_start <= text_end <= len(text):
             raise ValueError(
-                f"characters [{text_start}, {text_end}) do not lie in the decoded response of {len(text)} characters"
+                f"characters [{text_start}, {text_end}) are outside the decoded response of {len(text)} characters"
             )
 
         own = response_ids if self._stop_id(response_ids) is None else response_ids[:-1]
@@ -137,8 +128,8 @@ class Renderer:
             return start, bisect_left(ends, text_end) + 1 if text_start < text_end else start
 
         def spelled(count: int) -> tuple[int, int]:
-            """Characters the first `count` tokens spell out in full, and those they at least begin."""
-            prefix = self._spell(response_ids[:count])
+            """Characters that the first `count` tokens spell completely, and those that they at least begin."""
+            prefix = self._decode(response_ids[:count])
             full = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), None)
             full = min(len(prefix), len(text)) if full is None else full
             return full, full + (len(prefix) > full)
@@ -152,10 +143,10 @@ class Renderer:
     # observation -> ids
 
     def render(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
-        """The prompt, written afresh.
+        """Write the prompt from scratch.
 
-        Text observations are tokenised as they stand, control tokens included and without a BOS of ours: an env that
-        speaks raw text has written these itself. Ids are taken verbatim.
+        Text observations are tokenised as they are, including control tokens and without an added BOS: an env that
+        gives raw text has written these itself. Ids are taken verbatim.
         """
         if observation.token_ids is not None:
             return list(observation.token_ids)
@@ -165,10 +156,10 @@ class Renderer:
         return self._encode(self._template(observation.messages, tools))
 
     def extend(self, turn: Turn, observation: Observation, tools: ToolSchemas = ()) -> list[int] | None:
-        """The prompt as `turn.prompt_ids + turn.response_ids + new ids`, or None if the observation does more than add.
+        """Build the prompt as `turn.prompt_ids + turn.response_ids + new ids`. None if the observation does not only
+        add to the turn, or if the template does not show where a reply ends: then use `render`.
 
-        What was seen stays seen, also where the template would drop it by now (reasoning of earlier turns). None, too,
-        when the template does not let us see where a reply ends; `render` is then the safe way.
+        The model keeps seeing what it saw, even if the template would now drop it (reasoning of earlier turns).
         """
         seen = turn.prompt_ids + turn.response_ids
         if observation.token_ids is not None:
@@ -182,7 +173,7 @@ class Renderer:
             return None
         stop_id = self._stop_id(turn.response_ids)
         if stop_id is not None:
-            # Tokenise in sight of the stop token: some tokenizers treat the start of a text unlike its middle.
+            # Include the stop token: some tokenizers treat the start of a text differently from its middle.
             ids = self._encode(self._decode([stop_id]) + rest)
             if ids[:1] == [stop_id]:
                 return seen + ids[1:]
@@ -192,7 +183,7 @@ class Renderer:
         if turn.observation.text is None:
             return None
         stop_id = self._stop_id(turn.response_ids)
-        # The model saw its stop token; a text that leaves it out is another text.
+        # The model saw its stop token, so a text without it is a different text.
         seen = turn.observation.text + turn.text + ("" if stop_id is None else self._decode([stop_id]))
         return scrub(text[len(seen) :]) if text.startswith(seen) else None
 
@@ -202,19 +193,21 @@ class Renderer:
             return None
         reply = len(before)
         try:
-            is_whole = says(messages[reply], turn.text)
-            rest = (self._rest_after_content if is_whole else self._rest_after_turn_end)(messages, reply, tools)
-        except DataError:  # the template refuses our stand-in; whether it takes the real messages, `render` will see
+            if _says(messages[reply], turn.text):
+                rest = self._rest_after_content(messages, reply, tools)
+            else:
+                rest = self._rest_after_turn_end(messages, reply, tools)
+        except DataError:  # the template refuses our stand-in; `render` will tell whether it accepts the messages
             return None
         stop_id = self._stop_id(turn.response_ids)
         if rest is None or stop_id is None:
-            return rest  # a reply cut off by its length: the template's end of turn belongs to the prompt
+            return rest  # the reply was cut at its length limit: the prompt has to end its turn
         ends = (*self._turn_ends, self._decode([stop_id]))
         return next((rest.lstrip()[len(end) :] for end in ends if rest.lstrip().startswith(end)), rest)
 
     def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
         """What the template writes after the content of message `reply`; None unless it shows it exactly once."""
-        if self._forgetful:
+        if self._independent_turns:
             messages, reply, tools = messages[reply:], 0, ()
         pieces = self._template(messages, tools, slot=reply).split(SLOT)
         return pieces[1] if len(pieces) == 2 else None
@@ -222,24 +215,24 @@ class Renderer:
     def _rest_after_turn_end(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
         """What the template writes from the end-of-turn token of message `reply` on.
 
-        For replies taken apart into tool calls and the like, where no content marks the end: it is the last
-        end-of-turn token before the next message, provided that as many turns end there as when the reply is last.
+        For replies parsed into tool calls and the like, where no content marks the end. It is the last end-of-turn
+        token before the next message, provided that as many turns end there as when the reply is the last message.
         """
         if reply + 1 == len(messages) or not self._turn_ends:
             return None
         whole = self._template(messages, tools)
-        head, found, _ = self._template(messages, tools, slot=reply + 1).partition(SLOT)
+        before, found, _ = self._template(messages, tools, slot=reply + 1).partition(SLOT)
         alone = self._template(messages[: reply + 1], tools, generation_prompt=False)
         turn_end = re.compile("|".join(map(re.escape, self._turn_ends)))
-        ends, ends_alone = ([match.span() for match in turn_end.finditer(text)] for text in (head, alone))
-        if not found or not whole.startswith(head) or not ends or len(ends) != len(ends_alone):
+        ends, ends_alone = ([match.span() for match in turn_end.finditer(text)] for text in (before, alone))
+        if not found or not whole.startswith(before) or not ends or len(ends) != len(ends_alone):
             return None
         return None if alone[ends_alone[-1][1] :].strip() else whole[ends[-1][0] :]
 
     # the template
 
     def _find_turn_ends(self) -> tuple[list[str], list[str]]:
-        """The special tokens that close an assistant's turn in the template, and those a model samples to do so.
+        """The special tokens that end an assistant's turn in the template, and those that a model samples to end it.
 
         They can differ: gpt-oss samples `<|return|>` or `<|call|>`, and its template writes `<|end|>` into history.
         """
@@ -247,14 +240,20 @@ class Renderer:
         call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
 
+        def attempt(*messages: Message, slot: int | None = None, generation_prompt: bool) -> str:
+            try:
+                return self._template(list(messages), (), slot=slot, generation_prompt=generation_prompt)
+            except DataError:
+                return ""
+
         def after_answer(*more: Message, generation_prompt: bool = True) -> str | None:
-            text = self._try_template([user, answer, *more], slot=1, generation_prompt=generation_prompt)
+            text = attempt(user, answer, *more, slot=1, generation_prompt=generation_prompt)
             return self._special.at_start(text.rpartition(SLOT)[2]) if SLOT in text else None
 
-        called = self._try_template([user, calling], generation_prompt=False)
+        called = attempt(user, calling, generation_prompt=False)
         after_call = self._special.at_end(called) if "probe" in called else None  # not all templates show calls
         sampled = [end for end in (after_answer(generation_prompt=False), after_call) if end]
-        # Only a token that comes whatever follows ends a turn; others open the next one (GLM has just those).
+        # A token ends the turn only if it comes whatever follows; others open the next turn (GLM has only those).
         in_history = after_answer()
         always = [in_history] if in_history and in_history == after_answer(user) else []
         return list(dict.fromkeys([*sampled, *always])), sampled
@@ -262,28 +261,26 @@ class Renderer:
     def _template(
         self, messages: list[Message], tools: ToolSchemas, *, slot: int | None = None, generation_prompt: bool = True
     ) -> str:
-        """What the template writes, look-alikes defused, with `SLOT` for the content of message `slot`."""
-        shown = messages if slot is None else with_slot(messages, slot)
-        tools_as_json = f"[{', '.join(map(schema_as_json, tools))}]"
+        """Apply the template with look-alikes defused, and with `SLOT` for the content of message `slot`."""
+        # As JSON, 1 is not True and the order of keys counts, so equal keys mean equal prompts.
+        tools_json = f"[{', '.join(map(_schema_json, tools))}]"
         try:
-            as_json = tuple(map(json.dumps, shown))
-        except (TypeError, ValueError):  # not JSON: images, say
-            return self._write(list(map(self._safe, messages)), tools_as_json, slot, generation_prompt)
-        return self._written_from(as_json, tools_as_json, slot, generation_prompt)
+            messages_json = json.dumps(messages if slot is None else _with_slot(messages, slot))
+        except (TypeError, ValueError):  # images, for example
+            return self._write(messages, tools_json, slot, generation_prompt)
+        is_short = len(messages_json) + len(tools_json) <= MAX_CACHED_CHARS
+        write = self._cached_text if is_short else self._write_json
+        return write(messages_json, tools_json, slot, generation_prompt)
 
-    def _write_from(self, messages: tuple[str, ...], tools: str, slot: int | None, generation_prompt: bool) -> str:
-        return self._write(list(map(self._safe_from, messages)), tools, slot, generation_prompt)
+    def _write_json(self, messages: str, tools: str, slot: int | None, generation_prompt: bool) -> str:
+        return self._write(json.loads(messages), tools, slot, generation_prompt)
 
-    def _safe(self, message: Message) -> Message:
-        own, added = told_apart(message)
-        safe: Message = (self._control if is_from_tool(own) else self._special).defuse(own)
-        return joined(safe, self._control.defuse(added), self._control.close) if added else safe
-
-    def _write(self, safe: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
+    def _write(self, messages: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
+        safe = [defuse_message(message, special=self._special, control=self._control) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                safe if slot is None else with_slot(safe, slot),
-                tools=self._tools_from(tools) or None,
+                safe if slot is None else _with_slot(safe, slot),
+                tools=self._special.defuse(json.loads(tools)) or None,
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -293,97 +290,69 @@ class Renderer:
             roles = ", ".join(str(message.get("role")) for message in safe)
             raise DataError(
                 f"the chat template refuses messages with the roles [{roles}]: {error}. "
-                "Change the messages the env makes, or give the run a chat template that takes them."
+                "Change the messages of the env, or set a template in model.chat_template."
             ) from error
         assert isinstance(text, str)
         return text
 
-    def _try_template(self, messages: list[Message], *, slot: int | None = None, generation_prompt: bool) -> str:
-        try:
-            return self._template(messages, (), slot=slot, generation_prompt=generation_prompt)
-        except DataError:
-            return ""
-
     # the tokenizer
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._ids_of(text))
+        return list((self._cached_ids if len(text) <= MAX_CACHED_CHARS else self._tokenise)(text))
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         return tuple(token for piece in sanitize(text).split(CUT) if piece for token in self._encoder(piece))
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._text_of(tuple(ids))
-
-    def _spell(self, ids: tuple[int, ...]) -> str:
-        text = self._decoder(list(ids), skip_special_tokens=False)
-        assert isinstance(text, str)
-        return text
+        return self._decoder(list(ids), skip_special_tokens=False)
 
     def _stop_id(self, response_ids: Sequence[int]) -> int | None:
         return response_ids[-1] if response_ids and response_ids[-1] in self.stop_ids else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateReport:
-    """What a chat template can do for an agent."""
-
-    stop_tokens: tuple[str, ...]
-    renders: bool  # there is a template, and it takes a user message
-    joins: bool  # text tokenised in two pieces is the same text: without it nothing can be appended
-    extends: bool  # a next user message is appended, not rendered afresh
-    extends_after_tool: bool  # so is a tool's result
-    tool_role: bool  # messages of role "tool" are shown to the model
-    tools_shown: bool  # tool schemas are shown to the model
-    problems: tuple[str, ...]  # in words; empty when all of the above hold
+def follows(messages: list[Message], before: list[Message], text: str) -> bool:
+    """Whether `messages` are those before, then a reply that can be the assistant's `text`, then anything."""
+    if len(messages) <= len(before) or messages[: len(before)] != before:
+        return False
+    reply = messages[len(before)]
+    return _says(reply, text) or _is_parsed_from(reply, text)
 
 
-def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateReport:
-    """Try a short conversation on the template. Reports what does not work; never raises because of the template."""
-    schema = {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}}
-    tools = tools or [{"type": "function", "function": schema}]
-    user, said = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "probe"}
-    called = {
-        **said,
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "probe", "arguments": {}}}],
-    }
-    result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
+def _says(message: Message, text: str) -> bool:
+    """Whether this is the assistant saying `text` and nothing else."""
+    more = any(value for key, value in message.items() if key not in ("role", "content"))
+    return message.get("role") == "assistant" and not more and _text_of(message.get("content")) == text
 
-    def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
-        try:
-            return renderer.render(Observation(messages=list(messages)), tools)
-        except DataError:
-            return []
 
-    def extends(reply: Message, added: Message) -> bool:
-        asked, ids = Observation(messages=[user]), renderer.encode_response("probe")
-        turn = Turn(observation=asked, prompt_ids=attempt(user), response_ids=ids, text="probe")
-        return renderer.extend(turn, Observation(messages=[user, reply, added]), tools) is not None
+def _is_parsed_from(message: Message, text: str) -> bool:
+    """Whether this can be the assistant's `text` in parts: it contains every line of prose and every tool name."""
+    parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
+    if message.get("role") != "assistant" or not parsed:
+        return False
+    names = [call.get("function", call).get("name") for call in parsed.pop("tool_calls", [])]
+    prose = [_text_of(value) for value in (*parsed.values(), message.get("content") or "")]
+    if not all(isinstance(value, str) for value in (*names, *prose)):
+        return False
+    lines = [line.strip() for value in prose for line in str(value).splitlines()]
+    return all(piece in text for piece in (*names, *lines))
 
-    works = bool(attempt(user)) and bool(renderer.stop_ids)
-    extends_user = works and extends(said, user)
-    # gpt-oss takes a tool's result only after a message with the call in it; others do not know such messages.
-    extends_tool = works and (extends(said, result) or extends(called, result))
-    tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
-    tools_shown = attempt(user) != attempt(user, tools=())
-    joins = renderer._decode([*renderer._encode("a"), *renderer._encode("b")]) == "ab"
-    checks = {
-        "the tokenizer writes a space before every piece of text (Llama-2 style), so nothing can be appended": joins,
-        "the template cannot render a user message, or there is none": bool(attempt(user)),
-        "no stop token is known: set the tokenizer's eos_token or give extra stop ids": bool(renderer.stop_ids),
-        "a next user message cannot be appended: each turn is rendered afresh": extends_user,
-        "a tool's result cannot be appended: each turn is rendered afresh": extends_tool,
-        'role "tool" is not shown: put results into user messages, or use a tool template': tool_role,
-        "tools are not shown: describe them in the system message, or use a tool template": tools_shown,
-    }
-    return TemplateReport(
-        stop_tokens=tuple(renderer._decode([stop_id]) for stop_id in renderer.stop_ids),
-        renders=bool(attempt(user)),
-        joins=joins,
-        extends=extends_user,
-        extends_after_tool=extends_tool,
-        tool_role=tool_role,
-        tools_shown=tools_shown,
-        problems=tuple(problem for problem, holds in checks.items() if not holds),
-    )
+
+def _text_of(content: Any) -> str | None:
+    """The text of a content that is a string or a list of one text part."""
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+        content = content[0].get("text")
+    return content if isinstance(content, str) else None
+
+
+def _with_slot(messages: list[Message], index: int) -> list[Message]:
+    """Replace the content of one message by `SLOT`, as a string or as parts."""
+    in_parts = isinstance(messages[index].get("content"), list)
+    content = [{"type": "text", "text": SLOT}] if in_parts else SLOT
+    return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
+
+
+def _schema_json(tool: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(tool)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a tool schema is not JSON: {error}. Schema: {tool!r:.300}") from error

@@ -28,14 +28,15 @@ from agent_r1.data.rows import Demo
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.envs.tool_env import no_tool
 from agent_r1.errors import DataError
-from agent_r1.flows.context import Author, ContextPolicy, Shown
-from agent_r1.flows.flow import AgentFlowBase, Episode
+from agent_r1.flows.context import ContextPolicy, ContextView, Writer
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.learn.credit import as_demonstrations
 from agent_r1.learn.learner import Learner
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.records import TRAINED, read_trajectories, trajectories_of
+from agent_r1.tokens.formats import FORMATS, ParsedCall
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.tokens.tool_calls import FORMATS, ParsedCall
 from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 LOSS_WINDOW = 20  # updates over which a loss is averaged before it is believed
@@ -204,7 +205,9 @@ async def _play_demo(
         raise DataError(f"demonstration {index} ({row.row_id}) failed when played: {trajectory.error}")
     actions = sum(not step.is_summary for step in trajectory.steps)
     if stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts)):
-        return _Unfit(row_id=row.row_id, limit=episode.limit_reason.rpartition(", ")[2])
+        return _Unfit(
+            row_id=row.row_id, limit=f"{episode.limit_setting} is {getattr(episode.limits, episode.limit_setting)}"
+        )
     if actions != len(texts):
         raise DataError(
             f"demonstration {index} ({row.row_id}) has {len(texts)} texts but its episode ended after "
@@ -276,10 +279,10 @@ class _ExpertContext(ContextPolicy):
     def begin(self, messages: list[Message]) -> None:
         self.policy.begin(messages)
 
-    async def prepare(self, messages: list[Message], author: Author) -> None:
-        await self.policy.prepare(messages, _Expert(self, messages, author))
+    async def prepare(self, messages: list[Message], writer: Writer) -> None:
+        await self.policy.prepare(messages, _Expert(self, messages, writer))
 
-    async def show(self, messages: list[Message]) -> Shown:
+    async def show(self, messages: list[Message]) -> ContextView:
         return await self.policy.show(messages)
 
 
@@ -287,10 +290,10 @@ class _ExpertContext(ContextPolicy):
 class _Expert:
     context: _ExpertContext
     conversation: list[Message]
-    author: Author
+    writer: Writer
 
     def count_tokens(self, messages: list[Message]) -> int:
-        return self.author.count_tokens(messages)
+        return self.writer.count_tokens(messages)
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
         made = self.context.function(deepcopy(self.conversation))
@@ -298,7 +301,7 @@ class _Expert:
         if not isinstance(text, str):
             raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a text")
         self.context.player.summarise(text)
-        return await self.author.write(messages, max_tokens=max_tokens)
+        return await self.writer.write(messages, max_tokens=max_tokens)
 
 
 def trajectory_source(config: RunConfig) -> Path:

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_r1.build.gguf import convert_gguf
 from agent_r1.build.gguf_tokenizer import CUTTINGS, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from tests.chatml import TEMPLATE
 from tests.tiny_gguf import CONTROL, MERGES, TOKENS, TYPES, Tiny
 

@@ -31,7 +31,8 @@ from agent_r1.cli.data_command import app
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.train.start import base_model
 from tests.tiny_gguf import Tiny
 

@@ -118,7 +118,7 @@ def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it
         "from agent_r1 import BaseTool\n@BaseTool.register\nclass Never(BaseTool): ...",
         "from agent_r1.learn import ALGORITHMS\nALGORITHMS['never'] = None",
         "import agent_r1.learn as learn\nlearn.ALGORITHMS['never'] = None",
-        "from agent_r1.tokens.tool_calls import register_format\nregister_format('never', None)",
+        "from agent_r1.tokens.formats import register_format\nregister_format('never', None)",
     ],
 )
 def test_a_file_that_registers_something_is_run(tmp_path: Path, registration: str) -> None:

@@ -14,7 +14,7 @@ from agent_r1.build.resolve import resolve
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.tool_calls import FORMATS, register_format
+from agent_r1.tokens.formats import FORMATS, register_format
 from agent_r1.types import Trajectory
 from tests.chatml import renderer
 from tests.conftest import Cli
@@ -126,14 +126,12 @@ def test_the_dry_run_says_which_format_and_why(cli: Cli, recipe: Path, folder: P
 
 
 MINE = """
-import re
-from agent_r1.tokens.tool_calls import HeadedFormat, register_format
+from agent_r1.tokens.formats import HeadedFormat, register_format
 
-class Mine(HeadedFormat):
-    form, starts = "@do NAME {...} @done", "@do"
-    opens, head, tail = re.compile("@do"), re.compile(r"\\s*(?P<name>\\w+)"), re.compile(" @done")
-
-register_format("mine", Mine())
+mine = HeadedFormat(
+    form="@do NAME {...} @done", starts="@do", opens="@do", head=r"\\s*(?P<name>\\w+)", tail=" @done"
+)
+register_format("mine", mine)
 """
 
 
@@ -151,7 +149,7 @@ def test_a_registered_format_is_inferred_too(recipe: Path) -> None:
         assert plan.tool_format == "mine, as in the chat template"
         with pytest.raises(ConfigError, match="'hermes' contradicts the chat template, which writes calls as 'mine'"):
             build_plan(config(recipe, "model.chat_template=mine.jinja", "task.env_kwargs.tool_format=hermes"))
-        with pytest.raises(ConfigError, match="'mine' is taken by Mine: choose another name"):
+        with pytest.raises(ConfigError, match="'mine' is taken"):
             register_format("mine", FORMATS["hermes"])
         with pytest.raises(ConfigError, match="needs a ToolCallFormat instance, got <class"):
             register_format("other", type(FORMATS["hermes"]))  # type: ignore[arg-type]

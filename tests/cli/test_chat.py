@@ -22,7 +22,8 @@ from agent_r1.build.resolve import resolve
 from agent_r1.cli.commands.chat import Chat, answer, chat_loop, open_chat
 from agent_r1.config import load_config
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
-from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, Episode
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import Message, Observation, StopReason, TaskRow
 from tests.chatml import _no_env, collector, renderer, row, tokenizer

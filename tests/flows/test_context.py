@@ -16,15 +16,15 @@ from agent_r1.flows.context import (
     NOTES_TITLE,
     SUMMARY_TITLE,
     ContextPolicy,
+    ContextView,
     DropResults,
     Notes,
     Rewrite,
-    Shown,
     Summary,
     Window,
-    split,
-    spoken,
-    with_text,
+    append_text,
+    split_exchanges,
+    strip_reasoning,
 )
 from agent_r1.types import Message
 
@@ -64,11 +64,14 @@ class Author:
 
 
 def test_a_conversation_is_a_head_and_exchanges() -> None:
-    assert split(TALK) == ([SYSTEM, TASK], [ONE, TWO, THREE])
-    assert split([TASK]) == ([TASK], [])
-    assert split([]) == ([], [])
-    assert split(TALK, 3) == ([SYSTEM, TASK, *ONE], [TWO, THREE])  # up to the first reply after so many messages
-    assert split(TALK, 99) == (TALK, [])
+    assert split_exchanges(TALK) == ([SYSTEM, TASK], [ONE, TWO, THREE])
+    assert split_exchanges([TASK]) == ([TASK], [])
+    assert split_exchanges([]) == ([], [])
+    assert split_exchanges(TALK, 3) == (
+        [SYSTEM, TASK, *ONE],
+        [TWO, THREE],
+    )  # up to the first reply after so many messages
+    assert split_exchanges(TALK, 99) == (TALK, [])
 
 
 def every_policy() -> list[ContextPolicy]:
@@ -200,7 +203,7 @@ def test_a_note_has_no_reasoning_and_always_something_of_the_results() -> None:
     ],
 )
 def test_reasoning_is_not_spoken(text: str, rest: str) -> None:
-    assert spoken(text) == rest
+    assert strip_reasoning(text) == rest
 
 
 def test_reasoning_is_no_part_of_a_summary() -> None:
@@ -212,7 +215,7 @@ def test_reasoning_is_no_part_of_a_summary() -> None:
 def test_a_summary_takes_the_place_of_all_but_the_last_exchanges() -> None:
     author, policy = Author(" code 7319\n"), summary(max_tokens=8)
 
-    async def play() -> Shown:
+    async def play() -> ContextView:
         await policy.prepare(TALK[:4], author)  # 4 messages: short enough
         await policy.prepare(TALK, author)  # 9
         return await policy.show(TALK)
@@ -230,7 +233,7 @@ def test_a_new_summary_covers_the_old_one() -> None:
     author, policy = Author("first", "second"), summary(max_tokens=3)
     longer = [*TALK, said("assistant", "7319"), said("user", "It opens.")]
 
-    async def play() -> Shown:
+    async def play() -> ContextView:
         await policy.prepare(TALK, author)
         assert author.count_tokens((await policy.show(TALK)).messages) == 4  # still too long,
         await policy.prepare(TALK, author)  # but nothing has come that could be left out: it is not asked again
@@ -301,19 +304,19 @@ def test_a_rewrite_may_leave_out_what_is_not_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("made", "named"),
     [
-        (None, "returned None; it must return a list"),
-        ([], r"returned \[\]; it must return a list of at least one"),
-        (["hello"], "returned 'hello' among its messages"),
-        ([{"content": "x"}], "each is a dict with a role"),
-        ([{"role": "user", "content": 3}], "returned a message whose content is 3, not a text"),
-        ([said("user", b"x")], "not JSON"),
-        ([TASK, said("assistant", "so")], "end with the assistant's"),
+        (None, "None"),
+        ([], "messages"),
+        (["hello"], "'hello'"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "user", "content": 3}], "content"),
+        ([said("user", b"x")], "content"),
+        ([TASK, said("assistant", "so")], "assistant"),
     ],
 )
-def test_what_a_rewrite_may_not_return_is_told(made: Any, message: str) -> None:
-    with pytest.raises(DataError, match=rf"rewrite 'rewriting' .*{message}"):
+def test_a_rewrite_must_return_messages_that_the_model_can_answer(made: Any, named: str) -> None:
+    with pytest.raises(DataError, match=rf"rewrite 'rewriting' .*{named}"):
         shown(Rewrite(function=_returning(made)))
 
 
@@ -325,19 +328,19 @@ def _returning(made: Any) -> Callable[[list[Message]], Any]:
 
 
 def test_text_joins_the_users_last_message_or_becomes_one() -> None:
-    assert with_text([TASK], "more") == [said("user", "Open the vault.\n\nmore")]
-    assert with_text([said("user", "")], "more") == [said("user", "more")]
-    assert with_text([said("user", [{"type": "image"}])], "more")[0]["content"][1] == {"type": "text", "text": "more"}
-    noted = with_text([TASK], "a note", from_tool=True)
+    assert append_text([TASK], "more") == [said("user", "Open the vault.\n\nmore")]
+    assert append_text([said("user", "")], "more") == [said("user", "more")]
+    assert append_text([said("user", [{"type": "image"}])], "more")[0]["content"][1] == {"type": "text", "text": "more"}
+    noted = append_text([TASK], "a note", from_tool=True)
     assert noted == [{**said("user", "Open the vault.\n\na note"), "from_tool": "a note"}]  # the task is not
     both = {**said("user", "Open the vault.\n\na note\n\nmore"), "from_tool": "a note\n\nmore"}
-    assert with_text(noted, "more") == [both]
-    assert with_text([SYSTEM], "more") == [SYSTEM, said("user", "more")]
-    assert with_text([TWO[1]], "more") == [TWO[1], said("user", "more")]  # never in a tool's name
-    assert with_text([], "more", from_tool=True) == [said("user", "more", from_tool=True)]
-    assert with_text([TASK], "more", from_tool=True) == [said("user", "Open the vault.\n\nmore", from_tool="more")]
+    assert append_text(noted, "more") == [both]
+    assert append_text([SYSTEM], "more") == [SYSTEM, said("user", "more")]
+    assert append_text([TWO[1]], "more") == [TWO[1], said("user", "more")]  # never in a tool's name
+    assert append_text([], "more", from_tool=True) == [said("user", "more", from_tool=True)]
+    assert append_text([TASK], "more", from_tool=True) == [said("user", "Open the vault.\n\nmore", from_tool="more")]
     result = said("user", "found", from_tool=True)
-    assert with_text([result], "more", from_tool=True) == [said("user", "found\n\nmore", from_tool=True)]
+    assert append_text([result], "more", from_tool=True) == [said("user", "found\n\nmore", from_tool=True)]
 
 
 contents = st.sampled_from(["", "a red door", "code 7", "code 8", "the door needs a code"])
@@ -367,8 +370,8 @@ def test_whatever_is_shown_begins_and_ends_like_the_conversation_and_never_split
     asyncio.run(policy.prepare(talk, Author("what I know")))
     made = asyncio.run(policy.show(talk))
     assert talk == before
-    head, whole = split(talk)
-    shown_head, parts = split(made.messages)
+    head, whole = split_exchanges(talk)
+    shown_head, parts = split_exchanges(made.messages)
     assert [message["role"] for message in shown_head] == [message["role"] for message in head]
     assert all(str(now["content"]).startswith(was["content"]) for now, was in zip(shown_head, head, strict=True))
     kept = whole[len(whole) - len(parts) :]

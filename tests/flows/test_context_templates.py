@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window, split
+from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window, split_exchanges
 from agent_r1.tokens.rendering import Renderer, Turn
 from agent_r1.types import Message, Observation
 from tests.chatml import tokenizer
@@ -50,7 +50,7 @@ class Writer(Author):
 
 def rendered(renderer: Renderer, policy: ContextPolicy, talk: list[Message], reply: str) -> list[int]:
     """The prompt that shows the end of `talk`, whose last exchange begins with `reply`."""
-    before = talk[: len(talk) - len(split(talk)[1][-1])]
+    before = talk[: len(talk) - len(split_exchanges(talk)[1][-1])]
     prompt, response = renderer.render(Observation(messages=before)), renderer.encode_response(reply)
     turn = Turn(observation=Observation(messages=before), prompt_ids=prompt, response_ids=response, text=reply)
     asyncio.run(policy.prepare(talk, Writer(renderer, turn)))

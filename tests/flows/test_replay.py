@@ -9,7 +9,7 @@ import pytest
 
 from agent_r1 import BaseTool, FromRow, ToolEnv, ToolResult, replay, tool
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tokens.formats import FORMATS
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transition
 
 
@@ -92,12 +92,12 @@ def test_texts_that_do_not_end_the_episode_leave_it_unfinished() -> None:
 
 
 def test_texts_after_the_end_are_an_error() -> None:
-    with pytest.raises(DataError, match=r"row 'r1': the episode ended \(answered\) after 1 of 2 texts; .* 'Done\.'"):
+    with pytest.raises(DataError, match=r"row 'r1': the episode ended \(answered\) after 1 of 2 texts.* 'Done\.'"):
         play("Done.", say("refund", order="A"))
 
 
 def test_one_text_in_place_of_a_list_is_refused() -> None:
-    with pytest.raises(TypeError, match="one for each response, got the text 'Done"):
+    with pytest.raises(TypeError, match=r"list of texts.*'Done"):
         asyncio.run(replay(Shop, ROW, "Done.", tools=[refund]))
 
 

@@ -22,12 +22,14 @@ from agent_r1.envs.base import merge_env_kwargs
 from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.flow import AgentEnvLoop, Limits
+from agent_r1.flows.episode import Limits
+from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.quickstart import task, tiny
 from agent_r1.recipes.quickstart.task import Kind, Puzzle, Shortcut
 from agent_r1.rollout.collect import Collector
-from agent_r1.tokens.rendering import Renderer, verify_template
-from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.tools.base import ToolError
 from agent_r1.types import StopReason, TaskRow, Trajectory
 

@@ -19,7 +19,8 @@ from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
-from agent_r1.flows.flow import AgentFlowBase, Episode, SingleStepFlow
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.types import Action, Group, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer

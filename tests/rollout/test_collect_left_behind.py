@@ -12,8 +12,9 @@ import pytest
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
-from agent_r1.flows import flow as flow_module
-from agent_r1.flows.flow import AgentFlowBase, Episode
+from agent_r1.flows import episode as episode_module
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
 from tests.chatml import collector, row, tokenizer
 from tests.engines.engine_sides import both, make_engine
@@ -98,7 +99,7 @@ def flow(second: Callable[[Episode], Coroutine[Any, Any, None]]) -> Callable[[Ta
 def test_nothing_of_an_episode_is_sampled_any_more_when_it_has_been_played(
     second: Callable[[Episode], Coroutine[Any, Any, None]], error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow_module, "CANCEL_SECONDS", 0.2)  # who is stubborn is left behind then
+    monkeypatch.setattr(episode_module, "CANCEL_SECONDS", 0.2)  # who is stubborn is left behind then
     engine = Slow()
 
     async def main() -> list[Trajectory]:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv, own_row
-from agent_r1.flows.flow import AgentFlowBase, Episode
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 from tests.chatml import collector, row, tokenizer
 

@@ -142,7 +142,7 @@ def check_prompts_extend_what_was_sampled(
     as_seen_by_template = list(messages)
     for response_ids, added in turns:
         text = subject.renderer.decode(response_ids)
-        conversation.sampled(response_ids, text)
+        conversation.record(response_ids, text)
         messages = [*messages, {"role": "assistant", "content": text}, *added]
         as_seen_by_template += [{"role": "assistant", "content": STAND_IN}, *added]
 

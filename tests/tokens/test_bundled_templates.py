@@ -15,8 +15,9 @@ from agent_r1.build.resolve import TEMPLATES
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.rendering import FORGETFUL, Renderer, verify_template
-from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 from tests.tokens.rendering_checks import (
     Subject,
@@ -140,7 +141,7 @@ def test_a_reply_taken_apart_into_calls_is_extended_exactly() -> None:
     conversation = Conversations(renderer)
     first = conversation.prompt(Observation(messages=[USER]), [TOOL])
     text = f"Let me look.\n{HERMES.write_call('search', {'query': 'Faust'})}"
-    conversation.sampled(renderer.encode_response(text), text)
+    conversation.record(renderer.encode_response(text), text)
     reply = {"role": "assistant", "content": "Let me look.", "tool_calls": [call("search", {"query": "Faust"})]}
     messages: list[Message] = [USER, reply, {"role": "tool", "content": "Goethe"}]
     second = conversation.prompt(Observation(messages=messages), [TOOL])
@@ -180,17 +181,16 @@ def test_every_prompt_extends_what_was_seen_and_sampled(family: str, data: st.Da
 @every_family
 @few
 @given(data=st.data())
-def test_templates_that_forget_write_what_they_would_write_if_they_did_not(family: str, data: st.DataObject) -> None:
-    """Ours say of themselves that nothing before a reply matters after it, and are believed."""
+def test_rendering_only_new_turns_gives_the_ids_of_the_whole_conversation(family: str, data: st.DataObject) -> None:
     subject = subject_of(family)
     turns = data.draw(st.lists(st.tuples(subject.responses(), subject.answers(subject.wild())), min_size=1, max_size=3))
     first = data.draw(subject.conversations(subject.clean()))
     for template in (TEMPLATE, QUICKSTART):
-        assert FORGETFUL in template
-        remembering = Renderer(subject.tokenizer, chat_template=template.replace(FORGETFUL, ""))
+        whole, count = INDEPENDENT_TURNS.subn("", template)
+        assert count == 1
         conversations = [
             Conversations(Renderer(subject.tokenizer, chat_template=template)),
-            Conversations(remembering),
+            Conversations(Renderer(subject.tokenizer, chat_template=whole)),
         ]
         messages = list(first)
         for ids, answers in turns:
@@ -198,7 +198,7 @@ def test_templates_that_forget_write_what_they_would_write_if_they_did_not(famil
             assert prompts[0] == prompts[1]
             text = subject.renderer.decode(ids)
             for conversation in conversations:
-                conversation.sampled(ids, text)
+                conversation.record(ids, text)
             messages = [*messages, {"role": "assistant", "content": text}, *answers]
         prompts = [conversation.prompt(Observation(messages=messages), [TOOL]) for conversation in conversations]
         assert prompts[0] == prompts[1]

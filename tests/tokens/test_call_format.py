@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from agent_r1.tokens.call_format import MAX_CALLS, Event, ParsedCall, ParseFailure
-from agent_r1.tokens.tool_calls import FORMATS
+from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.base import MAX_CALLS, Event, ParsedCall, ParseFailure
 
 HERMES, RETOOL = FORMATS["hermes"], FORMATS["retool"]
 
@@ -205,7 +205,7 @@ def test_text_formats_read_back_what_they_write_given_the_schema(
     text = FORMATS[name].write_call(tool, arguments)
     found, as_text, _ = call(name, text)
     schema = {"properties": {key: _schema_of(value) for key, value in arguments.items()}}
-    assert (found, FORMATS[name].typed(as_text, schema)) == (tool, arguments)
+    assert (found, FORMATS[name].convert_arguments(as_text, schema)) == (tool, arguments)
 
 
 @given(tool=identifiers, arguments=st.dictionaries(identifiers, values, max_size=4))

@@ -11,7 +11,7 @@ import pytest
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import ScriptedEngine
-from agent_r1.flows.flow import Episode, Limits
+from agent_r1.flows.episode import Episode, Limits
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation, Step
@@ -107,7 +107,7 @@ def test_tools_that_an_env_changes_in_place_are_noticed() -> None:
     tools = [TOOL]
     conversations = Conversations(renderer_of("qwen2_5"))
     conversations.prompt(Observation(messages=[user("?")]), tools)
-    conversations.sampled(in_letters("hello world"), "hello world")
+    conversations.record(in_letters("hello world"), "hello world")
     tools.append(OTHER_TOOL)
     again = conversations.prompt(Observation(messages=[user("?"), said("hello world"), user("!")]), tools)
     assert '"buy"' in renderer_of("qwen2_5").decode(again)
@@ -150,7 +150,7 @@ def test_a_conversation_keeps_its_ids_once_however_long_it_grows() -> None:
     conversations, messages = Conversations(renderer_of("qwen2_5")), [user("?")]
     for _ in range(20):
         ids = conversations.prompt(Observation(messages=messages))
-        conversations.sampled(in_letters("hello"), "hello")
+        conversations.record(in_letters("hello"), "hello")
         messages = [*messages, said("hello"), user("on")]
     kept = {id(exchange.ids): len(exchange.ids) for exchange in conversations._exchanges}
     assert list(kept.values()) == [len(ids) + len(in_letters("hello"))]
@@ -191,7 +191,7 @@ def test_a_prompt_that_continues_nothing_costs_the_same_however_many_exchanges_t
         conversations.prompt(Observation(messages=messages), tools)
         assert not conversations.extended
         asked.append(len(calls) - before)
-        conversations.sampled(in_letters("hello world"), "hello world")
+        conversations.record(in_letters("hello world"), "hello world")
         messages = [*messages, said("hello world"), user(f"answer {number}")]
     assert max(asked[10:]) <= max(asked[:10])
 
@@ -212,7 +212,7 @@ def test_any_of_many_branches_from_one_prompt_can_be_continued(form: str) -> Non
     prompts = {}
     for answer in answers:
         prompts[answer] = conversations.prompt(observation())
-        conversations.sampled(in_letters(answer), answer)
+        conversations.record(in_letters(answer), answer)
     for answer in answers:
         ids = conversations.prompt(observation(answer))
         seen = prompts[answer] + in_letters(answer)

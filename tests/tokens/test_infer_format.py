@@ -9,9 +9,9 @@ import pytest
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.infer_format import template_format
+from agent_r1.tokens.formats import FORMATS, RetoolFormat
+from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.tokens.tool_calls import FORMATS, RetoolFormat
 from agent_r1.tools.base import tool
 from agent_r1.types import Action, Observation, TaskRow
 from tests import chatml
@@ -103,7 +103,7 @@ async def _second_prompt(renderer: Renderer, name: str, text: str) -> str:
     first = await env.reset(TaskRow(prompt=[{"role": "user", "content": "1 + 2?"}]))
     prompt = talk.prompt(first, env.tool_schemas)
     response = renderer.encode_response(text)
-    talk.sampled(response, renderer.decode(response))
+    talk.record(response, renderer.decode(response))
     step = await env.step(Action(text=renderer.decode(response), token_ids=response))
     assert isinstance(step.observation, Observation)
     assert step.calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_r1.tokens.tool_calls import FORMATS, ParsedCall, ParseFailure
+from agent_r1.tokens.formats import FORMATS, ParsedCall, ParseFailure
 from tests.tokens.test_tool_calls import call, failure
 
 # glm45
@@ -19,7 +19,9 @@ def test_glm_reads_a_name_and_pairs_of_key_and_value() -> None:
         ("plot", {"xs": "[1, 2]"}),
         ("stop", {}),
     ]
-    assert FORMATS["glm45"].typed({"xs": "[1, 2]"}, {"properties": {"xs": {"type": "array"}}}) == {"xs": [1, 2]}
+    assert FORMATS["glm45"].convert_arguments({"xs": "[1, 2]"}, {"properties": {"xs": {"type": "array"}}}) == {
+        "xs": [1, 2]
+    }
     assert call("glm45", FORMATS["glm45"].write_call("say", {"text": " two\nlines "}))[1] == {"text": " two\nlines "}
 
 
@@ -75,7 +77,7 @@ def test_pythonic_reads_literals_and_several_calls() -> None:
         ("[f(a=1", "is not closed with ]"),
         ("[f(a=" + "[" * 10_000, "is not closed with ]"),
         ("[f(a=" + "[" * 10_000 + "]" * 10_000 + ")]", "too many nested"),
-        ("<|python_tag|>print(1)", "the list of calls is not there"),
+        ("<|python_tag|>print(1)", "the list of calls is missing"),
     ],
 )
 def test_a_malformed_pythonic_call_is_an_event_and_nothing_is_evaluated(text: str, message: str) -> None:
@@ -151,14 +153,14 @@ def test_a_section_of_calls_is_read_whole(name: str, opens: str, each: str, clos
         ("mistral", "[TOOL_CALLS] []", "Expecting value at ']'"),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}', "expected , or ]"),
         ("mistral", '[TOOL_CALLS] [{"name": "f"}]', '"arguments" of the call is missing'),
-        ("mistral", "f[ARGS]{}", "[ARGS] stands outside a call"),
+        ("mistral", "f[ARGS]{}", "[ARGS] is outside a call"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{}", "expected a JSON list of calls"),
         ("mistral_v11", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "no tool name"),
         ("mistral_v11", "[TOOL_CALLS]f[ARGS]", "Expecting value at the end"),
-        ("mistral_v11", "f[ARGS]{}", "[ARGS] stands outside a call"),
+        ("mistral_v11", "f[ARGS]{}", "[ARGS] is outside a call"),
         ("deepseek_v3", V31.format("f", "{}"), "no tool name"),
         ("deepseek_v3", V3.format("f", "{}").removesuffix("<｜tool▁call▁end｜>"), "unexpected '\\n```'"),
-        ("deepseek_v3", "<｜tool▁calls▁begin｜>", "stands outside a call"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>", "is outside a call"),
         ("deepseek_v31", V3.format("f", "{}"), "Expecting value at 'f"),
         ("deepseek_v31", V31.format("f", "{}").removesuffix("<｜tool▁call▁end｜>"), "the call is not closed"),
         ("kimi_k2", KIMI.format("f", "{oops"), "Expecting property name"),

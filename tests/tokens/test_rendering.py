@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from agent_r1.tokens.control_tokens import CUT
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.remember import MAX_KEPT
-from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.rendering import MAX_CACHED_CHARS, Renderer
 from agent_r1.types import Message, Observation
 from tests.tokens.rendering_checks import (
     Subject,
@@ -83,7 +82,7 @@ def test_appending_gives_the_templates_own_text_when_replies_are_canonical(name:
     conversation, messages = Conversations(subject.renderer), [USER]
     for text, added in data.draw(st.lists(st.tuples(contents, subject.answers(contents)), min_size=1, max_size=3)):
         conversation.prompt(Observation(messages=messages))
-        conversation.sampled(subject.renderer.encode_response(text), text)
+        conversation.record(subject.renderer.encode_response(text), text)
         messages = [*messages, said(text), *added]
     prompt_ids = conversation.prompt(Observation(messages=messages))
     assert conversation.extended
@@ -131,7 +130,7 @@ def test_three_turns_by_hand() -> None:
 
     reply = ids("h", "ello", "<|im_end|>")
     assert reply != ids("hello<|im_end|>")
-    conversation.sampled(reply, "hello")
+    conversation.record(reply, "hello")
     history = [hello, said("hello"), {"role": "tool", "content": "world"}]
     second = first + reply + ids("\n<|im_start|>user\n<tool_response>\nworld\n</tool_response><|im_end|>\n")
     second += ids("<|im_start|>assistant\n")
@@ -139,7 +138,7 @@ def test_three_turns_by_hand() -> None:
     assert conversation.extended
 
     cut_off = ids("ok")  # no stop token: the end of the turn is the template's, so it belongs to the prompt
-    conversation.sampled(cut_off, "ok")
+    conversation.record(cut_off, "ok")
     third = second + cut_off + ids("<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
     assert conversation.prompt(asking(*history, said("ok"), {"role": "user", "content": "?"})) == third
 
@@ -172,7 +171,7 @@ def test_another_stop_token_than_the_templates_still_ends_the_turn() -> None:
     endoftext = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     conversation = Conversations(Renderer(tokenizer, extra_stop_ids=[endoftext]))
     prompt = conversation.prompt(asking(USER))
-    conversation.sampled([endoftext], "")
+    conversation.record([endoftext], "")
     after = conversation.prompt(asking(USER, said(""), USER))
     # The template would close the turn with <|im_end|>; the model has closed it already.
     assert tokenizer.decode(after[len(prompt) :]).startswith("<|endoftext|>\n<|im_start|>user\n")
@@ -202,7 +201,7 @@ def after_one_reply(text: str) -> tuple[Conversations, list[Message]]:
     renderer, messages = renderer_of("qwen2_5"), [USER]
     conversation = Conversations(renderer)
     conversation.prompt(Observation(messages=messages))
-    conversation.sampled(renderer.encode_response(text), text)
+    conversation.record(renderer.encode_response(text), text)
     return conversation, messages
 
 
@@ -230,7 +229,7 @@ def test_messages_edited_in_place_count_as_rewritten() -> None:
     messages += [said("Goethe."), {"role": "tool", "content": "a long page"}]
     conversation.prompt(Observation(messages=messages))
     assert conversation.extended
-    conversation.sampled(renderer_of("qwen2_5").encode_response("Yes."), "Yes.")
+    conversation.record(renderer_of("qwen2_5").encode_response("Yes."), "Yes.")
     messages[2]["content"] = "(dropped)"
     messages += [said("Yes."), USER]
     ids = conversation.prompt(Observation(messages=messages))
@@ -244,7 +243,7 @@ def test_a_prompt_that_nothing_was_sampled_from_is_not_extended() -> None:
     conversation.prompt(asking(USER, said("Goethe."), USER))
     assert not conversation.extended
     with pytest.raises(ValueError, match="call prompt"):
-        Conversations(renderer_of("qwen2_5")).sampled([1], "x")
+        Conversations(renderer_of("qwen2_5")).record([1], "x")
 
 
 # Replies that the env takes apart
@@ -284,7 +283,7 @@ def test_a_reply_taken_apart_into_calls_is_extended_by_its_exact_ids(name: str, 
     conversation = Conversations(renderer)
     prompt = conversation.prompt(asking(USER), [TOOL])
     response = tokenizer.encode(sampled, add_special_tokens=False)
-    conversation.sampled(response, renderer.decode(response))
+    conversation.record(response, renderer.decode(response))
     after = conversation.prompt(asking(USER, reply, RESULT), [TOOL])
     assert conversation.extended
     assert after[: len(prompt) + len(response)] == prompt + response
@@ -338,7 +337,7 @@ def test_a_text_that_goes_on_from_what_was_sampled_is_extended(more: str, extend
     conversation = Conversations(renderer)
     prompt = conversation.prompt(Observation(text="Question: 1 + 2\n"))
     response = [*tokenizer.encode("1"), *tokenizer.encode("+"), *renderer.stop_ids]
-    conversation.sampled(response, "1+")
+    conversation.record(response, "1+")
     after = conversation.prompt(Observation(text="Question: 1 + 2\n1+" + more))
     assert conversation.extended is extended
     assert tokenizer.decode(after) == "Question: 1 + 2\n1+" + more
@@ -348,10 +347,10 @@ def test_a_text_that_goes_on_from_what_was_sampled_is_extended(more: str, extend
 def test_token_ids_are_taken_verbatim() -> None:
     conversation = Conversations(renderer_of("qwen2_5"))
     assert conversation.prompt(Observation(token_ids=[5, 6])) == [5, 6]
-    conversation.sampled([7], "x")
+    conversation.record([7], "x")
     assert conversation.prompt(Observation(token_ids=[5, 6, 7, 8])) == [5, 6, 7, 8]
     assert conversation.extended
-    conversation.sampled([9], "x")
+    conversation.record([9], "x")
     assert conversation.prompt(Observation(token_ids=[5, 6, 9])) == [5, 6, 9]
     assert not conversation.extended
 
@@ -381,7 +380,7 @@ def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_c
         first = conversation.prompt(asking(USER), [TOOL])
         prompts.append(list(first))
         first.clear()
-        conversation.sampled(renderer.encode_response("Goethe."), "Goethe.")
+        conversation.record(renderer.encode_response("Goethe."), "Goethe.")
         prompts.append(conversation.prompt(asking(*asked), [TOOL]))
     assert prompts == prompts[:2] * 8
     assert len(written) == 2
@@ -393,32 +392,15 @@ def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_c
     assert len(written) == 5
 
 
-@pytest.mark.parametrize(("length", "times"), [(MAX_KEPT // 2, 1), (MAX_KEPT, 2)], ids=["short", "long"])
-def test_only_results_of_moderate_size_are_kept(monkeypatch: pytest.MonkeyPatch, length: int, times: int) -> None:
+@pytest.mark.parametrize(("length", "times"), [(MAX_CACHED_CHARS // 2, 1), (MAX_CACHED_CHARS, 2)])
+def test_only_prompts_of_moderate_size_are_cached(monkeypatch: pytest.MonkeyPatch, length: int, times: int) -> None:
     written = count_calls(monkeypatch, "apply_chat_template")
     renderer = Renderer(tokenizer_of("qwen3"))
-    encode, decode = renderer._encoder, renderer._decoder
-    encoded: list[str] = []
-    decoded: list[list[int]] = []
-
-    def encode_and_note(text: str) -> list[int]:
-        encoded.append(text)
-        return encode(text)
-
-    def decode_and_note(ids: list[int], skip_special_tokens: bool) -> Any:
-        decoded.append(ids)
-        return decode(ids, skip_special_tokens=skip_special_tokens)
-
-    renderer._encoder, renderer._decoder = encode_and_note, decode_and_note
     written.clear()
-    page = "a" * length  # and the template adds to it
-    ids = [1] * (length // 4 + 1)  # an id counts as four characters
+    page = "a" * length
     for _ in range(2):
         assert page in renderer.decode(renderer.render(asking({"role": "user", "content": page})))
-        renderer.decode(ids)
     assert len(written) == times
-    assert sum(page in text for text in encoded) == times
-    assert decoded.count(ids) == times
 
 
 def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:
@@ -428,7 +410,7 @@ def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:
 
 
 def test_a_span_outside_the_text_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"characters \[0, 9\) do not lie in the decoded response of 2 characters"):
+    with pytest.raises(ValueError, match=r"\[0, 9\)"):
         renderer_of("qwen2_5").token_span(renderer_of("qwen2_5").encode_response("ok"), 0, 9)
 
 

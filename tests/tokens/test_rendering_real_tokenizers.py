@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from tests.tokens.rendering_checks import (
     Subject,
     check_contents_make_no_control_tokens,

@@ -8,7 +8,7 @@ import pytest
 
 from agent_r1 import Reply, ToolEnv, tool
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.infer_format import template_format
+from agent_r1.tokens.formats.infer import template_format
 from agent_r1.types import Action, TaskRow
 from tests.tokens.format_templates import FAMILIES, family_renderer
 
@@ -36,7 +36,7 @@ def test_a_prompt_after_a_users_reply_extends_the_sampled_ids(name: str, thought
         opens = "<think>" if thought and not renderer.decode(prompt).rstrip().endswith("<think>") else ""
         response = renderer.encode_response(f"{opens}{thought}Which one?")
         text = renderer.decode(response)
-        conversations.sampled(response, text)
+        conversations.record(response, text)
         transition = await env.step(Action(text=text, token_ids=response))
         assert transition.observation is not None
         after = conversations.prompt(transition.observation, env.tool_schemas)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.rendering import FORGETFUL, Renderer
-from agent_r1.tokens.tokenizing import decoder, encoder
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.tokenizer import fast_decoder, fast_encoder
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import FAMILIES, tokenizer_of
 
@@ -32,15 +32,15 @@ def test_ids_and_text_are_the_tokenizers_own(name: str, data: st.DataObject) -> 
     tokenizer = tokenizer_of(name)
     pieces = st.sampled_from(["<|im_end|>", "<tool_call>", "\n\n", " ", "é", "e\u0301", "🙂", "hello world 42"])
     text = "".join(data.draw(st.lists(pieces | st.text(max_size=5), max_size=8)))
-    assert encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert fast_encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
     for skip in (False, True):
         expected = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        assert decoder(tokenizer)(ids, skip_special_tokens=skip) == expected
+        assert fast_decoder(tokenizer)(ids, skip_special_tokens=skip) == expected
 
 
 def test_what_others_ask_of_the_tokenizer_changes_nothing(tokenizer: Any) -> None:
-    encode = encoder(tokenizer)
+    encode = fast_encoder(tokenizer)
     whole = encode(LONG)
     assert len(tokenizer(LONG, truncation=True, max_length=5)["input_ids"]) == 5
     assert encode(LONG) == whole
@@ -50,14 +50,14 @@ def test_what_others_ask_of_the_tokenizer_changes_nothing(tokenizer: Any) -> Non
 
 
 def test_a_tokenizer_that_was_saved_with_truncation_does_not_truncate(tokenizer: Any) -> None:
-    whole = encoder(tokenizer)(LONG)
+    whole = fast_encoder(tokenizer)(LONG)
     tokenizer.backend_tokenizer.enable_truncation(3)
-    assert encoder(tokenizer)(LONG) == whole
+    assert fast_encoder(tokenizer)(LONG) == whole
 
 
 def test_a_tokenizer_that_splits_special_tokens_goes_on_doing_so(tokenizer: Any) -> None:
     tokenizer.split_special_tokens = True
-    ids = encoder(tokenizer)("<|im_end|>")
+    ids = fast_encoder(tokenizer)("<|im_end|>")
     assert len(ids) > 1
     assert ids == tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
@@ -71,8 +71,8 @@ def test_a_tokenizer_with_a_way_of_its_own_keeps_it(tokenizer: Any) -> None:
             return super().decode(*args, **kwargs).upper()
 
     shouting = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
-    assert encoder(shouting)("hello") == tokenizer.encode("HELLO", add_special_tokens=False)
-    assert decoder(shouting)(tokenizer.encode("hello"), skip_special_tokens=False) == "HELLO"
+    assert fast_encoder(shouting)("hello") == tokenizer.encode("HELLO", add_special_tokens=False)
+    assert fast_decoder(shouting)(tokenizer.encode("hello"), skip_special_tokens=False) == "HELLO"
 
 
 def test_of_several_templates_none_is_taken_to_forget_because_another_does(tokenizer: Any) -> None:
@@ -80,11 +80,11 @@ def test_of_several_templates_none_is_taken_to_forget_because_another_does(token
         "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
         "{{- '<|im_start|>assistant ' ~ (messages | length) ~ '\n' }}"
     )
-    tokenizer.chat_template = {"default": counting, "tool_use": f"{{# {FORGETFUL} #}}{counting}"}
+    tokenizer.chat_template = {"default": counting, "tool_use": "{% set independent_turns = true %}" + counting}
     user: Message = {"role": "user", "content": "hello"}
     conversation, renderer = Conversations(Renderer(tokenizer)), Renderer(tokenizer)
     conversation.prompt(Observation(messages=[user]))
-    conversation.sampled(renderer.encode_response("ok"), "ok")
+    conversation.record(renderer.encode_response("ok"), "ok")
     ids = conversation.prompt(Observation(messages=[user, {"role": "assistant", "content": "ok"}, user]))
     assert conversation.extended
     assert renderer.decode(ids).endswith("<|im_start|>assistant 3\n")  # not 2, as if the first message were gone

@@ -21,7 +21,8 @@ from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy
-from agent_r1.flows.flow import AgentFlowBase, Episode
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import runner
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector

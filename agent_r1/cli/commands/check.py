@@ -34,9 +34,10 @@ from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.guard import describe
 from agent_r1.rollout.collect import Collector, most_common_failure
 from agent_r1.runs.outcomes import is_success
-from agent_r1.tokens.call_format import ToolCallFormat
-from agent_r1.tokens.infer_format import template_format
-from agent_r1.tokens.rendering import Renderer, verify_template
+from agent_r1.tokens.formats import ToolCallFormat
+from agent_r1.tokens.formats.infer import template_format
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.train.sft import load_demos, play_demos
 from agent_r1.train.start import base_model
 from agent_r1.types import Group, TaskRow, ToolCallRecord, Trajectory

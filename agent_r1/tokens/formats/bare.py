@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
 
-from agent_r1.tokens.call_format import (
+from agent_r1.tokens.formats.base import (
     Event,
     ParsedCall,
     ParseFailure,
     ScannedFormat,
-    call_of,
+    Span,
     check_json,
     dump_json,
     read_json,
@@ -29,7 +29,7 @@ class Llama3JsonFormat(ScannedFormat):
     start of the response so is any text that begins like a call.
     """
 
-    marked = False
+    has_marks = False
     form = '{"name": "...", "parameters": {...}}'
     starts = r"""<\|python_tag\|>|\{\s*["']name["']\s*:\s*["'][^"'\n]*["']\s*,\s*["'](?:parameters|arguments)["']"""
     opening = r"""\s*\{\s*(?:["']?(?:name|parameters)\b|["']type["']\s*:\s*["']function["'])"""
@@ -49,10 +49,10 @@ class Llama3JsonFormat(ScannedFormat):
     def _read_call(self, text: str, start: int, brace: int) -> Event:
         value, end, problem = read_json(text, brace)
         if not problem:
-            return call_of(value, "parameters", (start, end), self.form)
+            return self.read_object(value, "parameters", (start, end))
         following = self._tags.search(text, max(brace, start + 1))
         end = following.start() if following else len(text)
-        return ParseFailure(message=f"the call cannot be read: {problem}. Write {self.form}", span=(start, end))
+        return self.failure(f"the call cannot be read: {problem}", (start, end))
 
     def _parse(self, text: str) -> tuple[str, list[Event]]:
         content, events = super()._parse(text)
@@ -72,7 +72,7 @@ class PythonicFormat(ScannedFormat):
     It is a call only at the start of the response: elsewhere, the same text may be code in an answer.
     """
 
-    marked = False
+    has_marks = False
     form = '[NAME(KEY=VALUE)], with values as Python writes them, such as "text", 3 or [1, 2]'
     starts = r"<\|python_(?:start|tag)\|>"
     opening = r"\s*(?:<\|python_(?:start|tag)\|>\s*)?\[\s*[A-Za-z_][\w.]*\("
@@ -88,21 +88,21 @@ class PythonicFormat(ScannedFormat):
         opened = self._list.match(text, start.start())
         items = self._items(text, opened.end()) if opened else None
         if items is None:
-            why = f"the list of calls is not {'closed with ]' if opened else 'there'}. Write {self.form}"
-            return [ParseFailure(message=why, span=(start.start(), len(text)))]
+            problem = "is not closed with ]" if opened else "is missing"
+            return [self.failure(f"the list of calls {problem}", (start.start(), len(text)))]
         end = items[-1][1] + 1
         closing = self._end.match(text, end)
         events: list[Event] = []
         begin = start.start()
         for index, (first, last) in enumerate(items):
             stop = last if index + 1 < len(items) else closing.end() if closing else end
-            events.append(_read_item(text[first:last].strip(), (begin, stop), self.form))
+            events.append(self._read_item(text[first:last].strip(), (begin, stop)))
             begin = stop
         return events
 
-    def _items(self, text: str, start: int) -> list[tuple[int, int]] | None:
+    def _items(self, text: str, start: int) -> list[Span] | None:
         """The spans of the items of the list whose bracket ends at `start`; None if it is not closed."""
-        items: list[tuple[int, int]] = []
+        items: list[Span] = []
         depth, begin = 0, start
         for token in self._token.finditer(text, start):
             if token[0] in "[({":
@@ -116,6 +116,20 @@ class PythonicFormat(ScannedFormat):
                     return items
         return None
 
+    def _read_item(self, source: str, span: Span) -> Event:
+        name = ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes such as "\d"
+                call = ast.parse(source, mode="eval").body
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if not isinstance(call, ast.Call) or not re.fullmatch(r"[^\W\d][\w.]*", name):
+                raise ValueError(f"{source[:40]!r} is not a call")
+            return ParsedCall(name=name, arguments=_literal_arguments(call), span=span)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            problem = str(error.msg if isinstance(error, SyntaxError) else error).split("\n")[0][:100]
+            return self.failure(f"the call cannot be read: {problem}", span, name=name)
+
     def has_call(self, text: str, tools: Collection[str]) -> bool:
         """Also in the middle of a response, at the start of a line or after a colon."""
         named = (match for match in self._in_prose.finditer(text) if match[1] in tools)
@@ -128,39 +142,29 @@ class PythonicFormat(ScannedFormat):
         return self.check_written(f"[{name}({values})]", name, arguments)
 
 
-_WORDS = {"true": True, "false": False, "null": None}  # as JSON spells them
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class _JsonWords(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
-def _read_item(source: str, span: tuple[int, int], form: str) -> Event:
-    name = ""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes such as "\d"
-            call = ast.parse(source, mode="eval").body
-        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        if not isinstance(call, ast.Call) or not re.fullmatch(r"[^\W\d][\w.]*", name):
-            raise ValueError(f"{source[:40]!r} is not a call")
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("arguments must be given by name")
-        arguments = {str(each.arg): ast.literal_eval(_JsonWords().visit(each.value)) for each in call.keywords}
-        if len(arguments) < len(call.keywords):
-            raise ValueError("an argument is given twice")
-        check_json(arguments)
-        if arguments != _as_json(arguments):
-            raise ValueError("values must be text, numbers, True, False, None, lists or dicts with text as keys")
-        return ParsedCall(name=name, arguments=arguments, span=span)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        problem = str(error.msg if isinstance(error, SyntaxError) else error).split("\n")[0][:100]
-        return ParseFailure(message=f"the call cannot be read: {problem}. Write {form}", span=span, name=name)
+def _literal_arguments(call: ast.Call) -> dict[str, Any]:
+    """Read the arguments without evaluating anything. Raises ValueError or TypeError for what JSON cannot hold."""
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("arguments must be given by name")
+    arguments = {str(each.arg): ast.literal_eval(_JsonWords().visit(each.value)) for each in call.keywords}
+    if len(arguments) < len(call.keywords):
+        raise ValueError("an argument is given twice")
+    check_json(arguments)
+    if arguments != _to_json_types(arguments):
+        raise ValueError("values must be text, numbers, True, False, None, lists or dicts with text as keys")
+    return arguments
 
 
-def _as_json(value: Any) -> Any:
-    """Convert a value to JSON types: tuples become lists, and keys become strings."""
+def _to_json_types(value: Any) -> Any:
+    """Convert tuples to lists and keys to strings."""
     if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _to_json_types(item) for key, item in value.items()}
+    return [_to_json_types(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""retool: code between tags, run in one tool."""
+"""retool: code between tags, run by one tool."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1.tokens.call_format import (
-    Event,
-    Parsed,
-    ParsedCall,
-    ParseFailure,
-    ToolCallFormat,
-    content_without,
-)
+from agent_r1.tokens.formats.base import Event, Parsed, ParsedCall, ToolCallFormat, remove_spans
 
 
-@dataclass(frozen=True)
+@dataclass
 class RetoolFormat(ToolCallFormat):
-    """ReTool: `<code>` runs in one tool, and its output comes back as `<interpreter>`. Code may be inside thinking."""
+    """ReTool: one tool runs `<code>`, and its output comes back as `<interpreter>`. Code may be inside thinking."""
 
     fixed_tool: str = "python"
     argument: str = "code"
 
     roles = ("user",)
-    marked = False  # HTML has <code>, too
+    has_marks = False  # HTML has <code>, too
     _fenced = re.compile(r"<code>\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*</code>", re.DOTALL)
     _plain = re.compile(r"<code>(.*?)</code>", re.DOTALL)
     form = "<code>\n```python\n...\n```\n</code>"
@@ -44,20 +37,16 @@ class RetoolFormat(ToolCallFormat):
             if code.strip():
                 events.append(ParsedCall(name=self.fixed_tool, arguments={self.argument: code}, span=(start, at)))
             else:
-                why = f"the code is {'empty' if found else 'not closed with </code>'}. Write {self.form}"
-                events.append(ParseFailure(message=why, span=(start, at), name=self.fixed_tool))
-        return content_without(text, [event.span for event in events]), events
+                problem = f"the code is {'empty' if found else 'not closed with </code>'}"
+                events.append(self.failure(problem, (start, at), name=self.fixed_tool))
+        return remove_spans(text, [event.span for event in events]), events
 
     def has_call(self, text: str, tools: Collection[str]) -> bool:
         return self.fixed_tool in tools and self._fenced.search(text) is not None
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         written = f"<code>\n```python\n{arguments.get(self.argument)}\n```\n</code>"
-        if self.parse(written)[1] != [ParsedCall(name=name, arguments=dict(arguments), span=(0, len(written)))]:
-            raise ValueError(
-                f"retool can only call {self.fixed_tool}({self.argument}: string), got {name}({arguments})"
-            )
-        return written
+        return self.check_written(written, name, arguments)
 
     def wrap(self, result: str) -> str:
         return f"<interpreter>\n{result}\n</interpreter>"

@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_r1.tokens.call_format import (
-    Event,
-    ParsedCall,
-    ParseFailure,
-    ScannedFormat,
-    call_of,
-    dump_json,
-    read_json,
-    skip_space,
-    sure,
-)
+from agent_r1.tokens.formats.base import Event, ParsedCall, ScannedFormat, dump_json, read_json, skip_space
 from agent_r1.tools.schema import allows_text
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_OUTSIDE_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)|\Z")
 
 
 class TaggedFormat(ScannedFormat):
@@ -32,137 +25,97 @@ class TaggedFormat(ScannedFormat):
         """Read the call whose `<tool_call>` ends at `start`. Returns the call, the end of its body, and any problem."""
 
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
-        if start[0] == "</tool_call>":
-            why = f"</tool_call> closes no call. Write {self.form}"
-            return [ParseFailure(message=why, span=start.span())]
-        return [self._read_call(text, start)]
+        if start[0] == OPEN:
+            return [self._read_call(text, start)]
+        if start[0] == CLOSE:
+            return [self.failure(f"{CLOSE} closes no call", start.span())]
+        end = _OUTSIDE_END.search(text, start.end())
+        assert end is not None  # it matches the end of the text
+        return [self.failure(f"the call is not inside {OPEN}", (start.start(), end.end()))]
 
     def _read_call(self, text: str, start: re.Match[str]) -> Event:
         call, end, problem = self._read_body(text, start.end())
         close = skip_space(text, end)
-        if call is not None and text.startswith("</tool_call>", close):
-            return replace(call, span=(start.start(), close + len("</tool_call>")))
+        if call is not None and text.startswith(CLOSE, close):
+            return replace(call, span=(start.start(), close + len(CLOSE)))
         name = call.name if call is not None else ""
-        close, reopened = text.find("</tool_call>", end), text.find("<tool_call>", end)
+        close, reopened = text.find(CLOSE, end), text.find(OPEN, end)
         if close < 0 or 0 <= reopened < close:
             following = self._tags.search(text, end)
-            why = f"the call is not closed with </tool_call>{problem and f' ({problem})'}"
-            close = following.start() if following else len(text)
-        else:
-            why = f"the call cannot be read: {problem or f'unexpected {text[end:close].strip()[:40]!r} after it'}"
-            close += len("</tool_call>")
-        return ParseFailure(message=f"{why}. Write {self.form}", span=(start.start(), close), name=name)
+            stop = following.start() if following else len(text)
+            return self.failure(
+                f"the call is not closed with {CLOSE}{problem and f' ({problem})'}", (start.start(), stop), name=name
+            )
+        problem = problem or f"unexpected {text[end:close].strip()[:40]!r} after it"
+        return self.failure(f"the call cannot be read: {problem}", (start.start(), close + len(CLOSE)), name=name)
 
 
 class HermesFormat(TaggedFormat):
-    """Hermes and Qwen: JSON inside `<tool_call>`."""
+    """JSON inside the tags."""
 
     form = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
     def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
         value, end, problem = read_json(text, start)
-        return (None if problem else call_of(value, "arguments", (0, 0), self.form)), end, problem
+        return (None if problem else self.read_object(value, "arguments", (0, 0))), end, problem
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"<tool_call>\n{dump_json({'name': name, 'arguments': dict(arguments)})}\n</tool_call>"
+        return f"{OPEN}\n{dump_json({'name': name, 'arguments': dict(arguments)})}\n{CLOSE}"
 
 
+@dataclass(kw_only=True)
 class TextValuesFormat(TaggedFormat):
-    """Values are written as plain text, so their types come from the tool's schema."""
+    """A name, then pairs of key and value as plain text. Their types come from the tool's schema.
 
-    def typed(self, arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    `name`, `key` and `end` are regular expressions: for the name, for a key with what opens its value, and for what
+    follows the last pair. `write` and `write_pair` are templates. A value must not contain anything in `tags`.
+    """
+
+    form: str
+    starts: str
+    name: str
+    key: str
+    value_end: str
+    end: str = ""
+    tags: str
+    write: str
+    write_pair: str
+    strip_newlines: bool = False  # one before and one after each value
+
+    def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
+        name = re.compile(self.name).match(text, start)
+        if name is None:
+            return None, start, f"no tool name at {text[start : start + 20]!r}"
+        key_pattern, tags = re.compile(self.key), re.compile(self.tags)
+        arguments: dict[str, Any] = {}
+        at = name.end()
+        while key := key_pattern.match(text, at):
+            close = tags.search(text, key.end())
+            if close is None or close[0] != self.value_end:
+                return None, at, f"the value of {key[1]!r} is not closed with {self.value_end}"
+            value = text[key.end() : close.start()]
+            arguments[key[1].strip()] = value.removeprefix("\n").removesuffix("\n") if self.strip_newlines else value
+            at = close.end()
+        end = re.compile(self.end).match(text, at)
+        if end is None:
+            return None, at, f"expected an argument or the end of the call, found {text[at : at + 40].lstrip()[:20]!r}"
+        return ParsedCall(name=name[1], arguments=arguments, span=(0, 0)), end.end(), ""
+
+    def convert_arguments(self, arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
         schemas = parameters.get("properties", {})
-        return {key: self._typed_value(value, schemas.get(key, {})) for key, value in arguments.items()}
-
-    def _typed_value(self, text: str, schema: Mapping[str, Any]) -> Any:
-        if allows_text(schema):
-            return text
-        value, end, problem = read_json(text, 0)
-        if not problem and not text[end:].strip():
-            return value
-        # Python's spelling is common in these formats; the tool's own check refuses anything else.
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        return {key: _convert_text(value, schemas.get(key, {})) for key, value in arguments.items()}
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         texts = {key: value if isinstance(value, str) else dump_json(value) for key, value in arguments.items()}
-        return self.check_written(self._write(name, texts), name, texts)
-
-    @abstractmethod
-    def _write(self, name: str, texts: Mapping[str, str]) -> str:
-        """The text of one call. The format has no way to quote its own tags; the caller checks."""
+        pairs = "".join(self.write_pair.format(key=key, value=text) for key, text in texts.items())
+        return self.check_written(self.write.format(name=name, pairs=pairs), name, texts)
 
 
-class Qwen3CoderFormat(TextValuesFormat):
-    """Qwen3-Coder: XML-like."""
-
-    starts = r"</?tool_call>|<function="
-    form = "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"
-    _function = re.compile(r"\s*<function=([^<>\s]+)>")
-    _parameter = re.compile(r"\s*<parameter=([^<>\s]+)>")
-    _function_end = re.compile(r"\s*</function>")
-    _loose_end = re.compile(r"</function>(?:\s*</tool_call>)?|(?=<tool_call>|<think>|</think>)|\Z")
-    _structure = re.compile(r"<parameter=|</parameter>|</function>|</?tool_call>")  # must not occur in a value
-
-    def _read_call(self, text: str, start: re.Match[str]) -> Event:
-        if start[0] != "<function=":
-            return super()._read_call(text, start)
-        end = sure(self._loose_end.search(text, start.end())).end()
-        return ParseFailure(message=f"the call is not inside <tool_call>. Write {self.form}", span=(start.start(), end))
-
-    def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
-        function = self._function.match(text, start)
-        if function is None:
-            return None, start, f"no <function=NAME> at {text[start : start + 20]!r}"
-        arguments: dict[str, Any] = {}
-        at = function.end()
-        while parameter := self._parameter.match(text, at):
-            close = self._structure.search(text, parameter.end())
-            if close is None or close[0] != "</parameter>":
-                return None, at, f"the value of {parameter[1]!r} is not closed with </parameter>"
-            value = text[parameter.end() : close.start()]
-            arguments[parameter[1]] = value.removeprefix("\n").removesuffix("\n")
-            at = close.end()
-        end = self._function_end.match(text, at)
-        if end is None:
-            found = text[at : at + 40].lstrip()[:20]
-            return None, at, f"expected <parameter=KEY>...</parameter> or </function>, found {found!r}"
-        return ParsedCall(name=function[1], arguments=arguments, span=(0, 0)), end.end(), ""
-
-    def _write(self, name: str, texts: Mapping[str, str]) -> str:
-        parameters = [f"<parameter={key}>\n{text}\n</parameter>" for key, text in texts.items()]
-        return "\n".join([f"<tool_call>\n<function={name}>", *parameters, "</function>\n</tool_call>"])
-
-
-class Glm45Format(TextValuesFormat):
-    """GLM 4.5 and later: the name, then pairs of `<arg_key>` and `<arg_value>`."""
-
-    form = "<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
-    starts = r"</?tool_call>|<arg_key>|<arg_value>"
-    _name = re.compile(r"\s*([^\s<>{}\[\]\"']+)(?=\s*<)")
-    _pair = re.compile(r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
-    _structure = re.compile(r"</?arg_key>|</?arg_value>|</?tool_call>")  # must not occur in a value
-    _loose_end = re.compile(r"</tool_call>|(?=<tool_call>|<think>|</think>)|\Z")
-
-    def _read_call(self, text: str, start: re.Match[str]) -> Event:
-        if start[0] == "<tool_call>":
-            return super()._read_call(text, start)
-        end = sure(self._loose_end.search(text, start.end())).end()
-        return ParseFailure(message=f"the call is not inside <tool_call>. Write {self.form}", span=(start.start(), end))
-
-    def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
-        name = self._name.match(text, start)
-        if name is None:
-            return None, start, f"no tool name at {text[start : start + 20]!r}"
-        arguments: dict[str, Any] = {}
-        at = name.end()
-        while pair := self._pair.match(text, at):
-            close = self._structure.search(text, pair.end())
-            if close is None or close[0] != "</arg_value>":
-                return None, at, f"the value of {pair[1]!r} is not closed with </arg_value>"
-            arguments[pair[1].strip()] = text[pair.end() : close.start()]
-            at = close.end()
-        return ParsedCall(name=name[1], arguments=arguments, span=(0, 0)), at, ""
-
-    def _write(self, name: str, texts: Mapping[str, str]) -> str:
-        pairs = [f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>" for key, text in texts.items()]
-        return "\n".join([f"<tool_call>{name}", *pairs, "</tool_call>"])
+def _convert_text(text: str, schema: Mapping[str, Any]) -> Any:
+    if allows_text(schema):
+        return text
+    value, end, problem = read_json(text, 0)
+    if not problem and not text[end:].strip():
+        return value
+    # Python's spelling is common in these formats; the tool's own check refuses anything else.
+    return {"True": True, "False": False, "None": None}.get(text.strip(), text)

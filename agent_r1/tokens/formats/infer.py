@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import product
 from os.path import commonprefix
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.tokens.formats.base import ParsedCall, ToolCallFormat
+from agent_r1.tokens.formats.table import AUTO, FALLBACK, FORMATS, format_name, get_format
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.tokens.tool_calls import AUTO, FALLBACK, FORMATS, ParsedCall, ToolCallFormat, format_name, named_format
 from agent_r1.types import Message, Observation
 
 Show = Callable[[list[Message], bool], str]  # renders messages, with or without the probe's tool
@@ -44,7 +44,7 @@ class TemplateFormat:
                 f"no known tool-call format can read the chat template's calls: {self.written[:120]!r}. Register a "
                 "format for it with register_format, or set task.env_kwargs.tool_format"
             )
-        chosen = FORMATS[self.name or FALLBACK] if asked == AUTO else named_format(asked)
+        chosen = FORMATS[self.name or FALLBACK] if asked == AUTO else get_format(asked)
         if self.name is not None and self.written and chosen.fixed_tool is None and not _reads(chosen, self.written):
             raise ConfigError(
                 f"tool_format={format_name(chosen)!r} contradicts the chat template, which writes calls as "
@@ -61,13 +61,10 @@ class TemplateFormat:
         return f"{self.name}, as in the chat template"
 
 
-def asked_format(env_kwargs: Mapping[str, Any]) -> str | ToolCallFormat:
+def requested_format(env_kwargs: Mapping[str, Any]) -> str | ToolCallFormat:
     """The format that the settings of an env ask for."""
-    asked: str | ToolCallFormat = env_kwargs.get("tool_format", AUTO)
-    return asked
-
-
-_KNOWN: WeakKeyDictionary[Renderer, TemplateFormat] = WeakKeyDictionary()
+    requested: str | ToolCallFormat = env_kwargs.get("tool_format", AUTO)
+    return requested
 
 
 def template_format(renderer: Renderer) -> TemplateFormat:
@@ -76,24 +73,22 @@ def template_format(renderer: Renderer) -> TemplateFormat:
     def show(messages: list[Message], with_tools: bool) -> str:
         return renderer.decode(renderer.render(Observation(messages=messages), [TOOL] if with_tools else ()))
 
-    if renderer not in _KNOWN:
-        _KNOWN[renderer] = infer_format(show)
-    return _KNOWN[renderer]
+    return infer_format(show)
 
 
 def infer_format(show: Show) -> TemplateFormat:
     """Like `template_format`, for any function that renders messages and raises DataError for those it refuses."""
-    asking = _attempt(show, [_ASK])
-    thinks = asking.rstrip().endswith("<think>")
+    prompt = _attempt(show, [_ASK])
+    thinks = prompt.rstrip().endswith("<think>")
     written = ""
-    for reply in _replies(show):
+    for reply in _render_calls(show):
         written = reply
         for name, each in FORMATS.items():
             if each.fixed_tool is None and _reads(each, reply):
                 return TemplateFormat(name=name, written=reply, thinks=thinks)
-    # Some templates list tools and say how to call them, but leave calls out of the conversation.
-    told = "" if written or asking == _attempt(show, [_ASK], with_tools=False) else _explained(asking)
-    return TemplateFormat(name=told or None, written=written, thinks=thinks)
+    # Some templates list tools and explain how to call them, but leave calls out of the conversation.
+    explains = not written and prompt != _attempt(show, [_ASK], with_tools=False)
+    return TemplateFormat(name=_explained_format(prompt) if explains else None, written=written, thinks=thinks)
 
 
 def _attempt(show: Show, messages: list[Message], *, with_tools: bool = True) -> str:
@@ -103,16 +98,16 @@ def _attempt(show: Show, messages: list[Message], *, with_tools: bool = True) ->
         return ""
 
 
-def _replies(show: Show) -> Iterator[str]:
+def _render_calls(show: Show) -> Iterator[str]:
     """Render a call and its result. Templates differ in the structure of calls that they accept."""
     plain = _attempt(show, [_ASK, {"role": "assistant", "content": "%%"}, _ASK])
     before = plain.partition("%%")[0] if "%%" in plain else ""
     for call_id, arguments, content in product(CALL_IDS, (ARGUMENTS, json.dumps(ARGUMENTS)), ("", None)):
         function = {"name": NAME, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        said = {"role": "assistant", "content": content, "tool_calls": [call]}
+        calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": "pong"}
-        text = _attempt(show, [_ASK, said, result])
+        text = _attempt(show, [_ASK, calling, result])
         reply = text[len(commonprefix([before, text])) :]  # noqa: RUF071 (characters are what is meant)
         if ARGUMENTS["text"] in reply:
             yield reply
@@ -120,11 +115,11 @@ def _replies(show: Show) -> Iterator[str]:
 
 def _reads(each: ToolCallFormat, reply: str) -> bool:
     calls = [event for event in each.for_prompt(thinks=False).parse(reply)[1] if isinstance(event, ParsedCall)]
-    return any(call.name == NAME and each.typed(call.arguments, PARAMETERS) == ARGUMENTS for call in calls)
+    return any(call.name == NAME and each.convert_arguments(call.arguments, PARAMETERS) == ARGUMENTS for call in calls)
 
 
-def _explained(prompt: str) -> str:
+def _explained_format(prompt: str) -> str | None:
     """The format whose marks occur in a prompt, preferably one with a complete example call."""
-    events = {name: each.parse(prompt)[1] for name, each in FORMATS.items() if each.marked}
+    events = {name: each.parse(prompt)[1] for name, each in FORMATS.items() if each.has_marks}
     whole = (name for name, found in events.items() if any(isinstance(event, ParsedCall) for event in found))
-    return next(whole, "") or next((name for name, found in events.items() if found), "")
+    return next(whole, None) or next((name for name, found in events.items() if found), None)

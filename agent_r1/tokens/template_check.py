@@ -1,0 +1,70 @@
+"""What a chat template can do for an agent, found by trying a short conversation on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_r1.errors import DataError
+from agent_r1.tokens.rendering import Renderer, ToolSchemas, Turn
+from agent_r1.types import Message, Observation
+
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateReport:
+    usable: bool  # a conversation can be held at all
+    extends: bool  # a next user message is appended, not rendered from scratch
+    extends_after_tool: bool  # so is a tool's result
+    tool_role: bool  # messages of role "tool" are shown to the model
+    tools_shown: bool  # tool schemas are shown to the model
+    problems: tuple[str, ...]  # in words; empty if all of the above hold
+
+
+def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateReport:
+    """Report what works and what does not. Never raises because of the template."""
+    tools = tools or [PROBE_TOOL]
+    user, said = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "probe"}
+    call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
+
+    def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
+        try:
+            return renderer.render(Observation(messages=list(messages)), tools)
+        except DataError:
+            return []
+
+    def extends(reply: Message, added: Message) -> bool:
+        first, ids = Observation(messages=[user]), renderer.encode_response("probe")
+        turn = Turn(observation=first, prompt_ids=attempt(user), response_ids=ids, text="probe")
+        return renderer.extend(turn, Observation(messages=[user, reply, added]), tools) is not None
+
+    a, b = (renderer.render(Observation(text=letter)) for letter in "ab")
+    joins = renderer.decode(a + b) == "ab"
+    renders, stops = bool(attempt(user)), bool(renderer.stop_ids)
+    extends_user = renders and stops and extends(said, user)
+    # gpt-oss accepts a tool's result only after a message with the call; others do not know such messages.
+    extends_tool = renders and stops and (extends(said, result) or extends(called, result))
+    tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
+    tools_shown = attempt(user) != attempt(user, tools=())
+    checks = {
+        "the tokenizer writes a space before every piece of text (Llama-2 style), so nothing can be appended": joins,
+        "the template cannot render a user message, or there is none": renders,
+        "no stop token is known: set the tokenizer's eos_token or give extra stop ids": stops,
+        "a next user message cannot be appended: each turn is rendered from scratch": extends_user,
+        "a tool's result cannot be appended: each turn is rendered from scratch": extends_tool,
+        'role "tool" is not shown: put results into user messages, or use a tool template': tool_role,
+        "tools are not shown: describe them in the system message, or use a tool template": tools_shown,
+    }
+    return TemplateReport(
+        usable=joins and renders and stops,
+        extends=extends_user,
+        extends_after_tool=extends_tool,
+        tool_role=tool_role,
+        tools_shown=tools_shown,
+        problems=tuple(problem for problem, holds in checks.items() if not holds),
+    )
