@@ -1,10 +1,9 @@
-"""How much memory training takes, said before the first step.
+"""How much memory training takes, reported before the first step.
 
 Weights, gradients and optimizer state are counted; they are the same in every step. What a pack adds (activations, the
 attention of its segments, the logits of a chunk) depends on the model, the kernels and the compiler, so on a GPU it is
 measured: two packs of different size go through the real forward and backward passes, and a line through the two peaks
-says how many tokens fit. Packs that do not are refused, or made smaller where the caller allows it. On a CPU only the
-first part is said.
+gives the number of tokens that fit. Larger packs are refused, or made smaller if the caller allows it.
 """
 
 from __future__ import annotations
@@ -22,80 +21,69 @@ from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
 
 PROBE_TOKENS = 4096  # of the larger of the two packs: more than a chunk of the head, so that the line is straight
 SEGMENT_TOKENS = 512
-# Of groups whose attempts share what they start with: attempts, tokens that are an attempt's own, rows of a group.
+# For groups whose attempts share a prefix: attempts, tokens that belong to one attempt, rows of a group.
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
-RESERVE = 0.05  # of the device's memory: what the allocator loses between blocks
-WORTH_SAYING = 2 * 2**30  # bytes; contexts and kernels take some hundreds of MiB wherever CUDA runs
-ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes none of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """Bytes on the device that are there in every step."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    critic: int  # its weights; its gradients and optimizer state are in those above
-
-    def __str__(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "reference": self.reference,
-            "critic": self.critic,
-        }
-        return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+RESERVE = 0.05  # share of the device's memory that the allocator loses between blocks
+OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
+ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
+SAVINGS = "learner.activation_checkpointing=true, learner.offload_optimizer=true and a section lora save memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What packs take beside that, and what is left for them."""
+    """The memory that packs take, and what is left for them."""
 
     bytes_per_token: float
-    bytes_once: float  # whatever the size of the pack
+    bytes_once: float  # independent of the size of the pack
     available: int
-    elsewhere: int  # what other processes have of the device, or other libraries in this one
+    elsewhere: int  # held by other processes, or by other libraries in this one
     first_seconds: float  # of the first of two equal passes, in which layers are compiled
     second_seconds: float
-    savings: tuple[str, ...] = ()  # memory-saving settings that are not in use yet
 
     @property
     def tokens_that_fit(self) -> int:
         return max(0, int((self.available - self.bytes_once) / self.bytes_per_token))
 
 
-def fixed_bytes(learner: Learner) -> Fixed:
+def estimate(learner: Learner, *, longest: int | None = None) -> str:
+    """Measure on a GPU, and return a line to print before the first step.
+
+    longest: tokens that a segment may have. If given, packs that do not fit are made smaller, down to that length;
+    otherwise they are an error.
+    """
+    fixed = ", ".join(f"{name} {readable(size)}" for name, size in fixed_bytes(learner).items() if size)
+    if learner.policy.device.type != "cuda":
+        return f"learner memory: {fixed}"
+    measured = measure(learner)
+    if longest is not None:
+        learner.max_tokens_per_pack = fitting_pack(measured, wanted=learner.max_tokens_per_pack, longest=longest)
+    return check_fits(fixed, measured, max_tokens_per_pack=learner.max_tokens_per_pack)
+
+
+def fixed_bytes(learner: Learner) -> dict[str, int]:
+    """Bytes on the device that are there in every step."""
     policy, critic = learner.policy.model, learner.critic.critic if learner.critic is not None else None
     others = [] if critic is None else [*critic.head.parameters()]
     others += [] if critic is None or critic.shared else [*critic.backbone.model.parameters()]
     seen = {id(p) for p in policy.parameters()}
     # A policy with adapters is its own reference: the same weights, so nothing more.
     reference = [p for p in learner.reference.model.parameters() if id(p) not in seen] if learner.reference else []
-    return Fixed(
-        weights=size_of(policy.parameters()),
-        gradients=sum(size_of(optimizer.parameters) for optimizer in learner.optimizers),
-        optimizer=sum(optimizer.state_bytes for optimizer in learner.optimizers),
-        reference=size_of(reference),
-        critic=size_of(others),
-    )
+    return {
+        "weights": size_of(policy.parameters()),
+        "gradients": sum(size_of(optimizer.parameters) for optimizer in learner.optimizers),
+        "optimizer": sum(optimizer.state_bytes for optimizer in learner.optimizers),
+        "reference": size_of(reference),
+        "critic": size_of(others),  # weights only; its gradients and optimizer state are counted above
+    }
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
-    """(slope, what is left at 0) of the line through two (tokens, bytes) points; it never falls, nor starts below 0."""
-    slope = max(1.0, (large[1] - small[1]) / (large[0] - small[0]))
-    return slope, max(0.0, small[1] - slope * small[0])
-
-
 def readable(size: float) -> str:
-    """1.5 GiB"""
+    """For example "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
@@ -103,68 +91,48 @@ def readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
+def check_fits(fixed: str, measured: Measured, *, max_tokens_per_pack: int) -> str:
+    """Describe the memory in one line. Raises `ConfigError` if a pack of the allowed size does not fit."""
+    fitting = measured.tokens_that_fit
+    if fitting < max_tokens_per_pack:
+        raise ConfigError(
+            f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: there is room for "
+            f"{fitting} tokens, at {readable(measured.bytes_per_token)} each, beside {fixed} and the engine's cache. "
+            f"Set a lower one; {SAVINGS}{held_by_others(measured.elsewhere)}"
+        )
+    return (
+        f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
+        f"fit ({max_tokens_per_pack} allowed); first pass {measured.first_seconds:.1f} s, next "
+        f"{measured.second_seconds:.2f} s"
+    )
+
+
+def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
+    """Tokens of a pack: as many as wanted, or fewer if only those fit. A segment of `longest` tokens is never cut."""
+    fitting = measured.tokens_that_fit
+    if fitting < longest:
+        raise ConfigError(
+            f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
+            f"but an episode may have {longest} (rollout.max_context_tokens). Lower that or engine.gpu_memory_share; "
+            f"{SAVINGS}. If no episode gets that long, set learner.max_tokens_per_pack"
+            f"{held_by_others(measured.elsewhere)}"
+        )
+    if fitting >= wanted:
+        return wanted
+    return max(longest, fitting // ROUND_TOKENS * ROUND_TOKENS)
+
+
 def held_by_others(size: int) -> str:
-    """To be added where memory is short: a pack of the right size may not fit because of a neighbour."""
-    if size < WORTH_SAYING:
+    """The end of an error about memory: a pack of the right size may not fit because of another process."""
+    if size < OTHERS_MATTER:
         return ""
     return f". {readable(size)} of the GPU are held by other processes or libraries (see nvidia-smi)"
 
 
-def synthetic_batch(num_rows: int, vocabulary: int, *, with_values: bool, shared: bool) -> list[CreditedTrajectory]:
-    """Segments of so many rows in all, trained on all but what they start with: one token, or when `shared` most of
-    their length, which they then have in common with some others. Otherwise no two start alike."""
-    if not shared:
-        lengths = [min(SEGMENT_TOKENS, num_rows - start) for start in range(0, num_rows, SEGMENT_TOKENS)]
-        made = [(_synthetic_ids(index, max(2, length)), 1) for index, length in enumerate(lengths)]
-    else:
-        start = SEGMENT_TOKENS - OWN_TOKENS
-        made = [
-            (_synthetic_ids(group, start) + _synthetic_ids(1 + group + attempt, OWN_TOKENS), start)
-            for group in range(num_rows // GROUP_ROWS)
-            for attempt in range(ATTEMPTS)
-        ]
-    ids = [([token % vocabulary for token in tokens], prompt) for tokens, prompt in made]
-    return [_credited(index, tokens, prompt, with_values) for index, (tokens, prompt) in enumerate(ids)]
-
-
-def _synthetic_ids(index: int, length: int) -> list[int]:
-    return [index + 7919 * position for position in range(length)]  # a prime: spread over any vocabulary
-
-
-def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> CreditedTrajectory:
-    numbers = [1.0] * (len(ids) - prompt)
-    step = Step(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_logprobs=[-1.0] * len(numbers))
-    return CreditedTrajectory(
-        trajectory=Trajectory(
-            row_id="memory", trajectory_id=f"memory-{index}", steps=[step], stop=StopReason.ANSWERED, outcome_reward=0.0
-        ),
-        advantages=[numbers],
-        values=[numbers] if with_values else None,
-        value_targets=[[*numbers]] if with_values else None,
-    )
-
-
-def savings(learner: Learner) -> tuple[str, ...]:
-    """Memory-saving settings that are not in use yet."""
-    layers = learner.policy.model.modules()
-    made = {
-        "learner.activation_checkpointing=true": any(getattr(each, "gradient_checkpointing", False) for each in layers),
-        "learner.offload_optimizer=true": learner.offload_optimizer,
-        "a section lora": learner.policy.adapter_state() is not None,
-    }
-    return tuple(setting for setting, is_made in made.items() if not is_made)
-
-
-def one_of(*settings: str) -> str:
-    """`Set a, b or c`."""
-    *others, last = settings
-    return f"Set {', '.join(others)} or {last}" if others else f"Set {last}"
-
-
 def measure(learner: Learner) -> Measured:
-    """On a GPU: run two packs of each layout there will be and look at the peaks. Nothing is learned, and no gradient
-    is left. What is compiled on first use, is compiled here."""
-    large = max(4, min(PROBE_TOKENS, learner.max_tokens_per_pack))  # of at least two sizes with something to predict
+    """Run two packs of each layout on the GPU and record the peaks. Nothing is learned, and no gradient is left.
+    Layers that compile on first use are compiled here."""
+    large = max(4, min(PROBE_TOKENS, learner.max_tokens_per_pack))  # at least two sizes with something to predict
     small = large // 2
     layouts = [False] if learner.prefix_sharing == "off" or small < GROUP_ROWS else [False, True]
     try:
@@ -172,9 +140,8 @@ def measure(learner: Learner) -> Measured:
         points = [[_peak(learner, tokens, shared) for tokens in (small, large)] for shared in layouts]
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
-            f"not even a pack of {large} tokens fits into the GPU's memory beside {fixed_bytes(learner)} and the "
-            f"engine's cache. {one_of(*savings(learner), 'a lower engine.gpu_memory_share')}"
-            f"{held_by_others(_elsewhere(learner.policy.device))}"
+            f"a pack of {large} tokens does not fit into the GPU's memory. Set a lower engine.gpu_memory_share; "
+            f"{SAVINGS}{held_by_others(_elsewhere(learner.policy.device))}"
         ) from error
     slope, once = max(line_through((low.rows, low.peak), (high.rows, high.peak)) for low, high in points)
     available = _available(learner)
@@ -187,8 +154,13 @@ def measure(learner: Learner) -> Measured:
         elsewhere=_elsewhere(learner.policy.device),
         first_seconds=sum(each.seconds for each in first),
         second_seconds=sum(low.seconds for low, _ in points),
-        savings=savings(learner),
     )
+
+
+def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
+    """(slope, value at 0) of the line through two (tokens, bytes) points; it never falls, nor starts below 0."""
+    slope = max(1.0, (large[1] - small[1]) / (large[0] - small[0]))
+    return slope, max(0.0, small[1] - slope * small[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +182,9 @@ def _peak(learner: Learner, rows: int, shared: bool) -> _Pass:
 
 
 def _available(learner: Learner) -> int:
-    """For packs: what is free now, with gradients in place, less optimizer state that only the first step makes."""
+    """Memory for packs: what is free with gradients in place, minus optimizer state that the first step allocates."""
     device = learner.policy.device
-    torch.cuda.empty_cache()  # what is cached for CUDA graphs, an engine's for example, is not for packs
+    torch.cuda.empty_cache()  # memory cached for CUDA graphs, such as an engine's, is not for packs
     free, total = torch.cuda.mem_get_info(device)
     missing = sum(optimizer.state_bytes for optimizer in learner.optimizers if not optimizer.has_state)
     return int(free - missing - RESERVE * total)
@@ -223,48 +195,35 @@ def _elsewhere(device: torch.device) -> int:
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
-def check_fits(fixed: Fixed, measured: Measured | None, *, max_tokens_per_pack: int) -> str:
-    """One line about it; an error if a pack as large as allowed would not fit."""
-    if measured is None:
-        return f"learner memory: {fixed}"
-    fitting = measured.tokens_that_fit
-    if fitting < max_tokens_per_pack:
-        raise ConfigError(
-            f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: beside {fixed} and "
-            f"the engine's cache there is room for packs of {fitting} tokens, at "
-            f"{readable(measured.bytes_per_token)} each. {one_of('a lower one', *measured.savings)}"
-            f"{held_by_others(measured.elsewhere)}"
-        )
-    return (
-        f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
-        f"fit ({max_tokens_per_pack} allowed); its first pass took {measured.first_seconds:.1f} s, the next "
-        f"{measured.second_seconds:.2f} s"
+def synthetic_batch(num_rows: int, vocabulary: int, *, with_values: bool, shared: bool) -> list[CreditedTrajectory]:
+    """Segments with `num_rows` rows in total, trained on all but their prompt. If `shared`, the prompt is most of
+    a segment and common to a group; otherwise it is one token, and no two segments start alike."""
+    if not shared:
+        lengths = [min(SEGMENT_TOKENS, num_rows - start) for start in range(0, num_rows, SEGMENT_TOKENS)]
+        segments = [(_synthetic_ids(index, max(2, length)), 1) for index, length in enumerate(lengths)]
+    else:
+        start = SEGMENT_TOKENS - OWN_TOKENS
+        segments = [
+            (_synthetic_ids(group, start) + _synthetic_ids(1 + group + attempt, OWN_TOKENS), start)
+            for group in range(num_rows // GROUP_ROWS)
+            for attempt in range(ATTEMPTS)
+        ]
+    ids = [([token % vocabulary for token in tokens], prompt) for tokens, prompt in segments]
+    return [_credited(index, tokens, prompt, with_values) for index, (tokens, prompt) in enumerate(ids)]
+
+
+def _synthetic_ids(index: int, length: int) -> list[int]:
+    return [index + 7919 * position for position in range(length)]  # a prime: spread over any vocabulary
+
+
+def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> CreditedTrajectory:
+    numbers = [1.0] * (len(ids) - prompt)
+    step = Step(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_logprobs=[-1.0] * len(numbers))
+    return CreditedTrajectory(
+        trajectory=Trajectory(
+            row_id="memory", trajectory_id=f"memory-{index}", steps=[step], stop=StopReason.ANSWERED, outcome_reward=0.0
+        ),
+        advantages=[numbers],
+        values=[numbers] if with_values else None,
+        value_targets=[[*numbers]] if with_values else None,
     )
-
-
-def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
-    """Tokens of a pack: as many as wanted, or fewer if only those fit. `longest`: of a segment, which is never cut."""
-    fitting = measured.tokens_that_fit
-    if fitting < longest:
-        raise ConfigError(
-            f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
-            f"but one episode may have {longest} (rollout.max_context_tokens) and is never cut. "
-            f"{one_of(*measured.savings, 'a lower engine.gpu_memory_share', 'a lower rollout.max_context_tokens')}. "
-            "If no episode gets that long, say so with a "
-            f"learner.max_tokens_per_pack{held_by_others(measured.elsewhere)}"
-        )
-    if fitting >= wanted:
-        return wanted
-    return max(longest, fitting // ROUND_TOKENS * ROUND_TOKENS)
-
-
-def estimate(learner: Learner, *, longest: int | None = None) -> str:
-    """The line to print before the first step.
-
-    longest: tokens that a segment may have. If given, packs that do not fit are made smaller, unless that one does not
-    fit either; if not, they are an error.
-    """
-    measured = measure(learner) if learner.policy.device.type == "cuda" else None
-    if measured is not None and longest is not None:
-        learner.max_tokens_per_pack = fitting_pack(measured, wanted=learner.max_tokens_per_pack, longest=longest)
-    return check_fits(fixed_bytes(learner), measured, max_tokens_per_pack=learner.max_tokens_per_pack)

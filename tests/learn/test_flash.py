@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agent_r1.compiling import repeated_layers
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
-from agent_r1.learn.model import flash, packed_attention
-from agent_r1.learn.model.flash import flash_runs, flash_runs_backward
+from agent_r1.learn.model import packed_attention
+from agent_r1.learn.model.flash import flash_runs, flash_runs_backward, sum_rows
 from agent_r1.learn.model.packed_attention import packed_attention_for, segments, varlen
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
@@ -147,7 +147,7 @@ def test_gradients_of_shared_rows_are_summed_in_single_precision() -> None:
             return function(*args, **(kwargs or {}))
 
     with Sums():
-        total = flash._summed(torch.ones(3, 1, 8, dtype=torch.bfloat16), torch.tensor([0, 0, 1]), 2)
+        total = sum_rows(torch.ones(3, 1, 8, dtype=torch.bfloat16), torch.tensor([0, 0, 1]), 2)
     assert Sums.dtypes == [torch.float32]
     assert total.dtype == torch.bfloat16
     assert total[:, 0, 0].tolist() == [2.0, 1.0]
@@ -210,16 +210,15 @@ def test_torch_takes_these_arguments_and_promises_the_shapes_that_the_operator_p
     # On the meta device nothing is computed, but arguments are matched with torch's own declaration of the kernels. The
     # longest lengths stay on the CPU, where they can be read.
     meta = torch.device("meta")
-    layout, options = PackLayout.flat([20, 11]).to(meta), {"scale": 0.3, "window_size_left": 4, "window_size_right": 0}
+    layout = PackLayout.flat([20, 11]).to(meta)
     query, key, value = (each.detach() for each in inputs(layout, dtype=torch.bfloat16, device=meta))
-    starts, longest = (layout.query_starts, layout.key_starts), layout.longest
-    assert flash._options(0.3, 5) == options
-    kept = flash._forward(query, key, value, *starts, longest.tolist(), options)
-    promised = flash_runs(query, key, value, *starts, None, longest, 0.3, 5)
+    rest = (layout.query_starts, layout.key_starts, None, layout.longest, 0.3, 5)
+    kept, promised = (run(query, key, value, *rest) for run in (flash_runs._init_fn, flash_runs))
     assert described(kept) == described(promised)
-    gradients = flash._backward(query, query, key, value, *kept, *starts, longest.tolist(), options)
-    promised = flash_runs_backward(query, query, key, value, *promised, *starts, None, longest, 0.3, 5)
-    assert described(gradients) == described(promised)
+    inner, outer = (
+        run(query, query, key, value, *kept, *rest) for run in (flash_runs_backward._init_fn, flash_runs_backward)
+    )
+    assert described(inner) == described(outer)
 
 
 def described(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:

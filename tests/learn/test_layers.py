@@ -96,10 +96,9 @@ def test_a_whole_update_does_not_depend_on_checkpointing() -> None:
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused() -> None:
-    told = "learner.compile does not work with Linear, which does not mark its layers .* set learner.compile=false"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"Linear: set learner\.compile=false"):
         compile_layers(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match=r"Linear, which .*: set learner\.activation_checkpointing=false\Z"):
+    with pytest.raises(ConfigError, match=r"Linear: set learner\.activation_checkpointing=false"):
         checkpoint_layers(nn.Linear(1, 1))
 
 

@@ -141,24 +141,18 @@ def test_training_goes_on_exactly_from_base_and_saved_adapter(name: str) -> None
     assert all(torch.equal(tensor, restored.weights()[key]) for key, tensor in learner.weights().items())
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (("lm_head",), "lm_head is the output head, and only linear layers"),
-        (("embed_tokens",), "embed_tokens is Embedding, and only linear layers"),
-        (("query",), r"lora.target_modules=\('query',\)"),
-    ],
-)
-def test_modules_that_cannot_be_adapted_are_refused(targets: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PolicyModel(tiny_model(), lora=lora(target_modules=targets))
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "query"])
+def test_modules_that_cannot_be_adapted_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"lora\.target_modules=\('{target}',\)"):
+        PolicyModel(tiny_model(), lora=lora(target_modules=(target,)))
 
 
 def test_an_adapter_that_does_not_fit_is_refused() -> None:
     small, large = (PolicyModel(tiny_model(), lora=lora(rank=rank)) for rank in (2, 3))
-    with pytest.raises(ConfigError, match=r"the saved adapter does not fit: .* is \(2, 24\) there and \(3, 24\) here"):
-        large.load_adapter_state(small.adapter_state())
-    with pytest.raises(ConfigError, match="the saved state has no adapter, this model has one"):
-        large.load_adapter_state(None)
-    with pytest.raises(ConfigError, match="the saved state has an adapter, this model has none"):
-        PolicyModel(tiny_model()).load_adapter_state(small.adapter_state())
+    for model, state in (
+        (large, small.adapter_state()),
+        (large, None),
+        (PolicyModel(tiny_model()), small.adapter_state()),
+    ):
+        with pytest.raises(ConfigError, match=r"adapter.*lora"):
+            model.load_adapter_state(state)

@@ -109,19 +109,11 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(hidden)
 
 
-def test_a_head_that_is_more_than_a_matrix_is_called_as_it_is() -> None:
+def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:
     model = tiny_model("llama")
-    plain = deepcopy(model)
-    head = Doubled(16, VOCABULARY, bias=False)
-    head.weight = torch.nn.Parameter(model.lm_head.weight.detach() / 2)
-    model.lm_head = head
-    results = []
-    for each in (model, plain):
-        policy = PolicyModel(each, max_logits=VOCABULARY * 2)
-        logprobs, entropy = policy.logprobs(one_pack(0), temperature=0.8, entropy_gradient=True)
-        (logprobs.square().mean() + entropy.mean()).backward()
-        results.append((logprobs.detach(), entropy.detach(), each.model.embed_tokens.weight.grad))
-    torch.testing.assert_close(*results)
+    model.lm_head = Doubled(16, VOCABULARY, bias=False)
+    with pytest.raises(ConfigError, match="Doubled"):
+        PolicyModel(model)
 
 
 def test_tied_weights_get_the_gradient_of_both_their_uses() -> None:
@@ -143,14 +135,14 @@ def test_a_model_that_scales_its_logits_is_refused() -> None:
         num_key_value_heads=2,
         logits_scaling=4.0,
     )
-    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained: packed log-probs differ"):
+    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained"):
         PolicyModel(GraniteForCausalLM(config))
 
 
 def test_layers_that_cannot_be_packed_are_refused() -> None:
     model = tiny_model()
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match=r"layers of kind \['linear_attention'\], which cannot be packed"):
+    with pytest.raises(ConfigError, match="linear_attention"):
         PolicyModel(model)
 
 
@@ -164,7 +156,7 @@ def test_attention_soft_capping_is_refused_rather_than_ignored() -> None:
         num_key_value_heads=2,
         head_dim=8,
     )
-    with pytest.raises(ConfigError, match="its attention uses softcap"):
+    with pytest.raises(ConfigError, match="softcap"):
         PolicyModel(Gemma2ForCausalLM(config))
 
 
@@ -208,7 +200,7 @@ def test_weights_can_be_handed_over_exactly(family: str) -> None:
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights of another model: 'lm_head\.weight' is in only one of the two"):
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight'"):
         PolicyModel(tiny_model("llama")).load_weights(PolicyModel(tiny_model("llama-tied")).weights())
 
 

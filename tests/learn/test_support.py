@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from agent_r1.errors import DataError
 from agent_r1.learn import PolicyModel, as_demonstrations, supervised_loss
-from agent_r1.learn.batch.packs import merge_steps, pack
-from agent_r1.learn.batch.support import Supports, supports_of
+from agent_r1.learn.batch.support import Supports
 from agent_r1.learn.losses import KL_PENALTIES
 from agent_r1.learn.model.head import token_logprobs
 from agent_r1.types import CreditedTrajectory, Group, Step, Support, Trajectory
@@ -287,26 +286,6 @@ def test_the_kl_for_the_reward_is_taken_on_the_same_support() -> None:
             with torch.no_grad():
                 expected_T = torch.tensor(made.response_logprobs) - by_definition(other, made)[0]
             torch.testing.assert_close(torch.tensor(row), expected_T, rtol=0, atol=1e-5)
-
-
-class OwnHead(nn.Linear):
-    """Not a plain matrix, as far as the policy can tell."""
-
-
-def test_a_head_that_is_called_as_a_module_gives_the_same() -> None:
-    attempts = trajectories(batch(5))
-    packs = pack(merge_steps(attempts), 10_000, supports=supports_of(attempts, temperature=1.0))
-    results = []
-    for own in (False, True):
-        policy = PolicyModel(tiny_model("llama"), max_logits=3 * VOCABULARY)
-        if own:
-            policy._head.__class__ = OwnHead
-        logprobs_T, entropy_T = policy.logprobs(packs[0], temperature=0.8, entropy_gradient=True)
-        (logprobs_T.square() + entropy_T).sum().backward()
-        gradient = policy._head.weight.grad
-        assert gradient is not None
-        results.append([logprobs_T.detach(), entropy_T.detach(), gradient])
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_values_of_a_critic_need_no_support() -> None:

@@ -1,9 +1,9 @@
 """The output head: log-prob and entropy of tokens from hidden states, without ever holding all logits.
 
-A vocabulary of 150k makes the logits of one pack larger than everything else the learner keeps. So they are made chunk
-by chunk, reduced to three numbers per token, and made again in the backward pass, where each chunk at once becomes its
-share of the gradients. Matrix products run in the number format they are given, everything after them in fp32. Knows no
-packs and no models; whether a model's head is what is computed here is for its caller to check.
+With a vocabulary of 150k, the logits of one pack are larger than all else the learner keeps. So they are computed
+chunk by chunk, reduced to three numbers per token, and computed again in the backward pass, where each chunk at once
+becomes its share of the gradients. Matrix products run in the given number format, everything after them in fp32.
+Knows no packs and no models; the caller checks that a model's head is what is computed here.
 
 With x = h W' + b, s = softcap * tanh(x / softcap) (or x), z = s / temperature and p = softmax(z):
 
@@ -39,7 +39,7 @@ class HeadSettings:
     entropy_gradient: bool
     chunk: int  # tokens whose logits exist at once
     dtype: torch.dtype  # of the matrix products
-    compiled: bool  # fuse what is done to a chunk's logits into one kernel
+    compiled: bool  # fuse the operations on a chunk's logits into one kernel
 
 
 def token_logprobs(
@@ -50,17 +50,17 @@ def token_logprobs(
     settings: HeadSettings,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_T, entropy_T), in fp32 (in fp64 for fp64 logits). The entropy has a gradient only if asked for.
+    """(logprobs_T, entropy_T), in fp32 (in fp64 for fp64 logits).
 
     supports: the ids that each token was sampled from; None: the whole vocabulary.
     """
-    with torch.autocast(hidden_TD.device.type, enabled=False):  # the settings say which format
+    with torch.autocast(hidden_TD.device.type, enabled=False):  # the settings choose the format
         logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, settings, supports)
     return logprobs_T, entropy_T
 
 
-def narrow(logits_CV: Tensor, targets_C: Tensor, ids_CK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logits, targets, padding) with K in place of V; unchanged, and without padding, where there is no support."""
+def _narrow(logits_CV: Tensor, targets_C: Tensor, ids_CK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(logits, targets, padding) with K in place of V; unchanged, and without padding, if there is no support."""
     if ids_CK is None:
         return logits_CV, targets_C, None
     return logits_CV.gather(-1, ids_CK.clamp(min=0)), (ids_CK == targets_C[:, None]).long().argmax(-1), ids_CK < 0
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunks = _chunks(hidden_TD, weight_VD.to(settings.dtype), bias_V, settings)
         pieces = [
             reduce(
-                *narrow(logits_CV, targets_T[rows], _ids(supports, rows, hidden_TD.device)),
+                *_narrow(logits_CV, targets_T[rows], _ids(supports, rows, hidden_TD.device)),
                 settings.temperature,
                 settings.softcap,
             )
@@ -109,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows, hidden_CD, logits_CV in _chunks(hidden_TD, factor_VD, bias_V, settings):
             ids_CK = _ids(supports, rows, hidden_TD.device)
             grad_CV = spread(
-                *narrow(logits_CV, targets_T[rows], ids_CK),
+                *_narrow(logits_CV, targets_T[rows], ids_CK),
                 lse_T[rows],
                 entropy_T[rows],
                 grad_logprobs_T[rows],
@@ -165,7 +165,7 @@ def _reduce(
     return logprobs_C, scaled_C - logprobs_C, entropy_C
 
 
-def _spread(  # noqa: PLR0913 (a kernel takes what it takes)
+def _spread(  # noqa: PLR0913 (arguments of a kernel)
     logits_CV: Tensor,
     targets_C: Tensor,
     padding_CV: Tensor | None,
@@ -190,7 +190,7 @@ def _spread(  # noqa: PLR0913 (a kernel takes what it takes)
 
 def _chosen_minus(probs_CV: Tensor, targets_C: Tensor) -> Tensor:
     """1[j = t] - p_j"""
-    if torch.compiler.is_compiling():  # a comparison is part of the one pass over the chunk, a scatter would be another
+    if torch.compiler.is_compiling():  # a comparison fuses into the one pass over the chunk, a scatter does not
         chosen_CV = torch.arange(probs_CV.shape[1], device=probs_CV.device) == targets_C[:, None]
         return torch.where(chosen_CV, 1 - probs_CV, -probs_CV)
     ones_C1 = torch.ones_like(probs_CV[:, :1])
@@ -199,5 +199,5 @@ def _chosen_minus(probs_CV: Tensor, targets_C: Tensor) -> Tensor:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return made
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return compiled

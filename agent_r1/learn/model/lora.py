@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): the model stays as it is, and W x becomes W x + scale * B A x.
 
-The layers are peft's. What is added here is the way back: the weights of a plain model that computes the same,
+The layers are peft's. This module adds the way back: the weights of a plain model that computes the same,
 W + scale * B A, under the model's own names, for an engine to sample from and for a checkpoint that anyone can load.
 """
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
+from agent_r1.learn.model.layers import untied_state
 
-ADAPTER = "default"  # peft's name for the only one there is
+ADAPTER = "default"  # peft's name for the only adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +25,15 @@ class LoRA:
     rank: int
     alpha: float  # scale = alpha / rank
     target_modules: tuple[str, ...] | None  # last parts of module names; None: every linear layer but the output head
-    seed: int  # of A; B begins at 0, so that the adapted model begins as the model itself
+    seed: int  # of A; B starts at 0, so that the adapted model starts as the model itself
 
 
 class Adapters:
-    """The adapters of one model, which they become part of. All else in the model is frozen."""
+    """Adds adapters to a model and freezes everything else in it."""
 
     def __init__(self, model: Any, settings: LoRA) -> None:
         lora, inject = require_peft()
-        described = lora.LoraConfig(
+        config = lora.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
             target_modules="all-linear" if settings.target_modules is None else list(settings.target_modules),
@@ -40,20 +41,18 @@ class Adapters:
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
                 torch.manual_seed(settings.seed)
-                inject(described, model)
-        except ValueError as error:  # no such module, or one that peft has no adapter for
+                inject(config, model)
+        except ValueError as error:  # no such module, or one that peft cannot adapt
             raise ConfigError(f"lora.target_modules={settings.target_modules}: {error}") from error
         self._model = model
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)
         }
         for name, layer in self._layers.items():
-            is_head = layer is model.get_output_embeddings()
-            if is_head or type(layer.base_layer) is not nn.Linear:
-                kind = "the output head" if is_head else type(layer.base_layer).__name__
+            if layer is model.get_output_embeddings() or type(layer.base_layer) is not nn.Linear:
                 raise ConfigError(
-                    f"lora.target_modules={settings.target_modules}: {name} is {kind}, and only linear layers below "
-                    "the output head can have an adapter"
+                    f"lora.target_modules={settings.target_modules}: only linear layers below the output head can have "
+                    f"an adapter, not {name}"
                 )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -67,13 +66,8 @@ class Adapters:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         own = self.state_dict()
-        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, state)]
-        if shapes[0] != shapes[1]:
-            differ = sorted(name for name in own.keys() | state.keys() if shapes[0].get(name) != shapes[1].get(name))
-            raise ConfigError(
-                f"the saved adapter does not fit: {differ[0]!r} is {tuple(shapes[1].get(differ[0], ()))} there and "
-                f"{tuple(shapes[0].get(differ[0], ()))} here. Continue with the section lora that was saved"
-            )
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
+            raise ConfigError("the saved adapter does not fit this model: continue with the saved section lora")
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -83,7 +77,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model as it was before it got adapters."""
+        """Compute without the adapters."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -94,16 +88,13 @@ class Adapters:
 
 
 class _Merged(Mapping[str, Tensor]):
-    """Each matrix is made when it is asked for: a second copy of the model would not always fit."""
+    """Merges each matrix on access: a second copy of the model would not always fit."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Any]) -> None:
-        state = model.state_dict()
-        once = {name for name, _ in model.named_parameters()}
-        skipped = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-        skipped |= {f"{name}.{part}.{ADAPTER}.weight" for name in layers for part in ("lora_A", "lora_B")}
+        skipped = {f"{name}.{part}.{ADAPTER}.weight" for name in layers for part in ("lora_A", "lora_B")}
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
         self._plain: dict[str, Tensor] = {
-            _own_name(name, layers): tensor for name, tensor in state.items() if name not in skipped
+            _own_name(name, layers): tensor for name, tensor in untied_state(model).items() if name not in skipped
         }
 
     @torch.no_grad()
@@ -122,14 +113,14 @@ class _Merged(Mapping[str, Tensor]):
 
 
 def _own_name(name: str, layers: Mapping[str, Any]) -> str:
-    """What the model calls a tensor that peft has moved into a layer around its own."""
+    """The model's name for a tensor that peft moved into a wrapped layer."""
     module, _, part = name.rpartition(".")
     outer = module.removesuffix(".base_layer")
     return f"{outer}.{part}" if outer != module and outer in layers else name
 
 
 def require_peft() -> tuple[Any, Any]:
-    """(peft.tuners.lora, inject_adapter_in_model), or an error that says what to install."""
+    """Import (peft.tuners.lora, inject_adapter_in_model)."""
     try:
         from peft import inject_adapter_in_model
         from peft.tuners import lora

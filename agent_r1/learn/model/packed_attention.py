@@ -1,8 +1,8 @@
-"""Attention over a pack: each token sees the tokens before it in its own segment, and nothing of its neighbours.
+"""Attention over a pack: each token sees the tokens before it in its own segment, and none of its neighbours'.
 
 Plugged into transformers through `AttentionInterface`, so that models need no port. No mask is ever built for the pack:
 transformers makes none for an implementation that registers none, and the `PackLayout` that travels through the model
-as the keyword argument `packed` says all there is to say. Both implementations read a pack as runs: stretches of
+as the keyword argument `packed` describes the rows completely. Both implementations read a pack as runs: stretches of
 queries, each with the keys along its path (see `tree.py`), causal from the last query and the last key backwards.
 
 Shape suffixes: N = rows of a pack, K = keys of its runs, H = heads, G = heads of keys and values, D = size of a head.
@@ -21,9 +21,9 @@ from transformers import AttentionInterface
 
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.learn.batch.tree import PackLayout
-from agent_r1.learn.model.flash import flash_runs
+from agent_r1.learn.model.flash import flash_runs, gather_rows, sum_rows
 
-# Arguments with which some models change the attention scores. None of them may be dropped silently.
+# Arguments with which some models change the attention scores. They must not be ignored silently.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -73,13 +73,10 @@ def varlen(
     query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scale: float | None, window: int | None
 ) -> Tensor:
     """One call of torch's FlashAttention for all runs, on CUDA, in half precision. Keys are not repeated for the heads
-    that share them. The backward pass is deterministic when torch is told to be."""
+    that share them."""
     dtype = value_NGD.dtype  # rotary embeddings and norms in fp32 may lift queries and keys above it
     if dtype not in _FLASH_DTYPES:
-        raise ConfigError(
-            f"the packed attention 'varlen' cannot compute in {dtype}. Set the learner's dtype to bfloat16, or use the "
-            "packed attention 'segments'"
-        )
+        raise ConfigError(f"the packed attention 'varlen' cannot compute in {dtype}; use bfloat16 or 'segments'")
     output_NHD: Tensor = flash_runs(
         query_NHD.to(dtype),
         key_NGD.to(dtype),
@@ -94,15 +91,15 @@ def varlen(
     return output_NHD
 
 
-# transformers reads meaning into names with "sdpa", "flash" or "flex" in them, so ours have none of these.
+# transformers treats names containing "sdpa", "flash" or "flex" specially, so ours avoid them.
 PACKED_ATTENTIONS: dict[str, Kernel] = {"segments": segments, "varlen": varlen}
 
 
 def packed_attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The fastest of the table for a model that computes in `dtype`."""
+    """The fastest implementation for a model that computes in `dtype`."""
     if device.type != "cuda" or torch.version.cuda is None or dtype not in _FLASH_DTYPES:
         return "segments"
-    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # the first that FlashAttention is made for
+    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # the first that FlashAttention supports
     return "varlen" if is_ampere and head_dim % 8 == 0 and head_dim <= _FLASH_MAX_HEAD_DIM else "segments"
 
 
@@ -112,28 +109,24 @@ def _head_dim(config: Any) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows along paths. Backwards, the gradients of a row that lies on many paths are summed in fp32: bf16 would lose
-    the small ones among them."""
+    """`gather_rows` whose gradient is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows_NGD: Tensor, gather_K: Tensor) -> Tensor:
         ctx.save_for_backward(gather_K)
         ctx.num_rows = len(rows_NGD)
-        return rows_NGD.index_select(0, gather_K)
+        return gather_rows(rows_NGD, gather_K)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gather_K,), (gradient_KGD,) = ctx.saved_tensors, gradients
-        dtype = torch.promote_types(gradient_KGD.dtype, torch.float32)
-        total_NGD = gradient_KGD.new_zeros(ctx.num_rows, *gradient_KGD.shape[1:], dtype=dtype)
-        total_NGD.index_add_(0, gather_K, gradient_KGD.to(dtype))
-        return total_NGD.to(gradient_KGD.dtype), None
+        (gather_K,) = ctx.saved_tensors
+        return sum_rows(gradients[0], gather_K, ctx.num_rows), None
 
 
 def _attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """A kernel as transformers calls it."""
+    """Wrap a kernel in the signature that transformers calls."""
 
-    def attention(  # noqa: PLR0913 (transformers decides what an attention function is given)
+    def attention(  # noqa: PLR0913 (transformers' signature)
         module: nn.Module,
         query: Tensor,  # [1, H, N, D]
         key: Tensor,  # [1, G, N, D]
@@ -146,11 +139,13 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        _refuse_what_would_be_ignored(module, attention_mask, dropout, kwargs)
-        if packed is None:
+        used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+        used += ["attention_mask"] if attention_mask is not None else []
+        used += ["dropout"] if dropout else []
+        if used or packed is None:
             raise ConfigError(
-                f"{type(module).__name__} got no pack layout: the model does not hand keyword arguments down to its "
-                "attention, so it cannot be trained on packed segments"
+                f"{type(module).__name__} cannot be trained on packed segments: "
+                + (f"its attention uses {', '.join(used)}" if used else "the model does not pass `packed` on to it")
             )
         query_NHD, key_NGD, value_NGD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
         return kernel(query_NHD, key_NGD, value_NGD, packed, scaling, sliding_window)[None], None
@@ -158,33 +153,18 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-def _refuse_what_would_be_ignored(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> None:
-    used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    used += ["attention_mask"] if attention_mask is not None else []
-    used += ["dropout"] if dropout else []
-    if used:
-        raise ConfigError(
-            f"{type(module).__name__} cannot be trained on packed segments: its attention uses {', '.join(used)}, "
-            "which the packed attention does not implement"
-        )
-
-
 for _name, _kernel in PACKED_ATTENTIONS.items():
     AttentionInterface.register(f"agent_r1_{_name}", _attention(_kernel))
 
 
 def use_packed_attention(model: Any, name: str | None, autocast_dtype: torch.dtype | None = None) -> None:
-    """Switch a transformers model to one of the implementations above. None: the fastest, where the model is now."""
+    """Switch a transformers model to one of the implementations above. None: the fastest on the model's device."""
     if name is None:
         name = packed_attention_for(model.device, autocast_dtype or model.dtype, _head_dim(model.config))
     if name not in PACKED_ATTENTIONS:
         raise ConfigError(f"unknown packed attention {name!r}.{did_you_mean(name, PACKED_ATTENTIONS)}")
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if not layers <= _SUPPORTED_LAYERS or getattr(model.config, "attention_chunk_size", None):
-        raise ConfigError(
-            f"{type(model).__name__} has layers of kind {sorted(layers - _SUPPORTED_LAYERS) or 'chunked_attention'}, "
-            f"which cannot be packed. Supported: {sorted(_SUPPORTED_LAYERS)}"
-        )
+        kinds = sorted(layers - _SUPPORTED_LAYERS) or "chunked_attention"
+        raise ConfigError(f"{type(model).__name__} has layers of kind {kinds}, which cannot be packed")
     model.set_attn_implementation(f"agent_r1_{name}")

@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM that answers one question, how likely each trained token of a pack is.
+"""The policy: a Hugging Face causal LM that gives the log-prob of each trained token of a pack.
 
 Knows transformers models and packs; knows no losses, rewards or optimizers. Weights are fp32 masters. Dropout stays
 off: the log-probs must be those of the distribution that the sampler drew from.
@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout
-from agent_r1.learn.model.head import OUTSIDE, HeadSettings, narrow, token_logprobs
-from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler
+from agent_r1.learn.model.head import HeadSettings, token_logprobs
+from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler, untied_state
 from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
 
@@ -43,8 +42,8 @@ class PolicyModel:
         fp32_head: bool = False,  # compute logits in float32 from the master weights, in any body dtype
         max_logits: int = MAX_LOGITS,
         lora: LoRA | None = None,  # train adapters instead of the weights
-        compiled: bool = False,  # the layers, and on a GPU what is done to logits
-        checkpoint_activations: bool = False,  # keep the input of each layer alone, and compute the layer twice
+        compiled: bool = False,  # compile the layers, and on a GPU the operations on logits
+        checkpoint_activations: bool = False,  # keep only the input of each layer, and compute the layer twice
     ) -> None:
         self.model: nn.Module = model.float().eval()
         self.autocast_dtype = autocast_dtype
@@ -52,9 +51,11 @@ class PolicyModel:
         self.max_logits = max_logits
         self.compiled = compiled
         self._adapters = Adapters(model, lora) if lora is not None else None
-        self._bare = False  # computes without the adapters
+        self._bare = False  # whether to compute without the adapters
         self._body: nn.Module = model.base_model
         self._head: Any = model.get_output_embeddings()
+        if type(self._head) is not nn.Linear:
+            raise ConfigError(f"the output head of {type(model).__name__} must be nn.Linear, not {type(self._head)}")
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         if checkpoint_activations:
             checkpoint_layers(self._body)
@@ -79,58 +80,46 @@ class PolicyModel:
     def score(
         self, hidden_TD: Tensor, pack: Pack, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, from hidden states that are there already.
-
-        At most `max_logits` logits exist at once; see `head.py`. The entropy carries a gradient only on request.
-        """
-        if type(self._head) is not nn.Linear:
-            return self._score_by_module(hidden_TD, pack, temperature, entropy_gradient)
+        """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`."""
+        head = self._head
         settings = HeadSettings(
             temperature=temperature,
             softcap=self._softcap,
             entropy_gradient=entropy_gradient,
-            chunk=self._chunk,
-            dtype=self.head_dtype or self._head.weight.dtype,
+            chunk=max(1, self.max_logits // self.vocabulary_size),
+            dtype=self.head_dtype or head.weight.dtype,
             compiled=self.compiled and self.device.type == "cuda",
         )
-        head = self._head
         return token_logprobs(hidden_TD, head.weight, head.bias, pack.targets_T, settings, pack.supports)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights under the model's own state-dict names, tied ones once. Views, not copies; with adapters each
-        adapted matrix is merged when it is asked for."""
+        """The weights under the model's state-dict names, tied ones once. Views, not copies; adapters are merged into
+        each matrix on access."""
         if self._adapters is not None:
             return self._adapters.merged()
-        once = {name for name, _ in self.model.named_parameters()}
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        return untied_state(self.model)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """The inverse of `weights`, for a model without adapters."""
         assert self._adapters is None  # merged weights cannot be taken apart again
         expected = self.weights().keys()
         if expected != weights.keys():
-            raise ConfigError(
-                f"weights of another model: {sorted(expected ^ weights.keys())[0]!r} is in only one of the two"
-            )
-        self.model.load_state_dict(weights, strict=False)  # not strict: tied weights are there once
+            raise ConfigError(f"weights of another model: {min(expected ^ weights.keys())!r} is only in one of them")
+        self.model.load_state_dict(weights, strict=False)  # not strict: tied weights are given once
 
     def adapter_state(self) -> dict[str, Tensor] | None:
-        """All that training changes, where that is adapters and not the weights. Live tensors."""
+        """The live tensors of the adapters; None if the weights themselves are trained."""
         return self._adapters.state_dict() if self._adapters is not None else None
 
     def load_adapter_state(self, state: Mapping[str, Tensor] | None) -> None:
         """The inverse of `adapter_state`."""
         if (state is None) != (self._adapters is None):
-            raise ConfigError(
-                f"the saved state has {'no adapter' if state is None else 'an adapter'}, this model has "
-                f"{'none' if self._adapters is None else 'one'}: continue with the section lora that was saved"
-            )
+            raise ConfigError("only one of saved state and model has an adapter: continue with the saved section lora")
         if state is not None and self._adapters is not None:
             self._adapters.load_state_dict(state)
 
     def save_pretrained(self, save_directory: str) -> None:
-        """A complete Hugging Face directory of a plain model: adapters are merged into the weights."""
+        """Write a complete Hugging Face directory of a plain model; adapters are merged into the weights."""
         model: Any = self.model
         merged = {name: tensor.cpu() for name, tensor in self.weights().items()} if self._adapters is not None else None
         model.save_pretrained(save_directory, state_dict=merged)
@@ -144,18 +133,18 @@ class PolicyModel:
         return int(self._head.weight.shape[0])
 
     def body_parameters(self) -> list[nn.Parameter]:
-        """Those that hidden states depend on: all but an output head of its own."""
+        """The trained parameters that hidden states depend on: all but an untied output head."""
         return [p for p in self._body.parameters() if p.requires_grad]
 
     def copy(self) -> PolicyModel:
-        """The same weights in a model of its own: to train as something else, or to freeze."""
+        """An independent model with the same weights, to train as something else or to freeze."""
         other = deepcopy(self)
-        if self.compiled:  # what was compiled is not copied
+        if self.compiled:  # compiled code is not copied
             compile_layers(other._body)
         return other
 
     def without_adapters(self) -> PolicyModel:
-        """The model as it was before its adapters were trained, on the same weights: no second copy of them."""
+        """The model without its adapters, sharing the same weights."""
         assert self._adapters is not None
         other = copy(self)
         other._bare = True
@@ -166,11 +155,6 @@ class PolicyModel:
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         return self._adapters.disabled() if self._bare and self._adapters is not None else nullcontext()
-
-    @property
-    def _chunk(self) -> int:
-        """How many tokens may have logits at once."""
-        return max(1, self.max_logits // self.vocabulary_size)
 
     def _hidden(self, pack: Pack) -> Tensor:
         output = self._body(
@@ -188,45 +172,16 @@ class PolicyModel:
             logits_TV = self._softcap * (logits_TV / self._softcap).tanh()
         return logits_TV
 
-    def _score_by_module(
-        self, hidden_TD: Tensor, pack: Pack, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """For a head that is more than a matrix (quantised, adapted): called as it is, chunk by chunk."""
-        hidden_TD = hidden_TD if self.head_dtype == self.autocast_dtype else hidden_TD.float()
-        pieces = []
-        for start in range(0, max(1, len(hidden_TD)), self._chunk):
-            rows = slice(start, start + self._chunk)
-            ids_CK = None if pack.supports is None else pack.supports.chunk(rows, hidden_TD.device)
-            settings = (ids_CK, temperature, entropy_gradient)
-            with self._autocast(self.head_dtype):
-                chunk = checkpoint(self._score, hidden_TD[rows], pack.targets_T[rows], *settings, use_reentrant=False)
-            pieces.append(chunk)
-        logprobs, entropies = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
-
-    def _score(
-        self, hidden_TD: Tensor, targets_T: Tensor, ids_TK: Tensor | None, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        logits_TV, targets_T, padding_TV = narrow(self._logits(hidden_TD), targets_T, ids_TK)
-        scaled_TV = logits_TV / temperature
-        logprobs_TV = (scaled_TV if padding_TV is None else scaled_TV.masked_fill(padding_TV, OUTSIDE)).log_softmax(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-        return logprobs_TV.gather(-1, targets_T[:, None])[:, 0], entropy_T
-
     @torch.no_grad()
     def _check(self, attention: str | None) -> None:
-        """Compare body, packed attention and head once with the model's own definition, on two short sequences.
+        """Compare body, packed attention and head once with the model's own forward pass, on two short sequences.
 
-        Models differ in what they do between hidden states and logits, and in what they hand to their attention. Better
-        a refusal here than a policy that is trained as something it is not.
+        Models differ in what they do between hidden states and logits, and in what they pass to their attention.
         """
-        token_ids = (
-            torch.arange(8, device=self.device) * 7919 % self.vocabulary_size
-        )  # a prime: spread over the vocabulary
-        lengths = (5, 3)
         model: Any = self.model
+        lengths = (5, 3)
         every = torch.arange(8, device=self.device)
+        token_ids = every * 7919 % self.vocabulary_size  # a prime: spread over the vocabulary
         probe = Pack(
             input_ids_N=token_ids,
             position_ids_N=torch.cat([every[:length] for length in lengths]),
@@ -240,7 +195,7 @@ class PolicyModel:
         )
         use_packed_attention(model, "segments")  # in fp32, like the model's own
         got = self._logits(self._hidden(probe))
-        model.set_attn_implementation("eager")  # how the model itself defines attention, without any fused kernel
+        model.set_attn_implementation("eager")  # the model's own definition, without fused kernels
         expected = torch.cat(
             [model(input_ids=part[None], use_cache=False).logits[0] for part in token_ids.split(lengths)]
         ).float()
@@ -248,7 +203,6 @@ class PolicyModel:
         error = (got.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
         if not error <= CHECK_TOLERANCE:  # written so that NaN fails too
             raise ConfigError(
-                f"{type(model).__name__} cannot be trained: packed log-probs differ from the model's own by "
-                f"{error:.2g} (allowed {CHECK_TOLERANCE}). It probably scales its logits or mixes "
-                "tokens outside attention."
+                f"{type(model).__name__} cannot be trained: packed log-probs are off by {error:.2g}. "
+                "It probably scales its logits or mixes tokens outside attention."
             )
