@@ -106,6 +106,7 @@ def test_a_load_test_without_a_server_says_how_to_start_one(cli: Cli) -> None:
     [
         (["--port", "99999"], "Invalid value"),
         (["--seconds", "0"], "seconds must be positive"),
+        (["--seconds", "nan"], "seconds must be positive"),
         (["--max-waiting", "0"], "max_waiting must be positive"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1"),
     ],

@@ -19,7 +19,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.search.client import SearchRefused, check_server
 from agent_r1.tools.search.index import Hit, Index
 from agent_r1.tools.search.load import load
-from agent_r1.tools.search.server import QueryQueue, Refusal, ServerLimits, serve
+from agent_r1.tools.search.server import QueryQueue, ServerLimits, serve
 from tests.tools.small_search import HeldIndex, build, search, serving, titles
 
 
@@ -315,20 +315,3 @@ def test_a_load_test_counts_refusals_with_their_reason(index: Index) -> None:
     counts, reason = str(result).splitlines()
     assert counts.endswith("9 SearchRefused; none was answered")
     assert "answered 413" in reason
-
-
-def test_a_load_test_that_makes_no_sense_is_refused_before_it_begins(index: Index) -> None:
-    with serving(index, ServerLimits(max_top_k=8)) as url:
-        with pytest.raises(ConfigError, match="supports lexical, not 'foo'"):
-            asyncio.run(load(url, clients=1, requests=1, kind="foo"))
-        with pytest.raises(ConfigError, match=r"1 to 8 .* top_k=9"):
-            asyncio.run(load(url, clients=1, requests=1, top_k=9))
-
-
-def test_more_queries_than_may_wait_are_refused_before_anything_waits(index: Index) -> None:
-    async def ask_too_many() -> None:
-        await QueryQueue(index, ServerLimits(max_waiting=2)).search(["a", "b", "c"], 1, "lexical")
-
-    with pytest.raises(Refusal) as refused:
-        asyncio.run(ask_too_many())
-    assert refused.value.status == 503

@@ -168,9 +168,3 @@ def test_a_call_outlasts_the_retries_of_its_client(index: Index) -> None:
             # The last attempt may start when retry_seconds are over.
             assert SearchTool(url=url, retry_seconds=retry_seconds).timeout > retry_seconds + SECONDS_PER_ATTEMPT
     assert ServerLimits().seconds < SECONDS_PER_ATTEMPT
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("seconds", float("nan")), ("seconds", float("inf"))])
-def test_the_limits_of_a_server_are_positive_and_finite(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} .* got {value}"):
-        ServerLimits(**{name: value})  # type: ignore[arg-type]

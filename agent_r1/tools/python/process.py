@@ -47,24 +47,19 @@ class SandboxProcess:
             self._status.settimeout(FORK_SECONDS)
             message, fds, _, _ = socket.recv_fds(self._status, 4096, 1)
             if message != b"started":
-                raise SandboxError(f"the Python sandbox could not fork: {message.decode(errors='replace')}")
+                raise OSError(message.decode(errors="replace"))
             self._handle = fds[0]
             os.set_inheritable(self._handle, False)
-            report = _Report()
-            deadline = time.monotonic() + FORK_SECONDS
+            report, deadline = _Report(), time.monotonic() + FORK_SECONDS
             while not report.done:
-                if not _is_readable(self._channel.fileno(), deadline - time.monotonic()):
-                    raise SandboxError(f"a process of the Python sandbox was not ready within {FORK_SECONDS:g} s")
-                if not report.read(self._channel):
-                    raise SandboxError("a process of the Python sandbox ended before it ran anything")
+                readable = _is_readable(self._channel.fileno(), deadline - time.monotonic())
+                if not readable or not report.read(self._channel):
+                    raise TimeoutError("it ended or hung before it was confined")
             if "ready" not in report.message:
-                raise SandboxError(f"a process of the Python sandbox could not be confined: {report.message}")
+                raise OSError(report.message)
         except OSError as error:
             self.close()
-            raise SandboxError(f"the Python sandbox did not answer: {error!r}") from error
-        except SandboxError:
-            self.close()
-            raise
+            raise SandboxError(f"the Python sandbox could not start a process: {error}") from error
 
     def call(self, code: str) -> Outcome:
         """Run `code`. A process that was killed, or has ended itself, is no longer `usable`."""
