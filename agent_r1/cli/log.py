@@ -1,4 +1,4 @@
-"""The log of a run: what would otherwise be printed over the live display."""
+"""The log of a run: tracebacks of failed episodes and the output of environment processes, away from the display."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from agent_r1.errors import RolloutError
 from agent_r1.places import shown
 from agent_r1.text import visible
 
-PRINTED_CHARS = 16 * 2**20  # kept of what env processes print; it may be without end
-FAILED_CHARS = 64 * 2**20  # kept of warnings and tracebacks; then only their first lines
-KEPT_LINES = 40  # at each end of a traceback
+MAX_CHARS = 64 * 2**20  # per command; then only the first lines of failures are logged, and no output of processes
+KEPT_LINES = 40  # at each end of a record
 KEPT_CHARS = 1000  # at each end of a line
 _WORKERS = "agent_r1.envs.processes"
 
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Tracebacks of failed episodes and what env processes print go there; an end by too many failures says so."""
+    """Log to `path`. If too many episodes fail, the error names this log."""
     package, workers = logging.getLogger("agent_r1"), logging.getLogger(_WORKERS)
     before = package.propagate, workers.level
     handler: logging.Handler
     try:
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
         size = path.stat().st_size
-    except OSError:  # somebody else's run, which may be evaluated and talked to but not written to
+    except OSError:  # a run of another user: it may be evaluated, but not written to
         handler, size = logging.StreamHandler(), 0
-    handler.setFormatter(_Bounded("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(_Printed())
+    bounded = _Bounded("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(bounded)
+    handler.addFilter(lambda record: record.levelno > logging.INFO or bounded.left > 0)
     package.addHandler(handler)
     package.propagate = False
     workers.setLevel(logging.INFO)
     try:
         yield
     except RolloutError as error:
-        if not path.is_file() or path.stat().st_size == size:  # what only ran out of time has no traceback
+        if not path.is_file() or path.stat().st_size == size:  # timeouts leave no traceback
             raise
         raise RolloutError(f"{error}; details in {shown(path)}") from error
     finally:
@@ -48,43 +48,24 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 class _Bounded(logging.Formatter):
-    """Cuts the middle out of long tracebacks and lines: failures may repeat, and messages have no size limit."""
+    """Cuts the middle out of long records: failures repeat, and their messages may have any size."""
 
     def __init__(self, format: str) -> None:
         super().__init__(format)
-        self._left = FAILED_CHARS
+        self.left = MAX_CHARS
 
     def format(self, record: logging.LogRecord) -> str:
-        text = visible(super().format(record))  # people read logs in terminals
-        if record.levelno <= logging.INFO:
-            return text
-        lines = text.split("\n")
-        if self._left < 0:
-            return f"{_cut(lines[0])} ({len(lines) - 1} lines omitted: the log already has {FAILED_CHARS:,} characters)"
+        lines = [_cut(line) for line in visible(super().format(record)).split("\n")]  # people read logs in terminals
+        if self.left <= 0:
+            return lines[0] if len(lines) == 1 else f"{lines[0]} ({len(lines) - 1} lines omitted)"
         if len(lines) > 2 * KEPT_LINES + 1:  # the first line says what failed
             cut = len(lines) - 2 * KEPT_LINES - 1
             lines[KEPT_LINES + 1 : -KEPT_LINES] = [f"... ({cut:,} lines cut)"]
-        text = "\n".join(map(_cut, lines))
-        self._left -= len(text)
-        return text
+        text = "\n".join(lines)
+        self.left -= len(text)
+        return text if self.left > 0 else f"{text}\nThe log is full: it has {MAX_CHARS:,} characters."
 
 
 def _cut(line: str) -> str:
     cut = len(line) - 2 * KEPT_CHARS
     return line if cut <= 0 else f"{line[:KEPT_CHARS]}... ({cut:,} characters cut) ...{line[-KEPT_CHARS:]}"
-
-
-class _Printed(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = PRINTED_CHARS
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith(_WORKERS) or record.levelno > logging.INFO:
-            return True
-        if self._left < 0:
-            return False
-        self._left -= len(record.getMessage())
-        if self._left < 0:
-            record.msg, record.args = "env processes print more than %d characters: no more is kept", (PRINTED_CHARS,)
-        return True

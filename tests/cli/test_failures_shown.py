@@ -168,14 +168,14 @@ def test_collecting_shows_failures_too(cli: Cli, folder: Path, tmp_path: Path) -
 def test_resuming_a_run_that_has_done_all_its_steps_says_so(cli: Cli, folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = cli("train", folder, *MOODY, "trainer.steps=1", "--run", run)
-    assert "already at" not in first.out
+    assert "  continue  " not in first.out
     again = cli("train", "--resume", run)
     assert again.code == 0, again.err
-    assert "\n  go on       already at step 1 of 1; trainer.steps=N goes on\n" in again.out
+    assert "\n  continue    all 1 steps were done already" in again.out
     assert "continuing" not in again.out
     longer = cli("train", "--resume", run, "trainer.steps=2")
     assert f"continuing {run} after step 1\n" in longer.out
-    assert "already at" not in longer.out
+    assert "  continue  " not in longer.out
 
 
 def test_a_run_that_learned_nothing_says_why(cli: Cli, folder: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_short_traceback_is_kept_as_it_is(tmp_path: Path) -> None:
 
 
 def test_failures_that_never_end_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_r1.cli.log.FAILED_CHARS", 10_000)
+    monkeypatch.setattr("agent_r1.cli.log.MAX_CHARS", 10_000)
     with logging_to(tmp_path / "run.log"):
         for number in range(100):
             logging.getLogger("agent_r1.rollout").error("episode %d failed\n%s", number, "line\n" * 50)
@@ -242,7 +242,8 @@ def test_failures_that_never_end_do_not_fill_the_disk(tmp_path: Path, monkeypatc
     lines = text.splitlines()
     assert sum(" failed" in line for line in lines) == 100  # every one is mentioned
     assert 0 < text.count("line\n") * len("line\n") <= 10_000  # all of them would be 25,000
-    assert lines[-1].endswith("episode 99 failed (51 lines omitted: the log already has 10,000 characters)")
+    assert lines[-1].endswith("episode 99 failed (51 lines omitted)")
+    assert text.count("10,000 characters") == 1
 
 
 def test_text_that_is_no_unicode_reaches_the_log(tmp_path: Path) -> None:

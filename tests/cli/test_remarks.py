@@ -1,4 +1,4 @@
-"""What a run says for itself at its end, each remark by itself."""
+"""The remarks at the end of a training run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from agent_r1.cli.remarks import remarks
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.types import Failure, Group, Step, StopReason, SummaryQuality, TaskRow, Trajectory
+from agent_r1.types import Failure, Group, StopReason, TaskRow, Trajectory
 
 MINI = str(Path(__file__).parents[1] / "mini")
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -43,10 +43,9 @@ def test_a_run_that_went_well_has_nothing_to_say(run: RunDir) -> None:
 
 def test_what_helps_depends_on_what_was_earned(run: RunDir) -> None:
     [hard] = said(run, record(1, empty=1.0, success=0.0), record(2, empty=1.0, success=1.0))
-    larger = "easier rows, or a larger group (rollout.group_size)"
-    assert hard.endswith(f"What helps: more demonstrations (sft.count, sft.epochs), {larger}")
+    assert all(name in hard for name in ("sft.count", "sft.epochs", "easier rows", "rollout.group_size"))
     [easy] = said(run, record(1, empty=1.0, success=1.0))
-    assert easy.endswith("What helps: harder rows")
+    assert "harder rows" in easy
     [failed] = said(run, record(1, empty=1.0, success=0.0, error=1.0))
     assert failed == "failed      12 of 12 training episodes"
 
@@ -80,37 +79,17 @@ def wrote(step: int, *, summaries: float, actions: float) -> dict[str, float]:
     return {**record(step), "context/summaries": summaries, "episode/steps": actions}
 
 
-def sampled(prompt_tokens: int, summary: SummaryQuality | None = None) -> Step:
-    return Step(prompt_ids=[1] * prompt_tokens, response_ids=[2], response_logprobs=[0.0], summary=summary)
-
-
-def test_many_summaries_are_told_with_what_they_leave_and_what_to_do(tmp_path: Path) -> None:
-    run = summarising(tmp_path)
-    steps = [sampled(30), sampled(50, "whole"), sampled(44), sampled(60, "cut"), sampled(48), sampled(61, "cut")]
-    episode = Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.MAX_TOKENS)
-    run.write_trajectories("train", 2, [Group(row=ROW, trajectories=[episode])])
-    # 3 groups of 4: 12 episodes a step; 12 * (2 + 1) summaries, 12 * (3 + 3) actions; (44 + 48) / 2 tokens
-    [line] = said(run, wrote(1, summaries=2.0, actions=3.0), wrote(2, summaries=1.0, actions=3.0))
-    assert line == (
-        "summaries   36 for 72 actions: context.max_tokens=40 leaves little room, as prompts right after one have 46 "
-        "tokens (median). Raise context.max_tokens"
-    )
+def test_many_summaries_are_counted_and_point_to_the_setting(tmp_path: Path) -> None:
+    # 3 groups of 4: 12 episodes a step; 12 * (2 + 1) summaries, 12 * (3 + 3) actions
+    [line] = said(summarising(tmp_path), wrote(1, summaries=2.0, actions=3.0), wrote(2, summaries=1.0, actions=3.0))
+    assert line.startswith("summaries   36 for 72 actions")
+    assert "context.max_tokens=40" in line
 
 
 def test_summaries_now_and_then_are_nothing_to_remark_on(tmp_path: Path, run: RunDir) -> None:
     assert said(summarising(tmp_path), wrote(1, summaries=1.0, actions=3.0)) == []
     assert said(summarising(tmp_path / "b"), record(1) | {"episode/steps": 0.0}) == []  # no episode came so far
     assert said(run, wrote(1, summaries=3.0, actions=3.0)) == []  # not this run's policy
-
-
-def test_without_episodes_that_can_be_read_many_summaries_are_told_all_the_same(tmp_path: Path) -> None:
-    run = summarising(tmp_path)
-    [line] = said(run, wrote(1, summaries=3.0, actions=3.0))
-    assert line.endswith("36 for 36 actions: context.max_tokens=40 leaves little room. Raise context.max_tokens")
-    run.write_trajectories("train", 1, [])
-    run.trajectories_file("train", 1).write_bytes(b"no such thing")
-    [line] = said(run, wrote(1, summaries=3.0, actions=3.0))
-    assert str(run.trajectories_file("train", 1)) in line
 
 
 def showing(tmp_path: Path, *context: str) -> RunDir:
@@ -139,19 +118,17 @@ def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(
     tmp_path: Path, settings: tuple[str, ...], setting: str
 ) -> None:
     run, policy = showing(tmp_path, *settings), settings[0].removeprefix("policy=")
-    assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.0)) == [
-        f"context     {policy} showed everything, as append does: no conversation was too long for {setting}"
-    ]
+    [line] = said(run, showed(1, hidden=0.0), showed(2, hidden=0.0))
+    assert line.startswith(f"context     {policy} ")
+    assert line.endswith(setting)
     assert said(run, showed(1, hidden=0.0), showed(2, hidden=0.1)) == []
     assert said(run, showed(1, hidden=None, actions=0.0)) == []  # nobody acted
 
 
 def test_a_policy_that_the_flow_never_asked_is_told(tmp_path: Path, run: RunDir) -> None:
     [line] = said(showing(tmp_path, "policy=window"), showed(1, hidden=None))
-    assert line == (
-        "context     window was not used: agent_env_loop says uses_context = True, and does not pass "
-        "context=self.context to episode.act"
-    )
+    assert "agent_env_loop" in line
+    assert "episode.act" in line
     assert said(run, showed(1, hidden=None)) == []  # append: there is none
 
 
@@ -160,24 +137,24 @@ def test_a_rewrite_that_leaves_nothing_out_may_have_added_something(tmp_path: Pa
     assert said(rewriting, showed(1, hidden=0.0)) == []
 
 
-def test_how_to_go_on(run: RunDir) -> None:
+def test_how_to_continue(run: RunDir) -> None:
     [left] = said(run, record(1), steps=1)
-    assert left.endswith(f"train --resume {run.path} (trainer.max_minutes ran out, steps left: 3)")
-    assert said(run, record(1), start=4) == ["go on       already at step 4 of 4; trainer.steps=N goes on"]
+    assert f"train --resume {run.path} " in left
+    assert "3 steps" in left
+    [done] = said(run, record(1), start=4)
+    assert "trainer.steps=N" in done
 
 
 def test_refused_updates_are_counted_with_their_cause(run: RunDir) -> None:
-    refused = record(2) | {"skipped_updates": 2.0, "nonfinite_advantages": 3.0}
-    what = "in 1 of 2 training steps, loss or gradient not finite"
-    assert said(run, record(1), refused) == [
-        f"refused     2 optimizer steps {what}; advantages were not finite in 1 of them"
-    ]
-    assert said(run, record(1), record(2) | {"skipped_updates": 1.0}) == [
-        f"refused     1 optimizer steps {what}; look for a lower lr"
-    ]
+    [line] = said(run, record(1), record(2) | {"skipped_updates": 2.0, "nonfinite_advantages": 3.0})
+    assert "2 optimizer steps in 1 of 2 training steps" in line
+    assert "advantages were not finite in 1 of them" in line
+    [line] = said(run, record(1), record(2) | {"skipped_updates": 1.0})
+    assert "learner.lr" in line
 
 
 def test_demonstrations_are_advised_only_where_there_are_none(tmp_path: Path) -> None:
     bare = RunDir.create(tmp_path / "bare", load_config(MINI, ["sft.demos=null"]))
     [hard] = said(bare, record(1, empty=1.0, success=0.0))
-    assert "What helps: demonstrations (sft.demos), easier rows" in hard
+    assert "sft.demos" in hard
+    assert "sft.count" not in hard

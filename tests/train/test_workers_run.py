@@ -226,7 +226,7 @@ def test_envs_are_checked_before_there_is_a_process(folder: Path) -> None:
 def test_the_log_keeps_a_part_of_what_env_processes_print_and_all_of_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_r1.cli.log.PRINTED_CHARS", 100)
+    monkeypatch.setattr("agent_r1.cli.log.MAX_CHARS", 200)
     with logging_to(tmp_path / "log"):
         logger = logging.getLogger("agent_r1.envs.processes.process")
         for number in range(20):
@@ -237,7 +237,7 @@ def test_the_log_keeps_a_part_of_what_env_processes_print_and_all_of_what_is_wro
     assert [line.rpartition(": ")[2] for line in lines] == [
         "line 0 of very many",
         "line 1 of very many",
-        "no more is kept",
+        "it has 200 characters.",
         "an env process died",
         "more",
     ]
