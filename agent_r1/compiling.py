@@ -1,7 +1,7 @@
-"""What sampling and learning have in common when they compile a transformers model: its layers, one by one.
+"""Compile the layers of a transformers model one by one, for sampling and for learning.
 
-transformers marks the layers that repeat (`GradientCheckpointingLayer`), so that they can be found in any model. They
-share their code, so it is compiled once and not once per layer. Knows models; knows neither engines nor learners.
+transformers marks repeated layers (`GradientCheckpointingLayer`), so they can be found in any model. They share their
+code, so it is compiled only once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Variants of one layer that torch compiles before it gives up and runs it as it is: windows or none, with gradients or
-# without, trained or frozen, with adapters or without. torch's own limit of 8 is less than their product.
+# Variants of a layer that torch compiles before it falls back to eager mode: with or without window, gradients,
+# training, adapters. torch's default of 8 is too low for all combinations.
 MAX_VARIANTS = 32
-# In the order in which torch looks for them.
+# In torch's search order.
 COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
 
 
@@ -27,13 +27,12 @@ def repeated_layers(model: nn.Module) -> list[Any]:
 
 
 def compile_each(layers: Iterable[Any]) -> None:
-    """The model around them stays as it is."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     for layer in layers:
         layer.compile(dynamic=True)
 
 
 def has_compiler() -> bool:
-    """Of C++ or C: torch.compile and Triton build what launches their kernels."""
+    """Whether there is a C or C++ compiler, which torch.compile and Triton need to build launchers."""
     wanted = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
     return any(shutil.which(name) for name in (*wanted, *COMPILERS))

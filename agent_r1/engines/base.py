@@ -1,4 +1,4 @@
-"""What flows and training need from inference, and nothing more. Nothing here knows how tokens are computed."""
+"""What flows and training need from inference: prompts, completions, and the protocols of samplers and engines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MAX_SUPPORT = 1024  # ids kept per token: a fixed bound on what a trajectory stores and a GPU returns
+MAX_SUPPORT = 1024  # ids kept per token: bounds what a trajectory stores and a GPU returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw one response."""
+    """How to sample one response."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     keep_support: bool = False  # return the ids that top_k and top_p keep, which training needs
-    stop_ids: tuple[int, ...] = ()  # sampling one of these ends the response; it is part of the response
-    seed: int | None = None  # None: drawn from the engine's own stream
+    stop_ids: tuple[int, ...] = ()  # sampling one of these ends the response, which includes it
+    seed: int | None = None  # None: drawn from the engine's random stream
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -39,8 +39,8 @@ class Sampling:
             raise ValueError(f"Sampling.top_k must be 0 (no limit) or positive, got {self.top_k}")
         if self.keep_support and not (self.temperature and 1 <= self.top_k <= MAX_SUPPORT):
             raise ValueError(
-                f"Sampling.keep_support needs a temperature above 0 and a top_k of 1 to {MAX_SUPPORT}: got "
-                f"temperature {self.temperature} and top_k {self.top_k}"
+                f"Sampling.keep_support needs a positive temperature and a top_k from 1 to {MAX_SUPPORT}, got "
+                f"{self.temperature} and {self.top_k}"
             )
 
 
@@ -49,7 +49,7 @@ class Prompt:
     """What the model reads before it responds."""
 
     ids: list[int]
-    media: tuple[Any, ...] = ()  # images, for engines that take them; an engine that does not refuses them
+    media: tuple[Any, ...] = ()  # images; an engine without support for them refuses the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    # A stop id was sampled, max_tokens ran out, or the engine ended the request: the tokens so far are exact.
+    # A stop id was sampled, max_tokens was reached, or the engine ended the request early; the tokens are exact anyway.
     stop: Literal["stop", "length", "abort"]
     versions: Versions = ()  # the policy versions that sampled the tokens
-    support: Support | None = None  # what each token was chosen from, if `Sampling.keep_support` asked for it
+    support: Support | None = None  # the ids each token was chosen from, with `Sampling.keep_support`
 
     def then(self, rest: Completion) -> Completion:
         """This response, continued by `rest`."""
@@ -81,11 +81,11 @@ class Sampler(Protocol):
     """Token ids in, token ids out."""
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
-        """Sample one response. Calls of one `session` usually extend each other, so an engine may keep their cache."""
+        """Sample one response. Prompts of a `session` usually extend each other, so an engine may keep its cache."""
         ...
 
     def release(self, session: str) -> None:
-        """Free what is kept for an episode that has ended. Unknown sessions are ignored."""
+        """Free the cache of a session that has ended. Unknown sessions are ignored."""
         ...
 
 
@@ -94,37 +94,37 @@ class Engine(Sampler, Protocol):
 
     @property
     def startup_seconds(self) -> float:
-        """Time spent on compiling and other preparation."""
+        """Time spent on compilation and other preparation."""
         ...
 
     async def load_weights(self, source: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sample with these weights, by the model's parameter names, from now on; completions carry `version`.
+        """Replace the weights, given by parameter name. Completions sampled with them carry `version`.
 
-        May be called while requests run. An engine that cannot swap weights inside a request waits for running requests
-        and holds new ones back. If the call fails, the engine refuses requests until a later call succeeds.
+        May be called while requests run. An engine that cannot change weights within a request waits for running
+        requests and delays new ones. If the call fails, the engine refuses requests until a later call succeeds.
         """
         ...
 
     def abort(self, session: str | None = None) -> None:
-        """End the running requests of a session, or all of them: they return what they have with `stop="abort"`."""
+        """End the running requests of a session, or of all: they return their tokens so far with `stop="abort"`."""
         ...
 
     async def close(self) -> None:
-        """Free what the engine holds. May be called twice."""
+        """Free all resources. May be called twice."""
         ...
 
 
 async def generate_all(sampler: Sampler, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
-    """Sample a whole response: one that the engine aborts is continued from its own tokens until it ends.
+    """Sample a whole response: if the engine aborts it, continue it from its tokens until it ends.
 
-    Each token is sampled given exactly those before it, so ids and log-probs stay exact; `Completion.versions` says
-    which weights sampled which of them.
+    Each token is sampled given exactly those before it, so ids and log-probs stay exact. `Completion.versions` tells
+    which weights sampled which tokens.
     """
     completion = await sampler.generate(prompt, sampling, session=session)
     while completion.stop == "abort":
-        await asyncio.sleep(0)  # lets the caller cancel, even if the engine aborts again at once
+        await asyncio.sleep(0)  # so that the caller can cancel even if the engine keeps aborting
         done = len(completion.token_ids)
-        seed = None if sampling.seed is None else sampling.seed + done  # not the noise of the first tokens again
+        seed = None if sampling.seed is None else sampling.seed + done  # new noise for the new tokens
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
         longer = replace(prompt, ids=prompt.ids + completion.token_ids)
         completion = completion.then(await sampler.generate(longer, rest, session=session))

@@ -1,6 +1,6 @@
-"""An engine without a model: it answers from a script, for tests and for the first runnable example.
+"""An engine without a model, which answers from a script: for tests and examples.
 
-It keeps the contract of a real engine (max_tokens, stop ids, versions) and records everything it was asked.
+It respects max_tokens, stop ids and versions like a real engine, and records all requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agent_r1.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A text (the first stop id is appended to it, since text cannot spell it), exact ids, or ids with their log-probs.
+# Text (to which the first stop id is appended), exact ids, or a whole completion.
 Response = str | list[int] | Completion
 
 
@@ -27,12 +27,12 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedCall:
-    """One request as it arrived."""
+    """One request."""
 
     prompt_ids: list[int]
     sampling: Sampling
     session: str
-    turn: int  # how many requests of this session came before
+    turn: int  # number of earlier requests of this session
     media: tuple[Any, ...] = ()
 
 
@@ -65,7 +65,7 @@ class ScriptedEngine:
         self._turns[session] += 1
         if self._delay:
             await asyncio.sleep(self._delay)
-        return _limited(self._completion(self._scripted(call, index), sampling), sampling, version)
+        return _truncate(self._completion(self._response(call, index), sampling), sampling, version)
 
     def release(self, session: str) -> None:
         self.released.append(session)
@@ -74,22 +74,22 @@ class ScriptedEngine:
         self.version = version
 
     def abort(self, session: str | None = None) -> None:
-        """Nothing to do: a script says itself which responses are aborted, as a `Completion` with `stop="abort"`."""
+        """Does nothing: a script aborts a response by giving a `Completion` with `stop="abort"`."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
-    def _scripted(self, call: ScriptedCall, index: int) -> Response:
+    def _response(self, call: ScriptedCall, index: int) -> Response:
         if callable(self._responses):
             return self._responses(call)
         if isinstance(self._responses, Mapping):
             if call.session not in self._responses:
-                raise RolloutError(f"the script has no session {call.session!r}; it knows {sorted(self._responses)}")
-            script, index, whose = self._responses[call.session], call.turn, f"session {call.session!r}"
+                raise RolloutError(f"the script has no session {call.session!r}, only {sorted(self._responses)}")
+            script, index = self._responses[call.session], call.turn
         else:
-            script, whose = self._responses, "all sessions"
+            script = self._responses
         if index >= len(script):
-            raise RolloutError(f"the script for {whose} has {len(script)} responses and was asked for one more")
+            raise RolloutError(f"the script has no response {index + 1} for session {call.session!r}")
         return script[index]
 
     def _completion(self, response: Response, sampling: Sampling) -> Completion:
@@ -97,15 +97,15 @@ class ScriptedEngine:
             return response
         if isinstance(response, str):
             if self._tokenizer is None:
-                raise ConfigError(f"the script holds the text {response!r}: ScriptedEngine needs a tokenizer for it")
+                raise ConfigError(f"ScriptedEngine needs a tokenizer for the text {response!r}")
             ids = self._tokenizer.encode(response, add_special_tokens=False) + list(sampling.stop_ids[:1])
         else:
             ids = list(response)
         return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
 
 
-def _limited(completion: Completion, sampling: Sampling, version: int) -> Completion:
-    """What is left of a response after the first stop id and after max_tokens."""
+def _truncate(completion: Completion, sampling: Sampling, version: int) -> Completion:
+    """End a response at the first stop id or at max_tokens."""
     ids = completion.token_ids
     end = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
     kept = min(end, sampling.max_tokens)

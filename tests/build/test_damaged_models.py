@@ -85,5 +85,5 @@ def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest
 def test_weights_that_are_no_numbers_are_not_blamed_on_the_engine(directory: Path) -> None:
     change_weights(directory, lambda weights: weights[NORM].fill_(float("nan")))
     model = load_model(mini(), directory)
-    with pytest.raises(ConfigError, match="logits that are not finite: its weights are damaged, or too large for"):
+    with pytest.raises(ConfigError, match="not finite: its weights"):
         build_engine(mini(), model)

@@ -24,8 +24,8 @@ def scheduler(num_blocks: int = 16, *, max_running: int = 8, max_batch_tokens: i
     )
 
 
-CPU: dict[str, Any] = {"share_blocks": False, "share_decoding": True}
-GPU: dict[str, Any] = {"share_blocks": True, "share_decoding": False}
+CPU: dict[str, Any] = {"share_decoding": True}
+GPU: dict[str, Any] = {"share_decoding": False}
 both = pytest.mark.parametrize("side", [CPU, GPU], ids=["cpu", "gpu"])
 
 

@@ -57,7 +57,7 @@ def test_a_rewritten_block_is_still_known_for_the_tokens_it_keeps(kept: int, fou
     (block,) = pool.take(1)
     for count in (2, 4):
         pool.publish(bytes([count]), block, count)
-    pool.rewritten(block, kept=kept)
+    pool.rewrite(block, kept=kept)
     assert [count for count in (2, 4) if pool.find(bytes([count])) == block] == found
 
 
@@ -102,9 +102,9 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 20), kept=st.integers(0, 4))
-    def rewritten(self, index: int, kept: int) -> None:
+    def rewrite(self, index: int, kept: int) -> None:
         block = self.held[index % len(self.held)]
-        self.pool.rewritten(block, kept)
+        self.pool.rewrite(block, kept)
         self.names = {name: at for name, at in self.names.items() if at[0] != block or at[1] <= kept}
 
     @invariant()

@@ -81,9 +81,9 @@ def test_wrong_weights_are_refused_and_nothing_is_sampled_until_good_ones_come(s
     weights = other_weights(model)
     missing = {key: value for key, value in weights.items() if key != name}
     for wrong, reason in [
-        (missing, f"1 of the model's weights were not given, '{name}' first"),
+        (missing, f"1 .* missing, '{name}'"),
         (weights | {"model.nrom.weight": weights[name]}, f"'model.nrom.weight'. Did you mean '{name}'"),
-        (weights | {name: torch.zeros(3)}, rf"'{name}' has shape \(3,\), the model needs \(32,\)"),
+        (weights | {name: torch.zeros(3)}, rf"'{name}' has shape \[3\].*\[32\]"),
     ]:
         with pytest.raises(DataError, match=reason):
             load(local, wrong, version=9)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.engines.local.gpu import torch_kernels
+from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -88,13 +89,15 @@ class Call:
         out_NHD: Tensor = module.attend(
             self.query_NHD,
             *self.pool,
-            position_N=torch.tensor(self.positions, device=DEVICE),
-            table_QW=self.table_QW,
-            sequence_T=sequence,
-            row_T=row,
-            count_T=count.int(),
-            tokens=self.tokens,
-            splits=self.shape.splits,
+            Tiles(
+                position_N=torch.tensor(self.positions, device=DEVICE),
+                table_QW=self.table_QW,
+                sequence_T=sequence,
+                row_T=row,
+                count_T=count.int(),
+                tokens=self.tokens,
+                splits=self.shape.splits,
+            ),
             scaling=self.shape.size**-0.5,
             window=self.shape.window,
         )

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local.cpu.cpu_attention import Placed, alike
+from agent_r1.engines.local.cpu.cpu_attention import group_similar
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.local_engine import LocalEngine
@@ -85,16 +85,16 @@ def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_
 
 
 def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
-    def placed(row: int, start: int, count: int) -> Placed:
+    def part(row: int, start: int, count: int) -> tuple[Chunk, int]:
         request = Request(session="", tokens=[0], sampling=GREEDY, uniforms=np.zeros(1))
-        return Placed(Chunk(request, [0] * count, start, [], 1), row)
+        return Chunk(request, [0] * count, start, [], 1), row
 
     # Sizes 4..7 belong together, and so do lengths of 2..3 blocks (of 32: 33..96 tokens); prompts stay among prompts.
-    parts = [placed(row, *at) for row, at in enumerate([(0, 4), (0, 7), (0, 8), (40, 5), (80, 7), (120, 7)])]
-    assert [[part.row for part in group] for group in alike(parts, 32)] == [[0, 1], [2], [3, 4], [5]]
-    # Up to 255 blocks of 32 tokens are 8,160: two of these are more than MAX_COLLECTED, 8,192.
-    long = [placed(row, 8000, 5) for row in range(3)]
-    assert [len(group) for group in alike(long, 32)] == [1, 1, 1]
+    parts = [part(row, *at) for row, at in enumerate([(0, 4), (0, 7), (0, 8), (40, 5), (80, 7), (120, 7)])]
+    assert [[row for _, row in group] for group in group_similar(parts, 32)] == [[0, 1], [2], [3, 4], [5]]
+    # Up to 255 blocks of 32 tokens are 8,160: two of these are more than MAX_GATHERED, 8,192.
+    long = [part(row, 8000, 5) for row in range(3)]
+    assert [len(group) for group in group_similar(long, 32)] == [1, 1, 1]
 
 
 @both
@@ -275,7 +275,7 @@ def test_half_precision_models_run_in_their_own_precision(side: dict[str, Any]) 
 @both
 def test_frequencies_of_rotary_embeddings_in_half_precision_are_refused(side: dict[str, Any]) -> None:
     """As model.to(bfloat16) leaves them: the angles of position 2,000 would be off by a radian."""
-    with pytest.raises(ConfigError, match=r"inv_freq of LlamaForCausalLM is in torch\.bfloat16"):
+    with pytest.raises(ConfigError, match="inv_freq"):
         make_engine(tiny("llama").to(torch.bfloat16), **side)
 
 
@@ -291,10 +291,10 @@ def test_casting_weights_leaves_the_frequencies_alone() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma2_soft_capped", {}, "asks for softcap"),
-        ("bloom_alibi", {}, r"layers \[0, 1\] of BloomForCausalLM do not use transformers' AttentionInterface"),
-        ("llama4_chunked", {}, r"also has \['chunked_attention'\]"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
+        ("gemma2_soft_capped", {}, "softcap"),
+        ("bloom_alibi", {}, r"layers \[0, 1\] of BloomForCausalLM"),
+        ("llama4_chunked", {}, "chunked_attention"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
 def test_models_it_cannot_run_exactly_are_refused(
@@ -313,8 +313,8 @@ def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if
     runner.verify(right)
     assert not caplog.text
     runner.verify([*wrong[:-1], right[-1]])
-    assert "was verified on probe 3 of 3" in caplog.text  # not in silence
-    with pytest.raises(ConfigError, match="they differ by 100 where the largest is"):
+    assert "probe 3 of 3" in caplog.text  # not in silence
+    with pytest.raises(ConfigError, match="by 100 where"):
         runner.verify(wrong)
 
 
@@ -325,7 +325,7 @@ def test_a_model_whose_logits_would_differ_is_refused(side: dict[str, Any]) -> N
     attention = model.model.layers[1].self_attn.o_proj
     attention.register_forward_hook(lambda _module, _inputs, output: output + output.roll(1, dims=1))
     with (
-        pytest.raises(ConfigError, match="gives other logits with paged attention than with its own"),
+        pytest.raises(ConfigError, match="LlamaForCausalLM differ"),
         engine(model, **side),
     ):
         pass

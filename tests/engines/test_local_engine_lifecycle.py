@@ -117,9 +117,9 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice(side:
     ("prompt", "reason"),
     [
         (Prompt([]), "empty"),
-        (Prompt([1, VOCAB]), f"token id {VOCAB}, the model's vocabulary has {VOCAB} ids"),
-        (Prompt([-1]), "token id -1"),
-        (Prompt([1, 2.5]), "float"),  # type: ignore[list-item]
+        (Prompt([1, VOCAB]), f"{VOCAB}; .* 0 to {VOCAB - 1}"),
+        (Prompt([-1]), "-1; "),
+        (Prompt([1, 2.5]), r"2\.5"),  # type: ignore[list-item]
         (Prompt([1], media=("image",)), "media"),
         (Prompt([1] * 60), r"60 tokens and a response of up to 6 .* max_cached_tokens \(64\)"),
     ],
@@ -149,7 +149,7 @@ def test_a_request_longer_than_the_models_context_is_refused(side: dict[str, Any
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
-    [({"max_running": 0}, "max_running >= 1, got 0"), ({"max_cached_tokens": 3}, "less than one block of 4 tokens")],
+    [({"max_running": 0}, "max_running >= 1, got 0"), ({"max_cached_tokens": 3}, "num_blocks >= 1, got 0")],
 )
 def test_settings_that_could_never_work_are_refused(setting: dict[str, int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -254,7 +254,7 @@ def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, 
             await task
 
     asyncio.run(main())
-    with pytest.raises(RolloutError, match="has been closed; make a new one"):
+    with pytest.raises(RolloutError, match="closed"):
         ask(local, prompt)
 
 
@@ -262,7 +262,7 @@ def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
     model = tiny("llama")
     learner = type(model)(model.config)
     LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512, burst=1)
-    with pytest.raises(AgentR1Error, match="belongs to a LocalEngine and was called outside it"):
+    with pytest.raises(AgentR1Error, match="outside"):
         learner(torch.tensor([[1, 2]]))
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_serves_one_event_loop_says_so_to_another(side: dict[str,
     other.start()
     assert started.wait(30)
     try:
-        with pytest.raises(RolloutError, match="serves another event loop now"):
+        with pytest.raises(RolloutError, match="another event loop"):
             ask(local, prompt)
     finally:
         asked.set()

@@ -39,16 +39,13 @@ class Mode:
 
     overlaps: bool
     burst: int
-    share_blocks: bool
     share_decoding: bool = False
 
 
 MODES = [
-    Mode(overlaps=False, burst=1, share_blocks=False, share_decoding=True),  # CPU
-    Mode(overlaps=False, burst=1, share_blocks=True, share_decoding=True),
-    *(Mode(overlaps=True, burst=burst, share_blocks=True) for burst in (1, 2, 3, 4)),  # GPU
-    Mode(overlaps=True, burst=2, share_blocks=False),
-    Mode(overlaps=False, burst=4, share_blocks=True),
+    Mode(overlaps=False, burst=1, share_decoding=True),  # CPU
+    *(Mode(overlaps=True, burst=burst) for burst in (1, 2, 3, 4)),  # GPU
+    Mode(overlaps=False, burst=4),
 ]
 
 History = tuple[int, ...]
@@ -118,7 +115,6 @@ class Driver:
             max_running=MAX_RUNNING,
             max_batch_tokens=MAX_BATCH_TOKENS,
             burst=mode.burst,
-            share_blocks=mode.share_blocks,
             share_decoding=mode.share_decoding,
         )
         self.device = Device(seed)

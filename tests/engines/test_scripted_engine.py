@@ -38,9 +38,9 @@ def test_a_mapping_holds_one_script_per_session() -> None:
     engine = ScriptedEngine({"x": [[1], [2]], "y": [[3]]})
     got = [ask(engine, [0], session=session).token_ids for session in ("x", "y", "x")]
     assert got == [[1], [3], [2]]
-    with pytest.raises(RolloutError, match="session 'y' has 1 responses and was asked for one more"):
+    with pytest.raises(RolloutError, match="response 2 for session 'y'"):
         ask(engine, [0], session="y")
-    with pytest.raises(RolloutError, match=r"no session 'z'; it knows \['x', 'y'\]"):
+    with pytest.raises(RolloutError, match="'z'"):
         ask(engine, [0], session="z")
 
 
@@ -56,7 +56,7 @@ def test_a_function_sees_the_call() -> None:
 def test_text_is_encoded_and_ended_by_the_first_stop_id() -> None:
     completion = ask(ScriptedEngine(["abc"], tokenizer=Letters()), [0])
     assert (completion.token_ids, completion.logprobs, completion.stop) == ([1, 2, 3, STOP], [0.0] * 4, "stop")
-    with pytest.raises(ConfigError, match=r"'abc'.*needs a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer.*'abc'"):
         ask(ScriptedEngine(["abc"]), [0])
 
 

@@ -90,7 +90,7 @@ def test_what_was_not_drawn_has_no_support() -> None:
 
 @pytest.mark.parametrize("wrong", [{"top_k": 0}, {"top_k": 1025}, {"top_k": 5, "temperature": 0.0}])
 def test_a_support_must_be_bounded_and_sampled_from(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="keep_support needs a temperature above 0 and a top_k of 1 to 1024"):
+    with pytest.raises(ValueError, match=r"keep_support.*1024"):
         Sampling(max_tokens=1, top_p=0.9, keep_support=True, **wrong)
 
 

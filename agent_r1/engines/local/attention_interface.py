@@ -3,7 +3,7 @@
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
 knows which token belongs to which sequence. `cpu/cpu_attention.py` and `gpu/gpu_attention.py` compute it.
 
-Not supported, and refused rather than ignored: soft-capped scores, attention sinks, position biases, custom masks.
+Soft-capped scores, attention sinks, position biases and custom masks are refused.
 
 Shape suffixes: N = tokens in the step, H = query heads, K = key/value heads, D = head size.
 """
@@ -31,7 +31,7 @@ class AttentionStep(Protocol):
     def attend(
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """Keep the new keys and values; what each token sees in its own sequence, [N, H, D]."""
+        """Store the new keys and values, and attend to each token's own sequence, [N, H, D]."""
         ...
 
 
@@ -40,7 +40,7 @@ _STEP: ContextVar[AttentionStep | None] = ContextVar("agent_r1_step", default=No
 
 @contextmanager
 def running(step: AttentionStep) -> Iterator[None]:
-    """Attention calls inside belong to this step."""
+    """Attention calls in this context belong to `step`."""
     token = _STEP.set(step)
     try:
         yield
@@ -52,8 +52,8 @@ _WINDOWS: ContextVar[dict[int, int | None] | None] = ContextVar("agent_r1_window
 
 
 @contextmanager
-def noting(windows: dict[int, int | None]) -> Iterator[None]:
-    """Inside, every layer that calls our attention is noted, with its sliding window as the model passes it."""
+def record_windows(windows: dict[int, int | None]) -> Iterator[None]:
+    """Record each layer that calls our attention, with the sliding window that the model passes."""
     token = _WINDOWS.set(windows)
     try:
         yield
@@ -62,11 +62,11 @@ def noting(windows: dict[int, int | None]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make `PAGED` an attention implementation. No mask is registered with it: models then build none."""
+    """Make `PAGED` an attention implementation, without a mask function, so that models build no mask."""
     AttentionInterface.register(PAGED, paged_attention)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers call it as it is: it differs from layer to layer
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it differs between layers
 def paged_attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -77,19 +77,14 @@ def paged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature transformers calls; keyword arguments that do not change the result are ignored."""
+    """Called by transformers. Keyword arguments that do not change the result are ignored."""
     step = _STEP.get()
     if step is None:
-        raise ConfigError(
-            "this model's attention belongs to a LocalEngine and was called outside it. The engine needs a model and "
-            "a config of its own: pass it copy.deepcopy(model)."
-        )
+        raise ConfigError("the attention of a LocalEngine was called outside it: pass the engine copy.deepcopy(model)")
     refused = [name for name in REFUSED if kwargs.get(name) is not None]
     if attention_mask is not None or refused:
-        raise ConfigError(
-            f"{type(module).__name__} asks for {', '.join(refused) or 'a mask of its own'}, which LocalEngine does not "
-            "support. Use another engine for this model."
-        )
+        wanted = ", ".join(refused) or "a custom mask"
+        raise ConfigError(f"LocalEngine does not support {wanted} of {type(module).__name__}: use another engine")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if (windows := _WINDOWS.get()) is not None:
         windows[layer] = sliding_window

@@ -1,8 +1,8 @@
-"""Blocks of the cache: who uses them, and what they hold that others could use too.
+"""Blocks of the cache: how many requests use each, and which tokens each holds.
 
-A block may have several users. A full one is shared as it is, since nobody writes to it again; one that is partly
-filled can only be copied. What a block holds is known by a name that stands for all tokens of the sequence up to its
-end, so equal names mean equal keys and values. A block that nobody uses is blank: names go with the last user.
+A block may have several users. A full block can be shared, since it is not written again; a partly filled one can only
+be copied. The contents of a block have a name that stands for all tokens of the sequence up to its end, so equal names
+mean equal keys and values. A block without users is blank and has no names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START: Name = b""  # of the empty sequence
 
 
 def name_after(before: Name, tokens: Sequence[int]) -> Name:
-    """The name of a sequence that goes on with `tokens`. Cryptographic, so equal names mean equal tokens."""
+    """The name of a sequence continued by `tokens`. A cryptographic hash, so equal names mean equal tokens."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -26,40 +26,40 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # A heap, so that the lowest block is taken first and the blocks in use stay close together.
+        # A heap: taking the lowest block first keeps the blocks in use close together.
         self._blank = list(range(num_blocks))
         self._users = [0] * num_blocks
         self._held: dict[Name, int] = {}
-        self._names: dict[int, list[tuple[Name, int]]] = {}  # block -> what it is known as, with how many of its tokens
+        self._names: dict[int, list[tuple[Name, int]]] = {}  # block -> (name, tokens of the block it covers)
 
     @property
     def num_blank(self) -> int:
         return len(self._blank)
 
     def take(self, count: int) -> list[int]:
-        """Blank blocks for one user."""
+        """Take blank blocks for one user."""
         taken = [heapq.heappop(self._blank) for _ in range(count)]
         for block in taken:
             self._users[block] = 1
         return taken
 
     def share(self, block: int) -> None:
-        """One more user."""
+        """Add a user."""
         self._users[block] += 1
 
     def is_shared(self, block: int) -> bool:
         return self._users[block] > 1
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """One user less, of each."""
+        """Remove a user of each block."""
         for block in blocks:
             self._users[block] -= 1
             if not self._users[block]:
-                self.rewritten(block)
+                self.rewrite(block)
                 heapq.heappush(self._blank, block)
 
     def publish(self, name: Name, block: int, count: int) -> None:
-        """The first `count` tokens of the block end the sequence `name`. Of several holders the first is known."""
+        """Name the sequence that ends with the first `count` tokens of the block, unless the name is taken."""
         if name not in self._held:
             self._held[name] = block
             self._names.setdefault(block, []).append((name, count))
@@ -67,8 +67,18 @@ class BlockPool:
     def find(self, name: Name) -> int | None:
         return self._held.get(name)
 
-    def rewritten(self, block: int, kept: int = 0) -> None:
-        """Only the first `kept` tokens of the block are what they were."""
+    def find_prefix(self, names: Iterable[Name]) -> list[int]:
+        """The blocks of the first names, up to one that is not found."""
+        blocks = []
+        for name in names:
+            block = self.find(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def rewrite(self, block: int, kept: int = 0) -> None:
+        """Forget the names that cover more than the first `kept` tokens of the block."""
         names = self._names.pop(block, [])
         for name, count in names:
             if count > kept:

@@ -1,7 +1,7 @@
-"""An output head in float32 on a model in half precision.
+"""A float32 output head for a model in half precision.
 
-In bfloat16 a logit of 20 is rounded to a multiple of 0.125, which causes most of the sampler-learner mismatch.
-The head gets its own weights even if the model ties them to its embeddings, which stay in half precision.
+In bfloat16 a logit of 20 is rounded to a multiple of 0.125, which causes most of the mismatch between sampler and
+learner. The head has its own weights even if the model ties them to its embeddings, which stay in half precision.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ class Fp32Head(nn.Module):
 
 
 def use_fp32_head(model: Any, masters: Any) -> None:
-    """Replace the model's head by one with these float32 weights, taken from a float32 copy of the model."""
+    """Replace the model's head by a float32 one. `masters` is the head of a float32 copy of the model."""
     if type(masters) is not nn.Linear:
-        raise ConfigError(
-            f"model.fp32_head needs an output head that is a linear layer; {type(model).__name__} has "
-            f"{type(masters).__name__}. Leave model.fp32_head out"
-        )
+        name, head = type(model).__name__, type(masters).__name__
+        raise ConfigError(f"model.fp32_head needs a linear output head, but {name} has {head}. Remove the setting")
     model.set_output_embeddings(Fp32Head(masters))
 
 
 def with_head_weights(model: Any, source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Add the head's weights under its own name: a learner passes tied weights only once."""
+    """Add the head's weights under their own name, since a learner passes tied weights only once."""
     head = model.get_output_embeddings()
     if not isinstance(head, Fp32Head):
         yield from source

@@ -1,4 +1,4 @@
-"""A request to the engine, the pieces of it that run in one step, and what is counted along the way."""
+"""A request to the engine, the part of it that runs in one step, and the engine's statistics."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class Request:
     """One response being sampled."""
 
     session: str
-    tokens: list[int]  # the prompt, then what has been sampled
+    tokens: list[int]  # the prompt and what has been sampled
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
     prompt_length: int = field(init=False)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)  # with `Sampling.keep_support`: the supports so far
-    blocks: list[int] = field(default_factory=list)  # replaced, not emptied, when freed: a running step may read them
-    cached: int = 0  # leading tokens whose keys and values are in `blocks` once all that is planned has run
+    kept: list[Kept] = field(default_factory=list)  # the supports so far, with `Sampling.keep_support`
+    blocks: list[int] = field(default_factory=list)  # replaced, not changed: a step in flight may read the list
+    cached: int = 0  # leading tokens whose keys and values are in `blocks` once all planned steps have run
     ahead: int = 0  # tokens that are being sampled and not yet in `tokens`
-    prefill_end: int = 0  # tokens before this one were known when the request was admitted
-    names: list[Name] = field(default_factory=list)  # of its full blocks
-    whole: Name = START  # of all tokens it was admitted with
-    published: int = 0  # full blocks that others can find
-    admissions: int = 0  # how often it was admitted; tells a chunk of before a preemption from one of after
-    branch: object = None  # the same object on two requests: they sampled it together, so their tokens are equal
-    copies: list[tuple[int, int]] = field(default_factory=list)  # what `Chunk.copies` says, until there is a chunk
-    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same as int32
-    keep: bool = True  # keep the cache for the session's next request
+    prefill_end: int = 0  # number of tokens when the request was admitted
+    names: list[Name] = field(default_factory=list)  # of the full blocks
+    whole: Name = START  # of all tokens at admission
+    published: int = 0  # full blocks that other requests can find
+    admissions: int = 0  # tells chunks planned before a preemption from later ones
+    branch: object = None  # the same object on two requests means that all their tokens are equal
+    copies: list[tuple[int, int]] = field(default_factory=list)  # for `Chunk.copies` of the next chunk
+    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same as int32, cached
+    keep_cache: bool = True  # for the session's next request
     running: bool = False
-    live: bool = True  # neither finished nor cancelled
+    live: bool = True  # neither completed nor cancelled
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -48,23 +48,23 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be sampled, if none of those under way ends the response."""
+        """Tokens that may still be sampled, unless one in flight ends the response."""
         return self.sampling.max_tokens - len(self.logprobs) - self.ahead
 
 
-@dataclass(eq=False, slots=True)  # not frozen, which would take most of the time that planning a step takes
+@dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of planning a step
 class Chunk:
-    """Consecutive tokens of one request, and of its twins, that run in one step. Nothing changes it once planned."""
+    """Consecutive tokens of one request, and of its twins, that run in one step. Does not change once planned."""
 
     request: Request
-    ids: list[int]  # empty: one token, the last that the step before samples for this request
+    ids: list[int]  # empty: the one token that the previous step samples last for this request
     start: int  # position of the first token
-    blocks: list[int]  # enough for the tokens before the chunk, its own, and all but the last that it samples
-    count: int  # tokens to sample after the last one, unless the response ends before; 0: more of the prompt is to come
-    drawn: int = 0  # tokens sampled before these
+    blocks: list[int]  # for the tokens before the chunk, its own, and all but the last that it samples
+    count: int  # most tokens to sample after the last one; 0 if the chunk does not end the prompt
+    drawn: int = 0  # tokens sampled before
     twins: list[Request] = field(default_factory=list)
     twin_blocks: list[list[int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, before anything is written
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, done before anything is written
     admission: int = 0
 
     @property
@@ -81,18 +81,18 @@ class Chunk:
 
     @property
     def draws(self) -> list[Request]:
-        """Who samples from the logits after the last id."""
+        """The requests that sample from the logits after the last token."""
         return [self.request, *self.twins] if self.count else []
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the engine was made."""
+    """Counts since the engine started."""
 
     steps: int = 0
-    prefilled_tokens: int = 0  # run through the model to fill the cache, recomputation included
+    prefilled_tokens: int = 0  # prompt tokens that were run, including recomputation
     reused_tokens: int = 0  # prompt tokens found in the session's cache
-    shared_tokens: int = 0  # not run, because they ran for a request that began alike
-    decoded_tokens: int = 0  # sampled
+    shared_tokens: int = 0  # tokens that were run once for several requests
+    decoded_tokens: int = 0  # sampled tokens
     preemptions: int = 0
-    evictions: int = 0  # idle sessions whose cache was dropped to make room
+    evictions: int = 0  # idle sessions dropped to make room

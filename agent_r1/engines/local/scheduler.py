@@ -1,19 +1,20 @@
-"""Which requests run in the next step, and which blocks of the cache hold whose keys and values.
+"""Decides which requests run in the next step, and which cache blocks hold their keys and values.
 
-Pure bookkeeping: no tensors, no clock, so the same submissions always give the same batches. All of it runs on the
-event loop's thread; a `Chunk` is what the model's side gets to see, and nothing in it changes later.
+Pure bookkeeping without tensors or a clock, so the same submissions always give the same batches. All of it runs on the
+event loop's thread. The model runners only see `Chunk`s, which do not change once planned.
 
-A step runs chunks of tokens and may sample several tokens for each request whose last token it runs (`burst`). The
-next step may be planned before the results of this one are known (`Request.ahead`): it goes on from tokens that only
-the device has seen yet, and what it computes for requests that turn out to have ended is dropped.
+A step runs chunks of tokens and may sample several tokens (`burst`) for each request whose last token it runs. The next
+step may be planned before the results of this one are known (`Request.ahead`): it continues from tokens that only the
+device has seen, and its results for requests that turn out to have ended are dropped.
 
-When blocks run out, idle sessions go first (least recently used), then the request that was admitted last goes back to
-waiting with the tokens it has sampled, to be recomputed; the first can always run, so there is always progress.
+When blocks run out, idle sessions are evicted, least recently used first. Then the youngest request goes back to
+waiting, to be recomputed. The oldest request can always run, so there is always progress.
 
-Prompts that begin alike share blocks: a request begins where the cache ends that it finds under the names of its
-blocks (`blocks.py`), and waits for a request that is just computing what it needs next. With `share_decoding`, running
-requests whose tokens are equal are also decoded as one: these twins sample from the same logits with their own noise,
-and each has keys and values written to its own blocks, so nothing is left to do when they part.
+Requests that begin alike share work. A request finds cached blocks by the names of its tokens (`blocks.py`), and waits
+for a request that is computing the next block it needs. On a GPU, such blocks are shared. On a CPU, each request has
+its own copies, and running requests with equal tokens are decoded as one (`share_decoding`): these twins sample from
+the same logits with different noise, and keys and values are written to the blocks of each, so they can part at any
+token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after
 from agent_r1.engines.local.request import Chunk, EngineStats, Request
@@ -29,7 +31,7 @@ from agent_r1.engines.local.sampling import Kept
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What a session left behind for its next request."""
+    """The cache of a session between requests."""
 
     tokens: list[int]
     blocks: list[int]
@@ -37,12 +39,12 @@ class Idle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Where the first tokens of a request are to be found."""
+    """The cached prefix of a request."""
 
     blocks: list[int]
-    cached: int  # tokens in them
-    own: int  # of these, in the session's own cache
-    copied: int  # of the blocks, from the end: not to be used as they are
+    cached: int  # tokens in the blocks
+    own: int  # how many of these are in the session's own cache
+    copied: int  # number of blocks, from the end, that must be copied instead of shared
 
 
 class Scheduler:
@@ -56,13 +58,12 @@ class Scheduler:
         max_running: int,
         max_batch_tokens: int,
         burst: int = 1,
-        share_blocks: bool = True,
         share_decoding: bool = False,
     ) -> None:
         """
-        burst: tokens sampled for a request in one step, at most.
-        share_blocks: let requests that begin alike read the same blocks, instead of copies.
-        share_decoding: decode equal requests as one; only where each step's results are known before the next.
+        burst: most tokens sampled for a request in one step.
+        share_decoding: copy blocks instead of sharing them, and decode equal requests as one. The results of each step
+            must be known before the next one is planned.
         """
         self.stats = EngineStats()
         self._pool = BlockPool(num_blocks)
@@ -70,12 +71,10 @@ class Scheduler:
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
         self._burst = burst
-        self._share_blocks = share_blocks
         self._share_decoding = share_decoding
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._idle: OrderedDict[str, Idle] = OrderedDict()
-        self._open: dict[str, list[Request]] = {}  # session -> its requests that are neither finished nor cancelled
         self._being_computed: dict[Name, Request] = {}
 
     @property
@@ -88,46 +87,45 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens one request may grow to, its response included."""
+        """The longest request that fits, response included."""
         return self._pool.num_blocks * self._block_size
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
-        self._open.setdefault(request.session, []).append(request)
 
     def cancel(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free its blocks."""
-        if not request.live:
-            return
-        self._take_out(request)
-        self._free_cache(request)
+        """Remove a request and free its blocks."""
+        if request.live:
+            self._remove(request)
+            self._free_cache(request)
 
     def release(self, session: str) -> None:
-        """Free what is kept for a session, now or when its running request ends."""
+        """Free the cache of a session, now or when its running requests end."""
         if session in self._idle:
             self._pool.give_back(self._idle.pop(session).blocks)
-        for request in self._open.get(session, ()):
-            request.keep = False
+        for request in chain(self._waiting, self._running):
+            if request.session == session:
+                request.keep_cache = False
 
     def forget(self) -> None:
-        """Drop every cached token. Running requests start over, keeping what they have sampled."""
+        """Drop all cached tokens. Running requests are recomputed and keep what they have sampled."""
         self._drop_idle()
         while self._running:
             self._preempt(self._running[-1])
 
     def plan(self) -> list[Chunk]:
-        """The next step: single tokens first, then longer chunks. Empty when all there is to do is under way."""
+        """The next step: single tokens first, then longer chunks. Empty if all remaining work is in flight."""
         postponed = self._admit()
         singles: list[Chunk] = []
         longer: list[Chunk] = []
         decoding: dict[object, Chunk] = {}
         budget = self._max_batch_tokens
         to_prefill = sum(pending for request in self._running if (pending := request.pending) > 1)
-        # Prompts that remain for the next step should not wait long for it: until then the batch is not full.
+        # Prompts left for the next step should not wait long for it: the batch is not full until then.
         burst = 1 if postponed or to_prefill > budget else self._burst
         for request in list(self._running):
             pending = request.pending
-            if request.left <= 0:  # what is under way completes it
+            if request.left <= 0:  # its last tokens are in flight
                 continue
             if self._share_decoding and pending == 1:
                 twin = decoding.get((request.branch or request.whole, request.cached))
@@ -149,16 +147,16 @@ class Scheduler:
         return singles + longer
 
     def _chunk(self, request: Request, length: int, burst: int) -> Chunk | None:
-        """The next tokens of a request; None when there is no room for them."""
+        """The next tokens of a request; None if there is no room for them."""
         start, left = request.cached, request.left
         count = min(burst, left) if length == request.pending else 0
         end = start + length + max(count - 1, 0)
-        copies = self._planned_copies(request) if request.copies else []  # first: it may grow into what they read from
+        copies = self._plan_copies(request) if request.copies else []  # before growing into the blocks they read
         if not self._grow(request, end):
             return None
         chunk = Chunk(
             request,
-            request.tokens[start : start + length],  # none where the token is not known yet
+            request.tokens[start : start + length],  # empty if the token is not known yet
             start,
             request.blocks,
             count,
@@ -171,7 +169,7 @@ class Scheduler:
         return chunk
 
     def _join(self, request: Request, twin: Chunk) -> None:
-        copies = self._planned_copies(request)
+        copies = self._plan_copies(request)
         if self._grow(request, twin.end):
             twin.twins.append(request)
             twin.twin_blocks.append(request.blocks)
@@ -179,8 +177,8 @@ class Scheduler:
             request.cached += 1
             request.ahead += 1
 
-    def _planned_copies(self, request: Request) -> list[tuple[int, int]]:
-        """They will be made before anything is written, so what they read from may go from now on."""
+    def _plan_copies(self, request: Request) -> list[tuple[int, int]]:
+        """Copies are made before the step writes anything, so their sources may be freed now."""
         copies, request.copies = request.copies, []
         self._pool.give_back(source for source, _ in copies)
         return copies
@@ -192,7 +190,7 @@ class Scheduler:
         logprobs: Sequence[Sequence[float]],
         kept: Sequence[Kept | None] | None = None,
     ) -> list[Request]:
-        """Record a finished step; the other arguments belong to `draws`. Returns the completed requests."""
+        """Record the results of a step, one per request that draws. Returns the completed requests."""
         finished: list[Request] = []
         self.stats.steps += 1
         drawn = iter(zip(tokens, logprobs, [None] * len(tokens) if kept is None else kept, strict=True))
@@ -200,9 +198,12 @@ class Scheduler:
             branches: dict[int, object] = {}
             for request in (chunk.request, *chunk.twins):
                 new, new_logprobs, new_kept = next(drawn) if chunk.count else ((), (), None)
-                if not request.live:  # cancelled, or found to have ended, while the step ran
+                if not request.live:  # cancelled or completed while the step ran
                     continue
-                self._count(request, chunk)
+                if request is not chunk.request:
+                    self.stats.shared_tokens += chunk.length
+                elif chunk.start < request.prefill_end:
+                    self.stats.prefilled_tokens += chunk.length
                 request.ahead -= chunk.count
                 request.tokens.extend(new)
                 request.logprobs.extend(new_logprobs)
@@ -218,49 +219,43 @@ class Scheduler:
                     finished.append(request)
         return finished
 
-    def _count(self, request: Request, chunk: Chunk) -> None:
-        if request is not chunk.request:
-            self.stats.shared_tokens += chunk.length
-        elif chunk.start < request.prefill_end:
-            self.stats.prefilled_tokens += chunk.length
-
     def _publish(self, request: Request, end: int) -> None:
-        """Let others find what has been computed up to `end`."""
+        """Let other requests find the blocks computed up to `end`."""
         size = self._block_size
         while (request.published + 1) * size <= end:
             index = request.published
-            if index >= request.prefill_end // size:  # sampled since it was admitted
+            if index >= request.prefill_end // size:  # sampled since the request was admitted
                 before = request.names[index - 1] if index else START
                 request.names[index:] = [name_after(before, request.tokens[index * size : (index + 1) * size])]
             self._pool.publish(request.names[index], request.blocks[index], size)
-            self._computed(request, request.names[index])
+            self._mark_computed(request, request.names[index])
             request.published += 1
         filled, inside = divmod(request.prefill_end, size)
         if inside and end >= request.prefill_end and self._being_computed.get(request.whole) is request:
             self._pool.publish(request.whole, request.blocks[filled], inside)
-            self._computed(request, request.whole)
+            self._mark_computed(request, request.whole)
 
-    def _computed(self, request: Request, name: Name) -> None:
+    def _mark_computed(self, request: Request, name: Name) -> None:
         if self._being_computed.get(name) is request:
             del self._being_computed[name]
 
     def _finish(self, request: Request) -> None:
-        self._take_out(request)
-        if not request.keep or not request.blocks:
+        self._remove(request)
+        if not request.keep_cache or not request.blocks:
             self._free_cache(request)
             return
-        if request.session in self._idle:  # two requests of one session ran side by side: the later one is kept
+        if request.session in self._idle:  # two requests of a session ran concurrently: keep the later one
             self._pool.give_back(self._idle.pop(request.session).blocks)
-        # The last token was sampled but never run, so it has no keys and values.
+        # The last token was sampled but not run, so it has no keys and values.
         cached = len(request.tokens) - 1
         needed = self._blocks_for(cached)
         self._pool.give_back(request.blocks[needed:])
         self._idle[request.session] = Idle(request.tokens[:cached], request.blocks[:needed])
 
     def _admit(self) -> int:
-        """Move waiting requests to running, oldest first, while the tokens they already have would fit.
+        """Move waiting requests to running, oldest first, while their tokens fit.
 
-        Returns how many could not join yet because what they need is still being computed."""
+        Returns how many were postponed because other requests are computing what they need."""
         postponed: list[Request] = []
         while self._waiting and len(self._running) < self._max_running:
             request = self._waiting[0]
@@ -277,13 +272,13 @@ class Scheduler:
         return len(postponed)
 
     def _should_wait(self, request: Request) -> bool:
-        """Somebody is just computing the first of its blocks that are not there."""
-        self._name(request)
+        """Whether another request is computing the first block that this one lacks."""
+        self._set_names(request)
         missing = next((name for name in (*request.names, request.whole) if self._pool.find(name) is None), None)
         return missing is not None and missing in self._being_computed
 
-    def _name(self, request: Request) -> None:
-        """The names of the full blocks and of all tokens. Once per admission, because it reads the whole prompt."""
+    def _set_names(self, request: Request) -> None:
+        """Name the full blocks and all tokens, once per admission because it reads the whole prompt."""
         if request.prefill_end == len(request.tokens):
             return
         size, length, names = self._block_size, len(request.tokens), [START]
@@ -294,21 +289,21 @@ class Scheduler:
         request.whole = name_after(names[-1], tail) if tail else names[-1]
 
     def _find_cache(self, request: Request) -> bool:
-        """Give the request blocks for its tokens, with as much in them as is known; False if there is no room."""
+        """Give the request blocks for its tokens, filled as far as possible; False if there is no room."""
         idle = self._idle.pop(request.session, None)
-        known = self._known(request, idle)
+        known = self._find_prefix(request, idle)
         held, copied = known.blocks, known.copied
         wanted = self._blocks_for(len(request.tokens) + 1) - len(held) + copied
-        for block in held:  # now, so that making room cannot take them away
+        for block in held:  # first, so that making room cannot evict them
             self._pool.share(block)
-        # One spare block per running request, or the newcomer would soon push itself out again.
+        # One spare block per running request; otherwise the new one would soon be preempted.
         if not self._make_room(wanted + len(self._running), spared=held):
             self._pool.give_back(held)
-            if idle is not None:  # its own cache stays usable for the next attempt
+            if idle is not None:  # for the next attempt
                 self._idle[request.session] = idle
             if self._running or (not held and idle is None):
                 return False
-            self._drop_idle()  # it is alone and still in its own way: what it would copy from takes the last block
+            self._drop_idle()  # nothing else runs: the blocks it would copy from take the room it needs
             return self._find_cache(request)
         if idle is not None:
             self._pool.give_back(idle.blocks)
@@ -317,7 +312,7 @@ class Scheduler:
             held, sources = held[:-copied], held[-copied:]
             request.copies = list(zip(sources, new[:copied], strict=True))
         elif inside:
-            self._pool.rewritten(held[-1], kept=inside)
+            self._pool.rewrite(held[-1], kept=inside)
         request.blocks, request.cached, request.published = held + new, known.cached, known.cached // self._block_size
         for name in (*request.names[request.published :], request.whole):
             if self._pool.find(name) is None:
@@ -326,38 +321,29 @@ class Scheduler:
         self.stats.shared_tokens += known.cached - known.own
         return True
 
-    def _known(self, request: Request, idle: Idle | None) -> Known:
-        """What the session or others have in their blocks of the tokens that the request begins with."""
+    def _find_prefix(self, request: Request, idle: Idle | None) -> Known:
+        """The longest cached prefix of the request, in its session's blocks or in those of others."""
         size, last = self._block_size, len(request.tokens) - 1  # at least one token must run to give logits
         own = min(common_prefix(idle.tokens, request.tokens), last) if idle is not None else 0
-        blocks, shared = self._found(request)
+        blocks = self._pool.find_prefix(request.names)
+        shared = len(blocks) * size
+        tail = self._pool.find(request.whole) if len(blocks) == len(request.names) else None
+        if tail is not None and shared < len(request.tokens):
+            blocks, shared = [*blocks, tail], len(request.tokens)
         cached = max(own, min(shared, last))
         kept = self._blocks_for(own) if own == cached else own // size  # of the session's own blocks
         held = (idle.blocks[:kept] if idle is not None else []) + blocks[kept : self._blocks_for(cached)]
-        # Blocks that are written, or may not be shared, must be the request's own: if others use them, copies of them.
+        # Blocks that will be written, or may not be shared, are copied if other requests use them.
         inside, foreign = cached % size, len(held) - kept
         if inside and not foreign:
             foreign = int(self._pool.is_shared(held[-1]))
-        copied = min(foreign, int(inside > 0)) if self._share_blocks else foreign
+        copied = foreign if self._share_decoding else min(foreign, int(inside > 0))
         return Known(blocks=held, cached=cached, own=own, copied=copied)
 
-    def _found(self, request: Request) -> tuple[list[int], int]:
-        """The blocks others hold that the request's tokens begin with, and how many tokens that is."""
-        blocks: list[int] = []
-        for name in request.names:
-            block = self._pool.find(name)
-            if block is None:
-                return blocks, len(blocks) * self._block_size
-            blocks.append(block)
-        tail = self._pool.find(request.whole)
-        if tail is None or len(blocks) * self._block_size == len(request.tokens):
-            return blocks, len(blocks) * self._block_size
-        return [*blocks, tail], len(request.tokens)
-
     def _grow(self, request: Request, length: int) -> bool:
-        """Make the request's blocks hold `length` tokens; False when it had to go back to waiting itself."""
+        """Make the request's blocks hold `length` tokens; False if the request was preempted."""
         if not request.running:
-            return False  # an older request took its blocks a moment ago
+            return False  # by an older request, in this plan
         wanted = self._blocks_for(length) - len(request.blocks)
         if wanted <= 0:
             return True
@@ -370,7 +356,7 @@ class Scheduler:
         return True
 
     def _make_room(self, wanted: int, spared: Sequence[int] = ()) -> bool:
-        """Evict idle sessions, least recently used first, until `wanted` blocks are free; none if that cannot do."""
+        """Evict idle sessions until `wanted` blocks are free. Evicts none if that would not be enough."""
         if wanted <= self._pool.num_blank:
             return True
         in_use = {block for request in self._running for block in request.blocks}.union(spared)
@@ -394,17 +380,13 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.stats.preemptions += 1
 
-    def _take_out(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         (self._running if request.running else self._waiting).remove(request)
         request.live = request.running = False
-        others = self._open[request.session]
-        others.remove(request)
-        if not others:
-            del self._open[request.session]
 
     def _free_cache(self, request: Request) -> None:
         for name in (*request.names[request.published :], request.whole):
-            self._computed(request, name)
+            self._mark_computed(request, name)
         self._pool.give_back(request.blocks)
         self._pool.give_back(source for source, _ in request.copies)
         request.blocks, request.cached, request.copies, request.published = [], 0, [], 0
@@ -414,8 +396,8 @@ class Scheduler:
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:
-    """How many leading tokens two lists share."""
+    """The number of leading tokens that two lists share."""
     shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # the usual case: a prompt that extends what the session has seen
+    if first[:shorter] == second[:shorter]:  # the usual case: the prompt extends the session
         return shorter
     return next(i for i in range(shorter) if first[i] != second[i])

@@ -1,22 +1,21 @@
-"""Attention over the paged cache on a CPU, and on anything else that has no kernel of its own.
+"""Attention over the paged cache on a CPU.
 
-Single tokens (decoding) come first in a step and are computed together; longer chunks (prefill) follow, those of about
-the same size computed together, padded to the largest.
+Single tokens (decoding) come first in a step and are computed together. Longer chunks (prefill) follow; those of
+similar size are computed together, padded to the largest.
 
-Decoding moves each query to the blocks of its sequence instead of collecting the blocks for the query: keys and
-values are the bulk of the data and stay where they are. Every block gives a partial result and the log of its softmax
-normaliser; a softmax over those joins a sequence's blocks. Blocks are read in place as the leading part of the pool
-unless most of that part belongs to others. So every block must belong to one sequence: equal prompts are copied.
+Decoding brings each query to the blocks of its sequence instead of gathering the blocks for the query, since keys and
+values are most of the data. Every block gives a partial result and the log of its softmax normaliser; a softmax over
+those joins a sequence's blocks. Blocks are read in place, as the first part of the pool, unless most of that part
+belongs to other sequences. So a block must belong to one sequence, and equal prompts are copied.
 
 Shape suffixes: N = tokens in the step, B = sequences computed together, T = blocks read, W = blocks of the longest
-sequence, C = tokens of the longest chunk, L = tokens it may look at, M = tokens of a prefill, H = query heads,
+sequence, C = tokens of the longest chunk, L = tokens it may attend to, M = tokens of a prefill, H = query heads,
 K = key/value heads, G = H / K, S = tokens in a block, D = head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -27,25 +26,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache, LayerCache
 from agent_r1.engines.local.request import Chunk
 
-# Added to a score to hide it: vanishes in any softmax, yet finite, so a block hidden as a whole gets weight 0, not nan.
+# Added to a score to hide it: vanishes in any softmax, but finite, so that a fully hidden block gets weight 0, not nan.
 HIDDEN = -1e30
-# e**-80 is nothing beside the largest weight, 1; smaller arguments would take exp's slow path, tens of times slower.
+# e**-80 is negligible beside the largest weight, 1; smaller arguments take exp's slow path, tens of times slower.
 SMALLEST_EXPONENT = -80.0
-# Collecting blocks costs about as much as computing over them once more, so up to this many blocks of others are
-# computed along for each block that is ours.
+# Gathering blocks costs about as much as computing over them once more, so for each block of ours up to this many of
+# other sequences are computed too.
 MAX_FOREIGN = 1.0
-# Keys and values of a prefill are collected side by side; this many tokens of them at once, so that memory stays small.
-MAX_COLLECTED = 8192
+MAX_GATHERED = 8192  # tokens whose keys and values are gathered at once for a prefill, to bound memory
 
 
 class DecodeLayout:
-    """Index tensors for the single-token sequences of a step."""
+    """Indices for the single-token chunks of a step."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], block_size: int) -> None:
         self.size = len(chunks)
-        counts_B = np.fromiter((len(chunk.blocks) for chunk in chunks), dtype=np.int64, count=self.size)
+        counts_B = np.array([len(chunk.blocks) for chunk in chunks])
         block_T = np.fromiter(chain.from_iterable(chunk.blocks for chunk in chunks), dtype=np.int64)
-        positions_B = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=self.size)
+        positions_B = np.array([chunk.start for chunk in chunks])
         ordinal_T = np.arange(len(block_T)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
         owner_T = np.repeat(np.arange(self.size), counts_B)
 
@@ -53,22 +51,21 @@ class DecodeLayout:
         self.span = span if span <= (1 + MAX_FOREIGN) * len(block_T) else None
         place_T = np.arange(len(block_T)) if self.span is None else block_T
         read = len(block_T) if self.span is None else span
-        # Blocks of others get the first sequence's query; nobody reads the result.
+        # Blocks of other sequences get the first sequence's query; the result is not used.
         query_T, first_T = np.zeros(read, dtype=np.int64), np.zeros(read, dtype=np.int64)
         query_T[place_T], first_T[place_T] = owner_T, ordinal_T * block_size
-        # Padded with the sequence's own first block: whatever another one holds, even NaN, stays with the other.
+        # Padded with the sequence's own first block, so that NaN in another sequence cannot spread.
         first_place_B1 = place_T[np.cumsum(counts_B) - counts_B][:, None]
         table_BW = np.repeat(first_place_B1, int(counts_B.max()), axis=1)
         table_BW[owner_T, ordinal_T] = place_T
         padding_BW = np.arange(table_BW.shape[1]) >= counts_B[:, None]
 
-        self.block_T = torch.from_numpy(block_T).to(device)
-        self.query_T = torch.from_numpy(query_T).to(device)
-        self.table_BW = torch.from_numpy(table_BW).to(device)
-        self.padding_BW11 = torch.from_numpy(padding_BW[:, :, None, None]).to(device) * HIDDEN
+        self.block_T = torch.from_numpy(block_T)
+        self.query_T = torch.from_numpy(query_T)
+        self.table_BW = torch.from_numpy(table_BW)
+        self.padding_BW11 = torch.from_numpy(padding_BW[:, :, None, None]) * HIDDEN
         self._position_T1 = positions_B[query_T][:, None]
         self._keys_TS = first_T[:, None] + np.arange(block_size)
-        self._device = device
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def read(self, pool_P: Tensor) -> Tensor:
@@ -76,48 +73,40 @@ class DecodeLayout:
         return pool_P.index_select(0, self.block_T) if self.span is None else pool_P[: self.span]
 
     def mask(self, window: int | None, heads: int) -> Tensor:
-        """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those the window has left."""
+        """Added to scores, [T * K, 1, S]: hides keys after the query's position, and those before its window."""
         if (window, heads) not in self._masks:
             hidden_TS = self._keys_TS > self._position_T1
             if window is not None:
                 hidden_TS |= self._keys_TS <= self._position_T1 - window
-            mask_TS = torch.from_numpy(hidden_TS).to(self._device) * HIDDEN
+            mask_TS = torch.from_numpy(hidden_TS) * HIDDEN
             self._masks[window, heads] = mask_TS.repeat_interleave(heads, dim=0)[:, None]
         return self._masks[window, heads]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A chunk and the row of its first token."""
-
-    chunk: Chunk
-    row: int
-
-
 class PrefillLayout:
-    """Index tensors for chunks of about the same size that are computed together."""
+    """Indices for chunks of similar size that are computed together, each with the row of its first token."""
 
-    def __init__(self, parts: Sequence[Placed], block_size: int, device: torch.device) -> None:
-        starts_B1 = np.array([[part.chunk.start] for part in parts])
-        counts_B1 = np.array([[len(part.chunk.ids)] for part in parts])
+    def __init__(self, parts: Sequence[tuple[Chunk, int]], block_size: int) -> None:
+        chunks = [chunk for chunk, _ in parts]
+        starts_B1 = np.array([[chunk.start] for chunk in chunks])
+        counts_B1 = np.array([[len(chunk.ids)] for chunk in chunks])
         slot_C = np.arange(counts_B1.max())
-        # Shorter chunks repeat their last token; nobody reads the result.
+        # Shorter chunks repeat their last token; the result is not used.
         offset_BC = np.minimum(slot_C, counts_B1 - 1)
-        row_BC = np.array([[part.row] for part in parts]) + offset_BC
+        row_BC = np.array([[row] for _, row in parts]) + offset_BC
         filled_BC = slot_C < counts_B1
-        self.from_start = not starts_B1.any()  # then a chunk's own keys and values are all there are
-        # A request may own more blocks, for what comes after its chunk.
+        self.from_start = not starts_B1.any()  # then a chunk attends only to its own keys and values
+        # A request may own more blocks, for tokens after its chunk.
         width = -(-int((starts_B1 + counts_B1).max()) // block_size)
-        owned = [part.chunk.blocks[:width] for part in parts]
+        owned = [chunk.blocks[:width] for chunk in chunks]
         block_BW = np.array([blocks + blocks[-1:] * (width - len(blocks)) for blocks in owned])
 
-        self.row_BC = torch.from_numpy(row_BC).to(device)
-        self.block_BW = torch.from_numpy(block_BW).to(device)
-        self.rows_M = torch.from_numpy(row_BC[filled_BC]).to(device)  # where results go
-        self.slots_M = torch.from_numpy(np.flatnonzero(filled_BC)).to(device)  # and where in [B * C] they are found
+        self.row_BC = torch.from_numpy(row_BC)
+        self.block_BW = torch.from_numpy(block_BW)
+        self.rows_M = torch.from_numpy(row_BC[filled_BC])  # where results go
+        self.slots_M = torch.from_numpy(np.flatnonzero(filled_BC))  # where they are in [B * C]
         self._length = len(slot_C) if self.from_start else width * block_size
         self._position_BC1 = (starts_B1 + offset_BC)[:, :, None]
-        self._device = device
         self._masks: dict[int | None, Tensor] = {}
 
     def take(self, row_NHD: Tensor) -> Tensor:
@@ -126,7 +115,7 @@ class PrefillLayout:
         return chunks_BCHD.transpose(1, 2)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Boolean [B, 1, C, L], or None where plain causal attention says the same."""
+        """Boolean [B, 1, C, L], or None if plain causal attention gives the same."""
         if window is not None and window >= self._length:
             window = None
         if window is None and self.from_start:
@@ -136,14 +125,14 @@ class PrefillLayout:
             seen_BCL = key_L <= self._position_BC1
             if window is not None:
                 seen_BCL &= key_L > self._position_BC1 - window
-            self._masks[window] = torch.from_numpy(seen_BCL[:, None]).to(self._device)
+            self._masks[window] = torch.from_numpy(seen_BCL[:, None])
         return self._masks[window]
 
 
-class Places:
-    """Where keys and values of a step go: to the blocks of the request, and for a single token of all its twins."""
+class WriteLayout:
+    """Where keys and values of a step go: to the blocks of the request and of its twins."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], block_size: int) -> None:
         rows: list[int] = []
         blocks: list[int] = []
         offsets: list[int] = []
@@ -155,7 +144,7 @@ class Places:
                 blocks += [owned[position // block_size] for position in positions]
                 offsets += [position % block_size for position in positions]
             first += len(positions)
-        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets], device=device).unbind(0)
+        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets]).unbind(0)
         self._row_M = row_M if len(rows) > first else None
 
     def write(self, layer: LayerCache, key_NKD: Tensor, value_NKD: Tensor) -> None:
@@ -164,54 +153,46 @@ class Places:
         layer.write(key_NKD, value_NKD, self._block_M, self._offset_M)
 
 
-def alike(parts: Sequence[Placed], block_size: int) -> list[list[Placed]]:
-    """The chunks in groups, because short ones cost more to call attention for than to compute.
+def group_similar(parts: Sequence[tuple[Chunk, int]], block_size: int) -> list[list[tuple[Chunk, int]]]:
+    """Group short chunks, because calling attention costs more than computing it.
 
-    In a group, sizes and lengths differ by less than a factor of two, and what is collected stays in bounds.
+    In a group, sizes and lengths differ by less than a factor of two, and the gathered tokens are bounded.
     """
-    groups: dict[tuple[bool, int, int], list[list[Placed]]] = {}
-    for part in parts:
-        count, length = len(part.chunk.ids), part.chunk.start + len(part.chunk.ids)
-        size, width = count.bit_length(), (-(-length // block_size)).bit_length()
-        split = groups.setdefault((part.chunk.start == 0, size, width), [[]])
-        if split[-1] and (len(split[-1]) + 1) * (block_size << width) > MAX_COLLECTED:
+    groups: dict[tuple[bool, int, int], list[list[tuple[Chunk, int]]]] = {}
+    for chunk, row in parts:
+        size, width = len(chunk.ids).bit_length(), (-(-chunk.end // block_size)).bit_length()
+        split = groups.setdefault((chunk.start == 0, size, width), [[]])
+        if split[-1] and (len(split[-1]) + 1) * (block_size << width) > MAX_GATHERED:
             split.append([])
-        split[-1].append(part)
+        split[-1].append((chunk, row))
     return [group for split in groups.values() for group in split]
 
 
-@dataclass(slots=True)
-class StepLayout:
-    """An `AttentionStep`: one step in index tensors."""
+class CpuStep:
+    """An `AttentionStep` on a CPU. Single tokens come first in `chunks`."""
 
-    cache: CpuCache
-    places: Places
-    decode: DecodeLayout | None
-    prefill: list[PrefillLayout]
-
-    @classmethod
-    def of(cls, chunks: Sequence[Chunk], cache: CpuCache, device: torch.device) -> StepLayout:
-        """`chunks` with the single tokens first."""
+    def __init__(self, chunks: Sequence[Chunk], cache: CpuCache) -> None:
         size = cache.block_size
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
         longer, row = [], len(singles)
         for chunk in chunks[len(singles) :]:
-            longer.append(Placed(chunk, row))
+            longer.append((chunk, row))
             row += len(chunk.ids)
-        decode = DecodeLayout(singles, size, device) if singles else None
-        prefill = [PrefillLayout(group, size, device) for group in alike(longer, size)]
-        return cls(cache, Places(chunks, size, device), decode, prefill)
+        self._cache = cache
+        self._writes = WriteLayout(chunks, size)
+        self._decode = DecodeLayout(singles, size) if singles else None
+        self._prefill = [PrefillLayout(group, size) for group in group_similar(longer, size)]
 
     def attend(
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        pools = self.cache.layer(layer, key_NKD, value_NKD)
-        self.places.write(pools, key_NKD, value_NKD)
+        pools = self._cache.layer(layer, key_NKD, value_NKD)
+        self._writes.write(pools, key_NKD, value_NKD)
         out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_NKD.shape[-1])
-        if self.decode is not None:
-            size = self.decode.size
-            out_NHD[:size] = _decode(self.decode, query_NHD[:size] * scaling, pools, window)
-        for part in self.prefill:
+        if self._decode is not None:
+            size = self._decode.size
+            out_NHD[:size] = _decode(self._decode, query_NHD[:size] * scaling, pools, window)
+        for part in self._prefill:
             if part.from_start:
                 key_BKLD, value_BKLD = part.take(key_NKD), part.take(value_NKD)
             else:
@@ -235,7 +216,7 @@ def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: 
     (blocks, heads, head_size, _), (batch, query_heads, _) = keys_TKDS.shape, query_BHD.shape
     query_TKGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T)
 
-    # From here on T * K is one dimension: every block and head is a small product of its own.
+    # From here on T * K is one dimension: each block and head is a small product.
     scores_TGS = torch.bmm(query_TKGD.view(blocks * heads, -1, head_size), keys_TKDS.flatten(0, 1))
     scores_TGS = scores_TGS.float().add_(layout.mask(window, heads))
     top_TG1 = scores_TGS.amax(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Where keys and values live between steps: one pool of equal blocks per attention layer.
+"""Keys and values on a CPU between steps: one pool of blocks per attention layer.
 
-The pools know blocks, not requests; `scheduler.py` decides who owns which. A layer's pools are made when the layer is
-first seen, so head counts and head sizes need not be guessed from a model's configuration.
+`scheduler.py` decides which request owns which block. A layer's pool is allocated when the layer first runs, so head
+counts and sizes need not be guessed from the model's configuration.
 
 Shape suffixes: P = blocks in the pool, K = key/value heads, S = tokens in a block, D = head size, N = tokens in a step,
 M = places they are written to, B = sequences, W = blocks of the longest, L = tokens they hold.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, each in the layout its product with a single query is fastest in (by 2 to 4 on a
-    CPU): the scores run along a block's tokens, the output along the head size."""
+    """One layer's keys and values. Each layout makes the product with a single query 2 to 4 times as fast on a CPU:
+    scores run along a block's tokens, the output along the head size."""
 
     keys_PKDS: Tensor
     values_PKSD: Tensor
@@ -29,14 +29,14 @@ class LayerCache:
         self.values_PKSD[block_M, :, offset_M] = value_MKD
 
     def sequences(self, block_BW: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of sequences side by side, [B, K, L, D] with L = W * S."""
+        """The keys and values of several sequences, [B, K, L, D] with L = W * S."""
         keys_BWKDS = self.keys_PKDS.index_select(0, block_BW.flatten()).unflatten(0, block_BW.shape)
         values_BWKSD = self.values_PKSD.index_select(0, block_BW.flatten()).unflatten(0, block_BW.shape)
         return keys_BWKDS.permute(0, 2, 1, 4, 3).flatten(2, 3), values_BWKSD.transpose(1, 2).flatten(2, 3)
 
 
 class CpuCache:
-    """The layers' pools."""
+    """The pools of all layers."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -44,7 +44,7 @@ class CpuCache:
         self._layers: dict[int, LayerCache] = {}
 
     def layer(self, index: int, key_NKD: Tensor, value_NKD: Tensor) -> LayerCache:
-        """The pools of a layer whose new keys and values look like these."""
+        """The pool of a layer, allocated to fit these keys and values if it is new."""
         if index not in self._layers:
             (_, heads, key_size), value_size = key_NKD.shape, value_NKD.shape[-1]
             # Zeros, not empty: a masked slot still enters a product with weight ~0, and 0 * nan is nan.
@@ -55,11 +55,10 @@ class CpuCache:
         return self._layers[index]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fill the second block of each pair with what the first holds, in every layer; all are read before any."""
+        """Copy (source, target) pairs of blocks in every layer. All sources are read before any target is written."""
         pools = [pool for layer in self._layers.values() for pool in (layer.keys_PKDS, layer.values_PKSD)]
         if not pairs or not pools:
             return
-        # Once for all layers: a transfer to a GPU makes the host wait.
         source_N, target_N = torch.tensor(pairs, device=pools[0].device).T.contiguous()
         for pool in pools:
             pool.index_copy_(0, target_N, pool.index_select(0, source_N))

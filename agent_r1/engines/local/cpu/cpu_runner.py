@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.engines.local.attention_interface import running
-from agent_r1.engines.local.cpu.cpu_attention import StepLayout
+from agent_r1.engines.local.cpu.cpu_attention import CpuStep
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
 from agent_r1.engines.local.request import Chunk
@@ -17,7 +17,7 @@ from agent_r1.engines.local.sampling import sample
 
 
 class CpuRunner(ModelRunner):
-    """One forward per step, computed before `launch` returns. Runs on the engine's one worker thread."""
+    """Computes a step before `launch` returns."""
 
     overlaps = False
 
@@ -44,7 +44,7 @@ class CpuRunner(ModelRunner):
         return [self._logits(chunks, cache) for chunks in steps][-1]
 
     def _logits(self, chunks: Sequence[Chunk], cache: CpuCache) -> Tensor:
-        """Logits after the last token of each chunk that samples, once for every request that draws from it, [B, V]."""
+        """Logits after the last token of each sampling chunk, repeated for each of its requests, [B, V]."""
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -55,8 +55,7 @@ class CpuRunner(ModelRunner):
             if chunk.samples:
                 draws += [len(last)] * (1 + len(chunk.twins))
                 last.append(len(ids) - 1)
-        index = torch.tensor([ids, positions], device=self.device)
-        keep = torch.tensor(last, dtype=torch.int64, device=self.device)
-        with running(StepLayout.of(chunks, cache, self.device)):
-            logits = self.forward(index[0], index[1], keep)
-        return logits if len(draws) == len(last) else logits[torch.tensor(draws, device=self.device)]
+        keep = torch.tensor(last, dtype=torch.int64)
+        with running(CpuStep(chunks, cache)):
+            logits = self.forward(torch.tensor(ids), torch.tensor(positions), keep)
+        return logits if len(draws) == len(last) else logits[torch.tensor(draws)]

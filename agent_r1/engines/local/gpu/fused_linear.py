@@ -1,8 +1,8 @@
-"""Linear layers that read the same input, computed as one product.
+"""Linear layers that read the same input, computed as one matrix product.
 
-Decoding is many small products one after another, and three of them take three times as long as one of three times the
-size. The layers stay where they are in the model, with weights of the same names and shapes, which are views of the one
-that is used: weights copied into them are in use at once. The first of them to be called computes for all.
+Decoding is a sequence of many small products, and three of them take three times as long as one of three times the
+size. The layers stay in the model with weights of the same names and shapes, which are views of the fused weight, so
+copying into them takes effect at once. The first layer that is called computes the results of all.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which they are called
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order of their calls
 
 
 class First(nn.Module):
-    """Computes all, and keeps what the others will be asked for."""
+    """Computes all results, and keeps those of the other layers."""
 
     all_weights: Tensor
     all_biases: Tensor | None
@@ -37,11 +37,11 @@ class First(nn.Module):
 
 
 class Later(nn.Module):
-    """Hands out what the first has computed."""
+    """Returns what the first layer has computed."""
 
     def __init__(self, first: First, *, last: bool) -> None:
         super().__init__()
-        self._first = [first]  # in a list, or its weights would be registered here too
+        self._first = [first]  # in a list, so that its weights are not registered here too
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ class Later(nn.Module):
 
 
 def fuse_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Replace what belongs together. Returns what was replaced, as (parent, name, module)."""
+    """Fuse groups of layers. Returns the replaced ones as (parent, name, module)."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
-        for names in TOGETHER:
+        for names in GROUPS:
             layers = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and _alike(layers):
+            if all(type(layer) is nn.Linear for layer in layers) and _can_fuse(layers):
                 replaced += [(parent, name, layer) for name, layer in zip(names, layers, strict=True)]  # type: ignore[misc]
                 _fuse(parent, names, layers)
     return replaced
@@ -68,7 +68,7 @@ def restore_linears(replaced: Sequence[tuple[nn.Module, str, nn.Module]]) -> Non
         setattr(parent, name, module)
 
 
-def _alike(layers: Sequence[Any]) -> bool:
+def _can_fuse(layers: Sequence[Any]) -> bool:
     first = layers[0]
     return all(
         layer.in_features == first.in_features

@@ -1,10 +1,10 @@
-"""Steps on a GPU, without the host in the way.
+"""Steps on a GPU, without waiting for the host.
 
-A step is a first pass over all tokens of its chunks, then passes over one token of each sampling sequence. What a pass
-needs to know about them (last token, position, whether the response has ended) stays in tensors on the device and is
-updated there, so passes follow each other without waiting for the host, and the next step may be launched before this
-one has been read back. Passes are captured as CUDA graphs for a ladder of batch sizes; rows that stand for nothing
-write to a spare block. Decoder layers are compiled one by one, which fuses what surrounds attention and products.
+A step is a first pass over all tokens of its chunks, then passes over one token of each sampling sequence. The state of
+the sequences (last token, position, whether the response has ended) stays in device tensors that the passes update, so
+passes follow each other without the host, and the next step may be launched before this one has been read. Passes are
+captured as CUDA graphs for a ladder of batch sizes; padding rows write to a spare block. Decoder layers are compiled
+one by one, which fuses the operations around attention and matrix products.
 
 Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
 the longest sequence, E = stop ids, V = vocabulary, K = most ids that top-k and top-p keep.
@@ -24,27 +24,27 @@ from transformers import PreTrainedModel
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import running
-from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, key_value_shape
+from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, Tiles, key_value_shape
 from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.engines.local.sampling import nucleus, support_ids
 from agent_r1.errors import ConfigError
 
-# Below this many programs a GPU of 132 multiprocessors is not full, so sequences are divided among several.
+# Fewer programs do not fill a GPU of 132 multiprocessors, so sequences are divided among several.
 FULL_GPU = 264
 MAX_SPLITS = 16
-FILTERED = 64  # rows that top-k and top-p are applied to at once
-LARGEST_GRAPH = 4096  # tokens; a pass over more of them is long enough to hide its launches
+FILTERED_ROWS = 64  # rows that top-k and top-p are applied to at once
+LARGEST_GRAPH = 4096  # tokens; a longer pass hides its launches
 
 Pass = Callable[[], None]
-# Ids returned per token; 0: top-k or top-p is used but no request keeps its support; None: neither is used.
+# Support ids returned per token; 0: top-k or top-p is used but no request keeps its support; None: neither is used.
 Width = int | None
 Key = tuple[str, int, Width]
 
 
 def ladder(largest: int) -> list[int]:
-    """Batch sizes with graphs: 2, 4, 8, then powers of two and the sizes half-way between them."""
+    """Batch sizes with graphs: 2, 4, 8, then powers of two and the sizes half-way between."""
     sizes = [2, 4, 8]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
@@ -53,30 +53,30 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(slots=True)
 class Graphs:
-    """Captured passes, all in one memory pool: only one runs at a time."""
+    """Captured passes in one memory pool, since only one runs at a time."""
 
-    side: Any = field(default_factory=torch.cuda.Stream)  # one for all: every stream has workspaces of its own
+    side: Any = field(default_factory=torch.cuda.Stream)  # a single one: each stream has its own workspaces
     pool: Any = None
-    made: dict[Key, Any] = field(default_factory=dict)
+    captured: dict[Key, Any] = field(default_factory=dict)
 
     def capture(self, key: Key, work: Pass) -> None:
-        """Work is also run once before it is captured: kernels are compiled on their first run."""
+        """Capture `work` after running it once, which compiles its kernels."""
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             work()
         torch.cuda.current_stream().wait_stream(self.side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (tools, rewards, a classifier on the same GPU) is not part of it.
+        # Other threads (tools, rewards, a classifier on the same GPU) are not captured.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
             work()
         self.pool = graph.pool()
-        self.made[key] = graph
+        self.captured[key] = graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """How much there may be of everything; tensors of these sizes are made once."""
+    """Sizes of the tensors, which are allocated once."""
 
     num_blocks: int
     block_size: int
@@ -87,7 +87,7 @@ class GpuLimits:
 
 
 class GpuRunner(ModelRunner):
-    """Everything runs on one stream, in the order it is launched."""
+    """Runs everything on one stream, in order."""
 
     overlaps = True
     max_stop_ids = MAX_STOP_IDS
@@ -113,7 +113,7 @@ class GpuRunner(ModelRunner):
         self._first = FirstPass.empty(tokens=tokens, tiles=self._tiles(tokens), rows=rows, device=self.device)
         self._places = torch.arange(rows, device=self.device)
         self._graphs = Graphs() if graphs else None
-        self._before: dict[Request, int] = {}  # rows of the step launched before
+        self._before: dict[Request, int] = {}  # rows of the previous step
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
@@ -131,7 +131,7 @@ class GpuRunner(ModelRunner):
         return self._reader(rows, width)
 
     def _width(self, drawing: Sequence[Chunk]) -> Width:
-        """A power of two if supports are returned, so that few buffers and graphs serve all settings."""
+        """A power of two if supports are returned, so that a few buffers and graphs serve all settings."""
         settings = [chunk.request.sampling for chunk in drawing]
         if not any(map(is_filtered, settings)):
             return None
@@ -159,13 +159,13 @@ class GpuRunner(ModelRunner):
                 logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
             else:
                 logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
-        self._state.left_R.zero_()  # nothing of this may be taken for a sequence
+        self._state.left_R.zero_()  # the probes are no sequences to continue
         self._before = {}
         return logits
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture all graphs that sampling without top-k and top-p needs, largest first, so that one pool fits all."""
+        """Capture the graphs for sampling without top-k and top-p, largest first, so that one pool fits all."""
         if self._graphs is None:
             return
         for size in [size for size in reversed(self._sizes) if size <= LARGEST_GRAPH]:
@@ -179,22 +179,22 @@ class GpuRunner(ModelRunner):
             work()
             return
         self._capture((kind, size, width), work)
-        self._graphs.made[kind, size, width].replay()
+        self._graphs.captured[kind, size, width].replay()
 
     def _capture(self, key: Key, work: Pass) -> None:
-        """Unless it is there. Leaves the state as it was."""
+        """Capture a graph if it is missing, and restore the state, which capturing changes."""
         assert self._graphs is not None
-        if key not in self._graphs.made:
-            before = [tensor.clone() for tensor in self._state.moving()]
+        if key not in self._graphs.captured:
+            before = [tensor.clone() for tensor in self._state.changing()]
             self._graphs.capture(key, work)
-            for now, then in zip(self._state.moving(), before, strict=True):
+            for now, then in zip(self._state.changing(), before, strict=True):
                 now.copy_(then)
 
     def _run_first(self, ordered: Sequence[Chunk], width: Width) -> None:
         size = self._sizes[bisect_left(self._sizes, self._lay_out(ordered))]
         self._run("first", size, width, partial(self._sample_first, size, width))
 
-    # What a pass computes. These run under capture: nothing in them may depend on what the host knows.
+    # The following run under capture, so nothing in them may depend on host data.
 
     def _decode(self, rows: int, width: Width) -> None:
         alive_R = self._state.alive(rows)
@@ -208,13 +208,15 @@ class GpuRunner(ModelRunner):
             cache=cache,
             kernels=self._kernels,
             slot_N=torch.where(alive_R, block_R * size + position_R % size, cache.trash),
-            position_N=position_R,
-            table_QW=state.table_RW,
-            sequence_T=self._places[:rows],
-            row_T=self._places[:rows],
-            count_T=alive_R.int(),
-            tokens=1,
-            splits=splits_for(rows * self._key_heads),
+            tiles=Tiles(
+                position_N=position_R,
+                table_QW=state.table_RW,
+                sequence_T=self._places[:rows],
+                row_T=self._places[:rows],
+                count_T=alive_R.int(),
+                tokens=1,
+                splits=splits_for(rows * self._key_heads),
+            ),
         )
         with running(step):
             return self.forward(state.token_R[:rows], position_R, self._places[:rows])
@@ -226,13 +228,15 @@ class GpuRunner(ModelRunner):
             cache=cache,
             kernels=self._kernels,
             slot_N=first.slot_N[:tokens],
-            position_N=first.position_N[:tokens],
-            table_QW=self._state.table_RW,
-            sequence_T=first.sequence_T[:tiles],
-            row_T=first.row_T[:tiles],
-            count_T=first.count_T[:tiles],
-            tokens=self._tile,
-            splits=1,
+            tiles=Tiles(
+                position_N=first.position_N[:tokens],
+                table_QW=self._state.table_RW,
+                sequence_T=first.sequence_T[:tiles],
+                row_T=first.row_T[:tiles],
+                count_T=first.count_T[:tiles],
+                tokens=self._tile,
+                splits=1,
+            ),
         )
         with running(step):
             return self.forward(first.ids_N[:tokens], first.position_N[:tokens], first.last_R[:rows])
@@ -242,7 +246,7 @@ class GpuRunner(ModelRunner):
         self._draw(self._first_logits(tokens, rows, self._cache), self._state.alive(rows), width)
 
     def _tiles(self, tokens: int) -> int:
-        """The most there can be: every sequence may have one that is not full."""
+        """The most tiles there can be: every sequence may have one that is not full."""
         return min(tokens, self._rows[-1] + tokens // self._tile)
 
     def _draw(self, logits_RV: Tensor, alive_R: Tensor, width: Width) -> None:
@@ -252,8 +256,8 @@ class GpuRunner(ModelRunner):
         if width is not None:  # greedy rows have a top_k of the whole vocabulary
             scores_RV = logits_RV.float() / torch.where(temperature_R == 0, 1, temperature_R)[:, None]
             parts = (scores_RV, state.top_k_R[:rows], state.top_p_R[:rows])
-            # In parts: sorting takes several times the memory of what is sorted.
-            kept = [nucleus(*part) for part in zip(*(p.split(FILTERED) for p in parts), strict=True)]
+            # In parts, since sorting takes several times the memory of its input.
+            kept = [nucleus(*part) for part in zip(*(p.split(FILTERED_ROWS) for p in parts), strict=True)]
             logits_RV = torch.cat(kept)
             if width:
                 state.keep(torch.cat([support_ids(scores_FV, width) for scores_FV in kept]))
@@ -261,7 +265,7 @@ class GpuRunner(ModelRunner):
         state.draw(*self._kernels.draw(logits_RV, temperature_R, uniform_R), alive_R)
 
     def _load(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Tell the device about the next step; returns the chunks in the order of its rows."""
+        """Load the next step onto the device; returns the chunks in the order of its rows."""
         ordered = in_order(chunks)
         self._state.load(ordered, self._before, self.config.vocab_size)
         self._before = {chunk.request: row for row, chunk in enumerate(ordered) if chunk.samples}
@@ -296,9 +300,7 @@ def load_triton_kernels() -> Kernels:
     try:
         from agent_r1.engines.local.gpu import triton_kernels
     except ImportError as error:
-        raise ConfigError(
-            f"sampling on a GPU needs Triton, which is not installed ({error}); it comes with torch"
-        ) from error
+        raise ConfigError(f"sampling on a GPU needs Triton, which comes with torch for CUDA: {error}") from error
     return triton_kernels
 
 
@@ -307,7 +309,7 @@ def is_filtered(sampling: Sampling) -> bool:
 
 
 def splits_for(programs: int) -> int:
-    """A power of two, with which the GPU is full, or as many as are allowed."""
+    """The smallest power of two that fills the GPU, or the most that are allowed."""
     splits = 1
     while splits < MAX_SPLITS and programs * splits < FULL_GPU:
         splits *= 2

@@ -1,7 +1,7 @@
-"""What a GPU knows about the sequences of a step, in tensors at fixed addresses, and how the host tells it.
+"""The sequences of a step, in device tensors at fixed addresses, and how the host updates them.
 
-`State` is about the sequences that sample, one row each; a pass reads and moves it on without the host. `FirstPass` is
-about the tokens of a step's chunks and the tiles they form. Nothing here waits for the device.
+`State` holds one row per sampling sequence; passes read and update it without the host. `FirstPass` holds the tokens of
+a step's chunks and their tiles. Nothing here waits for the device.
 
 Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
 the longest sequence, E = stop ids, K = most ids that top-k and top-p keep.
@@ -29,13 +29,13 @@ MAX_STOP_IDS = 16
 
 @dataclass(slots=True)
 class State:
-    """The sequences that sample."""
+    """The sampling sequences."""
 
-    token_R: Tensor  # the last one, to be run next
+    token_R: Tensor  # the last token, to be run next
     position_R: Tensor  # of that token
-    left_R: Tensor  # how many are to be sampled in this step
-    ended_R: Tensor  # the response is complete
-    table_RW: Tensor  # the blocks; of sequences that do not sample too, behind the others
+    left_R: Tensor  # tokens still to be sampled in this step
+    ended_R: Tensor  # whether the response is complete
+    table_RW: Tensor  # the blocks; sequences that do not sample follow the others
     temperature_R: Tensor
     top_k_R: Tensor
     top_p_R: Tensor
@@ -43,8 +43,8 @@ class State:
     uniform_CR: Tensor
     drawn_CR: Tensor  # tokens sampled in this step; -1: none
     logprob_CR: Tensor
-    passes: Tensor  # of this step, so far
-    settings: list[Sampling] = field(default_factory=list)  # that were loaded last
+    passes: Tensor  # number of passes of this step so far
+    settings: list[Sampling] = field(default_factory=list)  # loaded last
     # By K: the ids that were sampled from, [C, R, K]. Never replaced, because captured graphs write to them.
     supports: dict[int, Tensor] = field(default_factory=dict)
 
@@ -69,20 +69,20 @@ class State:
             passes=zeros(1),
         )
 
-    def moving(self) -> list[Tensor]:
-        """What a pass changes."""
+    def changing(self) -> list[Tensor]:
+        """The tensors that a pass changes."""
         return [self.token_R, self.position_R, self.left_R, self.ended_R, self.drawn_CR, self.logprob_CR, self.passes]
 
     def alive(self, rows: int) -> Tensor:
         return (self.left_R[:rows] > 0) & ~self.ended_R[:rows]
 
     def load(self, ordered: Sequence[Chunk], before: Mapping[Request, int], vocab: int) -> None:
-        """For the next step. `before`: the rows of the step before, where sequences go on that are under way."""
+        """Load the next step. `before`: rows of the previous step, which sequences in flight continue from."""
         drawing = [chunk for chunk in ordered if chunk.samples]
         rows = len(drawing)
         tables = block_tables(ordered)
         put(self.table_RW[: len(ordered), : tables.shape[1]], tables)
-        token_R, before_R, position_R, left_R = moved(_numbers(drawing, before), self.token_R.device)
+        token_R, before_R, position_R, left_R = to_device(_numbers(drawing, before), self.token_R.device)
         known_R, source_R = before_R < 0, before_R.clamp(min=0)
         self.token_R[:rows] = torch.where(known_R, token_R, self.token_R[source_R])
         self.ended_R[:rows] = self.ended_R[source_R] & ~known_R
@@ -100,22 +100,22 @@ class State:
         uniform_RC[np.arange(len(self.uniform_CR)) < counts_R1] = np.concatenate([*numbers, []])
         put(self.uniform_CR[:, : len(drawing)], np.minimum(uniform_RC.T, np.float32(1 - 2.0**-24)))
         settings = [chunk.request.sampling for chunk in drawing]
-        if settings != self.settings:  # the same objects as a rule, while a batch goes on
-            self.settings = []  # if this fails, nobody may take what is there for theirs
+        if settings != self.settings:  # usually equal while a batch continues
+            self.settings = []  # in case loading fails
             self._load_settings(settings, vocab)
             self.settings = settings
 
     def _load_settings(self, settings: list[Sampling], vocab: int) -> None:
-        """At temperature 0 nothing is filtered, whatever top-k and top-p say."""
+        """At temperature 0 nothing is filtered."""
         rows, device = len(settings), self.token_R.device
         floats = np.array([(s.temperature, s.top_p if s.temperature else 1.0) for s in settings], dtype=np.float32)
-        self.temperature_R[:rows], self.top_p_R[:rows] = moved(floats.reshape(rows, 2).T, device)
+        self.temperature_R[:rows], self.top_p_R[:rows] = to_device(floats.reshape(rows, 2).T, device)
         put(self.top_k_R[:rows], np.array([(s.top_k or vocab) if s.temperature else vocab for s in settings], np.int64))
-        alike = {s.stop_ids for s in settings}  # as a rule
-        stops = np.full((1 if len(alike) == 1 else rows, MAX_STOP_IDS), -1, dtype=np.int64)
-        for row, ids in enumerate(alike if len(alike) == 1 else (s.stop_ids for s in settings)):
+        distinct = {s.stop_ids for s in settings}  # usually one
+        stops = np.full((1 if len(distinct) == 1 else rows, MAX_STOP_IDS), -1, dtype=np.int64)
+        for row, ids in enumerate(distinct if len(distinct) == 1 else (s.stop_ids for s in settings)):
             stops[row, : len(ids)] = ids
-        self.stop_RE[:rows] = moved(stops, device)
+        self.stop_RE[:rows] = to_device(stops, device)
 
     def make_supports(self, width: int) -> None:
         """Allocate buffers for supports of up to this many ids. Must not run while a graph is captured."""
@@ -129,7 +129,7 @@ class State:
         self.supports[width][:, :rows].index_copy_(0, self.passes, ids_RK[None])
 
     def draw(self, token_R: Tensor, logprob_R: Tensor, alive_R: Tensor) -> None:
-        """Book what a pass has sampled, and be ready for the next one."""
+        """Record what a pass has sampled, and advance to the next pass."""
         rows = len(alive_R)
         self.drawn_CR[:, :rows].index_copy_(0, self.passes, torch.where(alive_R, token_R, -1)[None])
         self.logprob_CR[:, :rows].index_copy_(0, self.passes, logprob_R[None])
@@ -142,7 +142,7 @@ class State:
 
 
 def _numbers(drawing: Sequence[Chunk], before: Mapping[Request, int]) -> NDArray[np.int64]:
-    """Last token, row in the step before (-1: the token is known), its position, tokens to sample; one row each."""
+    """One row each: last token, its row in the previous step (-1 if known), its position, tokens to sample."""
     numbers = [
         (ids[-1], -1, chunk.end - 1, chunk.count)
         if (ids := chunk.ids)
@@ -155,12 +155,12 @@ def _numbers(drawing: Sequence[Chunk], before: Mapping[Request, int]) -> NDArray
 
 @dataclass(slots=True)
 class FirstPass:
-    """The tokens of a step's chunks and the tiles they form."""
+    """The tokens of a step's chunks and their tiles."""
 
     ids_N: Tensor
     position_N: Tensor
     slot_N: Tensor
-    last_R: Tensor  # the row of N that each sampling sequence ends at
+    last_R: Tensor  # the last row of each sampling sequence
     sequence_T: Tensor
     row_T: Tensor
     count_T: Tensor
@@ -172,13 +172,13 @@ class FirstPass:
         return cls(**{name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in shapes.items()})
 
     def clear(self, trash: int) -> None:
-        """Nothing to compute, nothing to keep."""
+        """Leave nothing to compute or store."""
         for tensor in (self.ids_N, self.position_N, self.last_R, self.sequence_T, self.row_T, self.count_T):
             tensor.zero_()
         self.slot_N.fill_(trash)
 
     def load(self, ordered: Sequence[Chunk], state: State, *, block_size: int, tile: int, trash: int) -> int:
-        """Returns how many tokens there are."""
+        """Load the chunks; returns the number of tokens."""
         lengths = np.array([chunk.length for chunk in ordered])
         total, starts = int(lengths.sum()), lengths.cumsum() - lengths
         ids = np.fromiter(chain.from_iterable(chunk.ids or (0,) for chunk in ordered), dtype=np.int64, count=total)
@@ -198,7 +198,7 @@ class FirstPass:
         put(self.count_T[: len(owner)], np.minimum(tile, lengths[owner] - offset))
         last = (starts + lengths - 1)[: sum(chunk.samples for chunk in ordered)]
         put(self.last_R[: len(last)], last)
-        # Single tokens that sample come first; theirs may be known to the device alone, or turn out not to exist.
+        # Single tokens that sample come first. They may be known to the device only, or the sequence may have ended.
         singles = sum(chunk.samples and chunk.length == 1 for chunk in ordered)
         self.ids_N[:singles] = state.token_R[:singles]
         self.slot_N[:singles] = torch.where(state.ended_R[:singles], trash, self.slot_N[:singles])
@@ -206,22 +206,21 @@ class FirstPass:
 
 
 def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """As rows: single tokens that sample, longer chunks that sample, the rest."""
+    """The order of rows: single tokens that sample, longer chunks that sample, the rest."""
     return sorted(chunks, key=lambda chunk: (not chunk.samples, chunk.length > 1))
 
 
-def moved(values: NDArray[Any], device: torch.device) -> Tensor:
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def put(buffer: Tensor, values: NDArray[Any]) -> None:
-    buffer.copy_(moved(values, buffer.device))
+    buffer.copy_(to_device(values, buffer.device))
 
 
 def block_tables(chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-    """The blocks of each chunk side by side, filled up with zeros. They change once in many steps, so what was made of
-    them is kept."""
+    """The blocks of each chunk, padded with zeros. They rarely change, so their bytes are cached."""
     tables: list[bytes] = []
     for chunk in chunks:
         request = chunk.request
@@ -234,14 +233,14 @@ def block_tables(chunks: Sequence[Chunk]) -> NDArray[np.int32]:
 
 
 def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> tuple[list[list[int]], list[list[float]]]:
-    """The tokens of each row up to its end, and their log-probs."""
+    """The tokens drawn in each row, and their log-probs."""
     counts = (drawn_RC >= 0).sum(axis=1).tolist()
     tokens = [row[:count] for row, count in zip(drawn_RC.tolist(), counts, strict=True)]
     return tokens, [row[:count] for row, count in zip(logprob_RC.tolist(), counts, strict=True)]
 
 
 def cut_supports(drawn_RC: NDArray[np.int64], ids_RCK: NDArray[np.int32]) -> list[Kept]:
-    """The ids that the tokens of each row were sampled from. Vectorised: a loop over tokens would stall the GPU."""
+    """The ids that each row's tokens were sampled from. Vectorised, as a loop over tokens would stall the GPU."""
     is_drawn_RC = drawn_RC >= 0
     counts, ids = ragged(ids_RCK[is_drawn_RC])  # of all tokens, row by row
     ends_R = is_drawn_RC.sum(axis=1).cumsum()[:-1]

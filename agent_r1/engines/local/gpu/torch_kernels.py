@@ -1,13 +1,15 @@
-"""What the kernels of the GPU engine compute, in plain torch: slow, and easy to see through.
+"""The kernels of the GPU engine in plain torch: slow, and easy to check.
 
-Tests compare the kernels with it, and run the GPU engine on machines without a GPU with it. Same names, arguments and
-shapes as `triton_kernels.py`.
+Tests compare the Triton kernels with these, and use these to run the GPU engine on machines without a GPU. The
+functions are described in `gpu_attention.Kernels`.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 
 def write(key_NKD: Tensor, value_NKD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, slot_N: Tensor) -> None:
@@ -20,30 +22,18 @@ def tokens_per_tile(query_heads: int, key_heads: int) -> int:
     return 4
 
 
-def attend(  # noqa: PLR0913 (what the kernel reads)
-    query_NHD: Tensor,
-    keys_PKSD: Tensor,
-    values_PKSD: Tensor,
-    *,
-    position_N: Tensor,
-    table_QW: Tensor,
-    sequence_T: Tensor,
-    row_T: Tensor,
-    count_T: Tensor,
-    tokens: int,
-    splits: int,
-    scaling: float,
-    window: int | None,
+def attend(
+    query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, *, scaling: float, window: int | None
 ) -> Tensor:
     size, group = keys_PKSD.shape[2], query_NHD.shape[1] // keys_PKSD.shape[1]
     out_NHD = torch.zeros_like(query_NHD)
-    for tile, count in enumerate(count_T.tolist()):
-        assert count <= tokens
-        for row in range(int(row_T[tile]), int(row_T[tile]) + count):
-            last = int(position_N[row])
+    for tile, (row_of_tile, count) in enumerate(zip(tiles.row_T.tolist(), tiles.count_T.tolist(), strict=True)):
+        assert count <= tiles.tokens
+        for row in range(row_of_tile, row_of_tile + count):
+            last = int(tiles.position_N[row])
             first = 0 if window is None else max(0, last - window + 1)
             seen = torch.arange(first, last + 1, device=query_NHD.device)
-            blocks = table_QW[int(sequence_T[tile])][seen // size].long()
+            blocks = tiles.table_QW[int(tiles.sequence_T[tile])][seen // size].long()
             keys_LHD = keys_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
             values_LHD = values_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
             weights_HL = torch.softmax(torch.einsum("hd,lhd->hl", query_NHD[row].float(), keys_LHD) * scaling, dim=-1)

@@ -1,7 +1,8 @@
 """Triton kernels of the GPU engine: writing to the paged cache, attention over it, drawing tokens.
 
-All of them read their sizes (how many tokens a tile has, how long a sequence is) from tensors, never from the host, so
-that a captured CUDA graph can be replayed for other sequences. `torch_kernels.py` computes the same in plain torch.
+They read all sizes (tokens of a tile, length of a sequence) from tensors, never from the host, so that a captured CUDA
+graph can be replayed for other sequences. `gpu_attention.Kernels` describes the functions; `torch_kernels.py` computes
+the same in plain torch.
 
 Shape suffixes: N = rows (tokens of a pass), H = query heads, K = key/value heads, D = head size, P = blocks of the
 pool, S = tokens in a block, T = tiles, Q = sequences, W = blocks of the longest, B = rows to draw for, V = vocabulary.
@@ -15,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -33,7 +36,6 @@ def _write(key, value, keys, values, slot_N, key_row, key_head, value_row, value
 
 
 def write(key_NKD: Tensor, value_NKD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, slot_N: Tensor) -> None:
-    """Put each row's keys and values at its slot, counted in tokens over the blocks."""
     (rows, heads, size), value_size = key_NKD.shape, value_NKD.shape[-1]
     assert key_NKD.stride(-1) == value_NKD.stride(-1) == 1
     _write[rows, heads](
@@ -66,7 +68,7 @@ def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW,
                 mask=used[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
     table = table_QW + tl.load(sequence_T + tile).to(tl.int64) * table_row
 
-    end = first + count  # the last token of the tile sees all before it and itself
+    end = first + count  # the last token of the tile attends to all before it and itself
     begin = 0
     if WINDOWED:
         begin = tl.maximum(0, first - window + 1) // STEP * STEP
@@ -103,7 +105,7 @@ def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW,
         result = acc / total[:, None]
         tl.store(out + (row * out_row + query_head_index * out_head)[:, None] + d[None, :],
                  result.to(out.dtype.element_ty), mask=mask)  # fmt: skip
-    else:  # [N, H, SPLITS, D]; an empty share has a normaliser that weighs nothing
+    else:  # [N, H, SPLITS, D]; an empty split gets a normaliser of weight 0
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         place_m = (row * (KEYS_HEADS * GROUP) + query_head_index) * SPLITS + split
         tl.store(partial + place_m[:, None] * D + d[None, :], result, mask=mask)
@@ -127,31 +129,15 @@ def _join(partial, normaliser, out, count_T, out_row, out_head, SPLITS: tl.const
 
 
 def tokens_per_tile(query_heads: int, key_heads: int) -> int:
-    """Of a pass with longer chunks: as many as fill a product of 64 rows with the queries that share keys."""
+    """As many as fill a product of 64 rows with the queries that share keys."""
     return max(1, 64 // triton.next_power_of_2(query_heads // key_heads))
 
 
 def attend(
-    query_NHD: Tensor,
-    keys_PKSD: Tensor,
-    values_PKSD: Tensor,
-    *,
-    position_N: Tensor,
-    table_QW: Tensor,
-    sequence_T: Tensor,
-    row_T: Tensor,
-    count_T: Tensor,
-    tokens: int,
-    splits: int,
-    scaling: float,
-    window: int | None,
+    query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, *, scaling: float, window: int | None
 ) -> Tensor:
-    """Causal attention of every tile (up to `tokens` consecutive rows of one sequence) to its sequence's blocks.
-
-    splits: parts a sequence is divided into, each computed by its own program and joined afterwards; only with one row
-    per tile, tile t being row t. Rows that no tile counts are left as they are.
-    """
     (rows, heads, size), (_, key_heads, block_size, _) = query_NHD.shape, keys_PKSD.shape
+    tokens, splits, count_T = tiles.tokens, tiles.splits, tiles.count_T
     assert keys_PKSD.shape == values_PKSD.shape, "keys and values of different sizes have no kernel"
     assert splits == 1 or (tokens == 1 and len(count_T) == rows)
     out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
@@ -165,11 +151,12 @@ def attend(
         partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query_NHD.device)
         normaliser = torch.empty(rows, heads, splits, dtype=torch.float32, device=query_NHD.device)
     _attend[len(count_T), key_heads, splits](
-        query_NHD, keys_PKSD, values_PKSD, out_NHD, partial, normaliser, position_N, table_QW, sequence_T, row_T,
-        count_T, scaling, query_NHD.stride(0), query_NHD.stride(1), out_NHD.stride(0), out_NHD.stride(1),
-        table_QW.stride(0), window or 0, KEYS_HEADS=key_heads, GROUP=group, GROUP_PAD=padded, TOKENS=tokens,
-        S=block_size, D=size, D_PAD=d_pad, STEP=64 if d_pad <= 128 else 32, SPLITS=splits, WINDOWED=window is not None,
-        PRECISION="tf32" if half else "ieee", num_warps=2 if tokens == 1 else 4, num_stages=3 if half else 2,
+        query_NHD, keys_PKSD, values_PKSD, out_NHD, partial, normaliser, tiles.position_N, tiles.table_QW,
+        tiles.sequence_T, tiles.row_T, count_T, scaling, query_NHD.stride(0), query_NHD.stride(1), out_NHD.stride(0),
+        out_NHD.stride(1), tiles.table_QW.stride(0), window or 0, KEYS_HEADS=key_heads, GROUP=group, GROUP_PAD=padded,
+        TOKENS=tokens, S=block_size, D=size, D_PAD=d_pad, STEP=64 if d_pad <= 128 else 32, SPLITS=splits,
+        WINDOWED=window is not None, PRECISION="tf32" if half else "ieee", num_warps=2 if tokens == 1 else 4,
+        num_stages=3 if half else 2,
     )  # fmt: skip
     if splits > 1:
         _join[rows, heads](partial, normaliser, out_NHD, count_T, out_NHD.stride(0), out_NHD.stride(1), SPLITS=splits,
@@ -195,7 +182,7 @@ def _draw(logits, logits_row, temperature_B, uniform_B, token_B, logprob_B, V: t
         best_token = tl.where(highest > best, start + where, best_token)
         best = tl.maximum(best, highest)
 
-    # The sums of all tiles, so that the draw has to look into one of them only.
+    # The sums of all tiles, so that the draw has to search only one of them.
     t = tl.arange(0, TILES)
     sums = tl.zeros([TILES], tl.float32)
     for start in range(0, V, TILE):
@@ -204,29 +191,25 @@ def _draw(logits, logits_row, temperature_B, uniform_B, token_B, logprob_B, V: t
     before = tl.cumsum(sums, 0)
     total = tl.max(before, 0)
     target = tl.load(uniform_B + row) * total
-    # Only tiles and ids with a weight are looked at, since a sum in parallel need not rise from one to the next.
+    # Only tiles and ids with a positive weight count, since a parallel cumulative sum need not be monotonic.
     tile = tl.min(tl.where((before > target) & (sums > 0), t, tl.max(tl.where(sums > 0, t, 0), 0)), 0)
     target -= tl.sum(tl.where(t < tile, sums, 0.0), 0)
     start = tile * TILE
     x = tl.load(source + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32) * factor
     weights = tl.exp(x - best)
     upto = tl.cumsum(weights, 0)
-    target = tl.minimum(target, tl.max(upto, 0) * 0.9999999)  # sums in another order differ in the last digits
+    target = tl.minimum(target, tl.max(upto, 0) * 0.9999999)  # sums in another order differ by rounding
     last = tl.max(tl.where(weights > 0, v, 0), 0)
     drawn = start + tl.min(tl.where((upto > target) & (weights > 0), v, last), 0)
     token = tl.where(greedy, best_token, drawn)
-    token = tl.minimum(tl.maximum(token, 0), V - 1)  # logits that are not finite must not lead out of the row
+    token = tl.minimum(tl.maximum(token, 0), V - 1)  # stay in the row if logits are not finite
     chosen = tl.load(source + token).to(tl.float32) * factor
     tl.store(token_B + row, token.to(tl.int64))
-    # Also not finite where a logit is not: the sum has seen them all.
+    # Not finite if any logit is not, since the sum covers all of them.
     tl.store(logprob_B + row, chosen - best - tl.log(tl.sum(sums, 0)))
 
 
 def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row, the first whose cumulative probability exceeds the uniform number, and its log-prob.
-
-    At temperature 0 the most likely one, and its log-prob in the plain softmax.
-    """
     rows, vocab = logits_BV.shape
     assert logits_BV.stride(-1) == 1
     token_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
