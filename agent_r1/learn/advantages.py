@@ -1,7 +1,7 @@
-"""Credit assignment: rewards in, advantages out.
+"""Advantage formulas: rewards in, advantages out.
 
 Pure functions of small tensors. Nothing here knows about tokens, models or trajectories, so every formula can be
-checked by hand; `credit.py` reads the rewards off the trajectories and spreads the results over tokens.
+checked by hand; `estimators.py` reads rewards off trajectories and spreads the results over tokens.
 
 Shape suffixes: G = trajectories in one group, K = decisions of one trajectory in order (its steps, or its tokens),
 N = any set of numbers that is normalised together.
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from agent_r1.learn.rewards import differ_by_rounding
 
-# Lower bound of every standard deviation used as a divisor, in units of the reward (as in verl's whitening and TRL's
-# group scale). Smaller differences stay small instead of being scaled up to 1.
+# Lower bound of every standard deviation used as a divisor, in units of the reward (verl's whitening and TRL's group
+# scale use the same). Smaller differences stay small instead of being scaled up to 1.
 MIN_STD = 1e-4
 
 
 def standardize(values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
-    """(x - mean) / max(std, MIN_STD), by `per_std`."""
+    """(x - mean) / max(std, MIN_STD); see `per_std`."""
     return per_std(values_N - values_N.mean(), values_N, returns_N)
 
 
 def per_std(advantages_G: Tensor, values_N: Tensor, returns_N: Tensor | None = None) -> Tensor:
-    """Divide advantages by max(std of the values, MIN_STD). All credit is divided by a standard deviation here.
+    """Divide advantages by max(std of the values, MIN_STD). The only place where credit is divided by a deviation.
 
     Without signal the result is exactly 0. `returns_N` are the returns before a critic's baseline and a KL penalty were
-    subtracted (default: the values themselves). If they are all equal, the values differ only by critic error or KL,
-    and dividing that by its own standard deviation would turn it into a full-size update.
+    subtracted (default: the values). If they are all equal, the values differ only by critic error or KL, and dividing
+    that by its own standard deviation would turn it into a full-size update.
     """
     if all_equal(values_N) or (returns_N is not None and all_equal(returns_N)):
         return torch.zeros_like(advantages_G)
@@ -41,14 +41,11 @@ def per_std(advantages_G: Tensor, values_N: Tensor, returns_N: Tensor | None = N
 
 
 def group_centered(returns_G: Tensor, *, divide_by_std: bool, before_kl_G: Tensor | None = None) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r), by `standardize`.
+    """GRPO (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / std(r), with the unbiased std (G - 1).
 
     `divide_by_std=False` is Dr.GRPO (arXiv:2503.20783), which drops the division because it over-weights groups that
     are almost all right or almost all wrong. A group of one has nothing to compare with and gets advantage 0, not its
     raw reward.
-
-    The standard deviation is the unbiased one (divide by G - 1), torch's default; the biased one would scale every
-    advantage of a group of G by sqrt(G / (G - 1)) and change nothing else.
     """
     if divide_by_std:
         return standardize(returns_G, before_kl_G)
@@ -72,8 +69,8 @@ def gae(rewards_K: Tensor, values_K: Tensor, *, bootstrap: float, gamma: float |
     """Generalised advantage estimation (arXiv:1506.02438) over the decisions of one trajectory.
 
     `values_K[k]` is V of the state in which decision k was taken. `bootstrap` is V of the state after the last one: 0
-    if the episode terminated, the critic's estimate if we cut it off. Decisions are the tokens of the policy (PPO) or
-    its whole responses (StepPO, arXiv:2604.18401), never text of a tool. `gamma` may be a list: gamma[k] discounts what
+    if the episode terminated, the critic's estimate if it was truncated. Decisions are the tokens of the policy (PPO)
+    or its whole responses (StepPO, arXiv:2604.18401), never tool text. `gamma` may be a list: gamma[k] discounts what
     follows decision k.
     """
     rewards, values = rewards_K.tolist(), values_K.tolist()  # a Python loop over tensor elements is far slower
@@ -110,16 +107,16 @@ def match_states(states: Sequence[Hashable], *, similarity: float | None) -> lis
 
 
 def all_equal(values_N: Tensor) -> bool:
-    """Return True if no two numbers differ by more than rounding, so that there is nothing to compare.
+    """Return True if no two numbers differ by more than rounding.
 
-    Tested rather than computed: the mean of equal floats may differ from them by rounding. Dividing such a residue by a
-    standard deviation of its own size would make it a signal.
+    The mean of equal floats may differ from them by rounding, and dividing that residue by a standard deviation of the
+    same size would make it a signal.
     """
     return values_N.numel() == 0 or differ_by_rounding(float(values_N.min()), float(values_N.max()))
 
 
 def _first_alike(firsts: Sequence[Any], state: Any, threshold: float) -> int | None:
-    matcher = SequenceMatcher(None, autojunk=False)  # autojunk would ignore frequent elements, silently
+    matcher = SequenceMatcher(None, autojunk=False)  # autojunk would silently ignore frequent elements
     matcher.set_seq2(state)  # indexed once; the others are compared with it
     for number, first in enumerate(firsts):
         matcher.set_seq1(first)

@@ -35,12 +35,11 @@ class Algorithm:
     loss: LossFunction  # (LossInputs) -> LossOutput
     needs_critic: bool = False
     needs_greedy: bool = False  # one greedy attempt per row, to compare with
-    min_group_size: int = 1  # below it there is nothing to learn from
-    # A ratio clipped this near to 1 must not see that sampler and learner compute log-probs differently.
-    own_old_logprobs: bool = False
-    on_policy_only: bool = False  # its loss has no ratio: wrong from the second optimizer step of a batch on
+    min_group_size: int = 1  # smaller groups teach nothing
+    own_old_logprobs: bool = False  # ratios to the learner's log-probs, for clips narrower than the sampler's error
+    on_policy_only: bool = False  # the loss has no ratio, so only the first optimizer step of a batch is right
     # ---- settings
-    sampling_rounds: PositiveInt = 1  # times rows are sampled until enough groups have different returns (DAPO)
+    sampling_rounds: PositiveInt = 1  # rounds of sampling until enough groups have different returns (DAPO)
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NonNegativeFloat = 0.0  # what a response at its limit loses
 
@@ -93,8 +92,8 @@ class Algorithm:
             )
         if self.sampling_rounds > 1 and group_size < 2:
             raise ConfigError(
-                f"sampling_rounds={self.sampling_rounds} keeps rows whose attempts differ, and one attempt never does. "
-                "Set group_size >= 2 or sampling_rounds=1."
+                f"sampling_rounds={self.sampling_rounds} keeps rows whose attempts differ: "
+                "set group_size >= 2 or sampling_rounds=1"
             )
 
 
@@ -115,14 +114,14 @@ def _bind(function: Callable[..., Result], settings: Mapping[str, object]) -> Ca
     return partial(function, **own) if own else function
 
 
-# `horizon` is read by the aggregation "constant" alone: the tokens an episode may be expected to have.
+# `horizon` is the expected number of tokens of an episode, used only by the aggregation "constant".
 _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(losses.token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
-# A hundred times the paper's range, which was tuned for responses of thousands of tokens: see docs/algorithms/gspo.md.
+# A hundred times the paper's range, which was tuned for responses of thousands of tokens; see docs/algorithms/gspo.md.
 _STEP_CLIP = partial(losses.step_clip, clip_low=0.03, clip_high=0.04, **{**_WEIGHTING, "aggregation": "step"})
 _GROUP = partial(estimators.group_return, scale="group")
-# The step budget is part of the task: evaluation counts success within it, so an episode that runs out of steps keeps
-# what it earned. All algorithms share one discount, so that comparisons do not compare discounts.
+# The step budget is part of the task: evaluation counts success within it, so truncated episodes do not bootstrap. All
+# algorithms share one discount, so that comparisons do not compare discounts.
 _GAMMA = 1.0
 _GAE: dict[str, Any] = {"gamma": _GAMMA, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": False}
 
@@ -221,7 +220,7 @@ ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
 
 def get_algorithm(name: str, **settings: object) -> Algorithm:
-    """A name alone is the vetted algorithm; settings change its row and must be ones it has."""
+    """Look up a row of the table, and change its settings if any are given."""
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}.{did_you_mean(name, ALGORITHMS)}")
     return ALGORITHMS[name].with_settings(**settings)

@@ -1,12 +1,11 @@
 """Losses: pure functions of per-token tensors.
 
-The first part are the building blocks, each checkable by hand; `token_clip` and its neighbours combine them into the
-losses that the table of algorithms names, whose keyword arguments are settings.
+Building blocks first, each checkable by hand; `token_clip` and the functions after it combine them into the `loss`
+column of the algorithm table. Their keyword arguments are settings.
 
-Every loss is a weighted sum over its tokens, and the weights come from counts that the caller takes over the whole
-optimizer step, all packs and ranks together. So the shares of any split add up to the same loss, and packing,
-micro-batching and data parallelism cannot change the gradient. Nothing here knows models, packs or which algorithm
-runs.
+Every loss is a weighted sum over tokens, with weights from counts over the whole optimizer step, all packs and ranks
+together. So the shares of any split add up to the same loss, and packing, micro-batching and data parallelism cannot
+change the gradient. Nothing here knows models, packs or which algorithm runs.
 
 Shape suffixes: T = trained (response) tokens of one pack, S = steps of one pack.
 """
@@ -46,30 +45,30 @@ class LossInputs:
     logprobs_T: Tensor  # under the policy being trained; the only one that carries a gradient
     old_logprobs_T: Tensor  # under the policy that sampled
     advantages_T: Tensor
-    importance_T: Tensor  # weight of each token that corrects for sampler and learner disagreeing; 1 without correction
+    importance_T: Tensor  # corrects for the disagreement of sampler and learner; 1 without correction
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
-    step_sizes_T: Tensor  # how many tokens the token's step has
-    trajectory_sizes_T: Tensor  # how many its trajectory has, in whatever packs
+    step_sizes_T: Tensor  # the number of tokens of the token's step
+    trajectory_sizes_T: Tensor  # the number of tokens of its trajectory, over all packs
     counts: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A share of the loss, and what to report about it."""
+    """A share of the loss, with its metrics."""
 
     loss: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)  # over the tokens given; add up, then divide by their count
+    sums: dict[str, Tensor] = field(default_factory=dict)  # over tokens; summed up, then divided by their count
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    shares: dict[str, Tensor] = field(default_factory=dict)  # of means over the optimizer step; they just add up
+    shares: dict[str, Tensor] = field(default_factory=dict)  # of means over the optimizer step; summed up
 
 
 def token_weights(inputs: LossInputs, *, aggregation: Aggregation, horizon: int) -> Tensor:
-    """How much each token counts in the loss.
+    """The weight of each token in the loss.
 
-    token        every token the same: the mean over all response tokens (DAPO)
-    step         every step the same, whatever its length
-    trajectory   every trajectory the same, so that a long failure does not outweigh short successes (GRPO's paper)
-    constant     every token the same, divided by a number that no batch can change (Dr.GRPO): trajectories * horizon
+    token        the mean over all response tokens (DAPO)
+    step         every step weighs the same, whatever its length
+    trajectory   every trajectory weighs the same, so that a long failure does not outweigh short successes (GRPO)
+    constant     a sum over tokens, divided by trajectories * horizon, which does not depend on lengths (Dr.GRPO)
     """
     counts = inputs.counts
     ones_T = torch.ones_like(inputs.advantages_T)
@@ -93,8 +92,8 @@ def clipped_surrogate(
 ) -> LossOutput:
     """PPO-clip (arXiv:1707.06347, eq. 7), per token.
 
-    With `clip_high > clip_low` this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` bounds what one token with a
-    negative advantage can add: without it the loss grows with the ratio for ever (arXiv:1912.09729).
+    With `clip_high > clip_low` this is DAPO's clip-higher (arXiv:2503.14476). `dual_clip` bounds the loss at tokens of
+    negative advantage, which otherwise grows with the ratio without limit (arXiv:1912.09729).
     """
     ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
@@ -139,15 +138,16 @@ def weighted_likelihood(logprobs_T: Tensor, advantages_T: Tensor, weights_T: Ten
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, *, num_targets: int, clip: float | None
 ) -> Tensor:
-    """Half the squared error of a critic, over the tokens whose target is a number (NaN: not asked).
+    """Half the squared error of a critic, over the tokens that have a target (NaN: none).
 
     With `clip`, the new value may help only within that distance of the old one (PPO's value clipping): the larger of
     the two errors counts.
     """
-    asked_T = ~targets_T.isnan()
-    # Not by indexing: how many were asked is known to the device alone. Elsewhere all three are equal, the error is 0.
+    has_target_T = ~targets_T.isnan()
+    # Not by indexing, which would wait for the device to count targets. Without a target, the error becomes 0.
     own_T = values_T.detach()
-    old_values_T, targets_T = torch.where(asked_T, old_values_T, own_T), torch.where(asked_T, targets_T, own_T)
+    old_values_T = torch.where(has_target_T, old_values_T, own_T)
+    targets_T = torch.where(has_target_T, targets_T, own_T)
     error_T = (values_T - targets_T).square()
     if clip is not None:
         near_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
@@ -156,10 +156,10 @@ def value_loss(
 
 
 def ratio_report(log_ratio_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The sums and maxima that any loss with an importance ratio reports: how far the policy is from its sampler."""
+    """Sums and maxima that every loss reports: how far the policy is from the one that sampled."""
     log_ratio_T = log_ratio_T.detach()
     sums = {"approx_kl": kl_k3(log_ratio_T).sum()}
-    if log_ratio_T.numel() == 0:  # torch refuses the maximum of nothing
+    if log_ratio_T.numel() == 0:  # torch has no maximum of nothing
         return sums, {}
     ratio_max = log_ratio_T.max().clamp(max=MAX_LOG_RATIO).exp()
     return sums, {"ratio_max": ratio_max, "log_ratio_max": log_ratio_T.abs().max()}
@@ -186,8 +186,8 @@ def kl_k3(log_ratio_T: Tensor) -> Tensor:
     return (clamped_T.expm1() - clamped_T).clamp(min=0)
 
 
-# As penalties in a loss, each takes (log-probs with gradient, reference, old). What is differentiated is not what is
-# estimated: E_p[k] also changes because p draws other samples, and autograd does not see that (arXiv:2506.09477).
+# As penalties in a loss, each takes (log-probs with gradient, reference, old). The gradient of an estimate is not the
+# gradient of the KL: E_p[k] also changes because p draws other samples, which autograd does not see (arXiv:2506.09477).
 
 
 def _with_gradient_of(value_T: Tensor, carrier_T: Tensor) -> Tensor:
@@ -195,17 +195,17 @@ def _with_gradient_of(value_T: Tensor, carrier_T: Tensor) -> Tensor:
 
 
 def _weighted(estimate: Callable[[Tensor], Tensor], logprobs_T: Tensor, reference_T: Tensor, old_T: Tensor) -> Tensor:
-    """Times p / p_old, with its gradient: unbiased in value and gradient, also for samples of an older policy."""
+    """Times p / p_old with its gradient: unbiased in value and gradient, also for samples of an older policy."""
     ratio_T = (logprobs_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratio_T * estimate(reference_T - logprobs_T)
 
 
 KLPenalty = Callable[[Tensor, Tensor, Tensor], Tensor]
 KL_PENALTIES: dict[KLEstimator, KLPenalty] = {
-    # The plain gradient of k1 is zero on average, it would penalise nothing. Its score-function gradient is k2's.
+    # The plain gradient of k1 is zero on average and would penalise nothing. Its score-function gradient is k2's.
     "k1": lambda lp, ref, old: _with_gradient_of(kl_k1(ref - lp), kl_k2(ref - lp)),
     "k2": lambda lp, ref, old: kl_k2(ref - lp),
-    "k3": lambda lp, ref, old: kl_k3(ref - lp),  # GRPO's; its gradient is another one: that of KL(q || p)
+    "k3": lambda lp, ref, old: kl_k3(ref - lp),  # GRPO's; its gradient is that of KL(q || p)
     "k3+": lambda lp, ref, old: _with_gradient_of(kl_k3(ref - lp), kl_k2(ref - lp)),
     "k1_weighted": lambda lp, ref, old: _weighted(kl_k1, lp, ref, old),
     "k3_weighted": lambda lp, ref, old: _weighted(kl_k3, lp, ref, old),  # DeepSeek-V3.2's
@@ -221,10 +221,10 @@ class Correction:
     variance. The old log-probs of the loss are then the learner's own, from before the first optimizer step.
     """
 
-    kind: Literal["truncate", "reject"]  # weights above the cap: cut to it, or the token is left out
+    kind: Literal["truncate", "reject"]  # cut weights above the cap, or drop those tokens
     level: Literal["token", "step"]  # one weight per token, or the product over the response
     cap: float
-    floor: float  # reject only: weights below it are left out too
+    floor: float  # reject only: weights below it are dropped too
 
     def weights(self, learner_T: Tensor, sampler_T: Tensor, step_ids_T: Tensor) -> Tensor:
         log_ratio_T = learner_T - sampler_T
@@ -282,7 +282,7 @@ def step_clip(
 
 
 def reinforce(inputs: LossInputs, *, aggregation: Aggregation, horizon: PositiveInt) -> LossOutput:
-    """No ratio and no clip: only right for the policy that sampled, so for one optimizer step per batch."""
+    """No ratio and no clip: correct only for the policy that sampled, so for one optimizer step per batch."""
     weights_T = token_weights(inputs, aggregation=aggregation, horizon=horizon)
     loss = weighted_likelihood(inputs.logprobs_T, inputs.advantages_T, weights_T)
     sums, maxima = ratio_report(inputs.logprobs_T - inputs.old_logprobs_T)

@@ -1,7 +1,7 @@
 """AdamW with gradient clipping and a schedule, over one set of parameters.
 
-Its two moments take twice the memory of the parameters and are read once per step. Offloaded, they stay on the host in
-between and visit the device bucket by bucket.
+Its two moments take twice the memory of the parameters and are read once per step. With `offload`, they stay on the
+host in between and are copied to the device bucket by bucket.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, refused or
-# stopped early takes fewer steps than planned: a warm-up waits for the steps, a decay must not wait.
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
+# (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, skipped or
+# stopped early takes fewer steps than planned: a warm-up counts the steps taken, a decay those planned.
 Schedule = Callable[[int, int], float]
 State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
 BUCKET_BYTES = 2**28  # of parameters whose offloaded state visits the device together
 
 
 def warmup(steps: int) -> Schedule:
-    """Rise linearly over the first optimizer steps taken, then stay."""
+    """Rise linearly over the first steps, then stay."""
     return lambda taken, planned: min(1.0, taken / (steps + 1))
 
 
 def schedule(decay: Decay, *, warmup_steps: int, total: int, floor: float) -> Schedule:
-    """Rise linearly, then fall in a line or along half a cosine to `floor` at planned step `total`, or stay."""
+    """Rise linearly, then stay, or fall linearly or along half a cosine to `floor` at planned step `total`."""
     shapes: dict[Decay, Callable[[float], float]] = {
         "constant": lambda progress: 1.0,
         "linear": lambda progress: floor + (1 - floor) * (1 - progress),
@@ -43,7 +43,7 @@ def schedule(decay: Decay, *, warmup_steps: int, total: int, floor: float) -> Sc
 
 
 class Optimizer:
-    def __init__(  # noqa: PLR0913 (the settings of AdamW, as the config has them)
+    def __init__(  # noqa: PLR0913 (the settings of AdamW)
         self,
         parameters: Sequence[nn.Parameter],
         *,
@@ -57,7 +57,7 @@ class Optimizer:
     ) -> None:
         self.parameters = list(parameters)
         self.steps = 0
-        self.planned = 0  # steps taken plus those that were skipped
+        self.planned = 0  # steps taken plus steps skipped
         self.offload = offload
         self._base_lr, self._schedule, self._max_grad_norm = lr, schedule, max_grad_norm
         groups = [
@@ -73,19 +73,19 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """What its state takes on the device, now or from the first step on."""
+        """Size of its state on the device, from the first step on."""
         return 0 if self.offload else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
 
     @property
     def has_state(self) -> bool:
-        """False before the first step, which is what allocates it."""
+        """False before the first step, which allocates it."""
         return bool(self._adam.state)
 
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
     def clip(self) -> Tensor:
-        """Scale the gradient down to the allowed norm; returns the norm it had."""
+        """Scale the gradient down to the allowed norm. Returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)
 
     def step(self) -> None:
@@ -98,14 +98,14 @@ class Optimizer:
             self._adam.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As usual in torch the tensors are live: save before the next step."""
+        """As usual in torch, tensors are live: save before the next step."""
         if self.offload and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # copies to the host may still be under way
+            torch.cuda.synchronize()  # copies to the host may still be running
         return {"adam": self._adam.state_dict(), "steps": self.steps, "planned": self.planned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["adam"]
-        if self.offload:  # torch would bring all of it to the device, where it may not fit
+        if self.offload:  # torch would copy all of it to the device, where it may not fit
             self._adam.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
             ordered = [p for group in self._adam.param_groups for p in group["params"]]
             for index, tensors in saved["state"].items():
@@ -116,7 +116,7 @@ class Optimizer:
         self.planned = state.get("planned", self.steps)  # older checkpoints do not have it
 
     def _step_in_buckets(self) -> None:
-        """The same step, for some parameters at a time. Copies run in the order of the device's other work."""
+        """The same step, some parameters at a time."""
         groups = self._adam.param_groups
         try:
             for group in groups:
@@ -130,13 +130,13 @@ class Optimizer:
                     self._adam.step()
                     for p in bucket:
                         if p in self._adam.state:  # parameters without a gradient have none
-                            self._adam.state[p] = _written_back(self._adam.state[p], host.get(p))
+                            self._adam.state[p] = _write_back(self._adam.state[p], host.get(p))
         finally:
             self._adam.param_groups = groups
 
 
 def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """In order, as many as fit; one that is larger alone."""
+    """Split in order into buckets of at most `max_bytes`; a larger parameter gets its own."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -150,7 +150,7 @@ def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list
         yield bucket
 
 
-def _written_back(state: State, host: State | None) -> State:
+def _write_back(state: State, host: State | None) -> State:
     if host is None:
         return {name: _on_host(tensor) for name, tensor in state.items()}
     for name, tensor in state.items():
@@ -159,6 +159,6 @@ def _written_back(state: State, host: State | None) -> State:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Pinned where there is a GPU, so that copies need not wait for the host."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
-    return made.copy_(tensor)
+    """Copy to host memory, pinned if there is a GPU, so that copies need not wait for the host."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return host.copy_(tensor)

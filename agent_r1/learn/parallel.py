@@ -1,9 +1,9 @@
-"""Ranks: how several processes train as one.
+"""Ranks: how several processes train as one. The only module in which ranks communicate.
 
-Every rank is given the same credited trajectories and computes its share of the forward and backward passes. The
-denominators come from the whole list, so the gradients of all ranks simply add up to that of one process.
+Every rank gets the same credited trajectories and computes its share of the forward and backward passes. Denominators
+come from the whole list, so the gradients of all ranks add up to that of one process.
 
-No command starts several ranks yet: what is here is for who builds a `Learner` in processes of their own.
+No command starts several ranks yet; build a `Learner` with `ranks=DataParallel()` in processes of your own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class OneProcess:
-    """No other ranks: everything is mine."""
+    """The only rank, which owns every trajectory."""
 
     def is_mine(self, index: int) -> bool:
         return True
@@ -27,7 +27,7 @@ class OneProcess:
         return None
 
     def gather(self, value: Value) -> list[Value]:
-        """What every rank says, in rank order."""
+        """The values of all ranks, in rank order."""
         return [value]
 
 
@@ -36,16 +36,16 @@ class DataParallel(OneProcess):
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
-        self._rank, self._world = distributed.get_rank(group), distributed.get_world_size(group)
+        self._rank, self._world_size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def is_mine(self, index: int) -> bool:
-        return index % self._world == self._rank
+        return index % self._world_size == self._rank
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """In one message. A rank without a gradient (no trajectory was its own) takes part with zeros.
+        """Sum in one message. A rank without a gradient (it owned no trajectory) takes part with zeros.
 
-        A parameter that no rank has a gradient for keeps none, as in one process: an optimizer leaves it alone, but
-        would decay one whose gradient is zero.
+        A parameter without a gradient on any rank keeps none, as in one process: with a zero gradient, the optimizer
+        would decay it.
         """
         if not parameters:
             return
@@ -58,6 +58,6 @@ class DataParallel(OneProcess):
             parameter.grad = part.view_as(parameter) if count else None
 
     def gather(self, value: Value) -> list[Value]:
-        values = [value] * self._world  # all are overwritten
+        values = [value] * self._world_size  # all are overwritten
         distributed.all_gather_object(values, value, group=self._group)
         return values

@@ -4,10 +4,10 @@
     the rest of a step's reward      on the last token of the step
     outcome reward                   on the last token of the trajectory
     overlong penalty                 on the last token of the longest response, once per episode
-    KL to the reference, if wanted   on every token, its own share
+    KL to the reference (optional)   on every token, its own share
 
-Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models, no algorithms and no
-torch. Two pieces of state, saved with the run: the running scale of process rewards and the adaptive KL coefficient.
+Then process rewards are scaled against outcome rewards. Knows trajectories; knows no models, algorithms or torch. Two
+pieces of state are saved with the run: the running scale of process rewards and the adaptive KL coefficient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agent_r1.types import Group, PerToken, Step, Trajectory
 
 ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
-ROUNDING = 1e-12  # rewards of size 1 that were added up in a different order differ by far less
+ROUNDING = 1e-12  # sums of rewards of size 1 in a different order differ by far less
 
 
 def differ_by_rounding(low: float, high: float) -> bool:
@@ -40,7 +40,7 @@ def total(placed: PerToken) -> float:
 
 
 def process_rewards(trajectory: Trajectory) -> PerToken:
-    """What the environment and tools paid on the way."""
+    """The rewards of the environment and tools on the way."""
     placed = zeros(trajectory)
     for index, step in enumerate(trajectory.steps):
         for call in step.calls:
@@ -82,7 +82,7 @@ def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, pen
 
 @dataclass(slots=True)
 class RunningStd:
-    """Standard deviation of everything seen so far (Welford), so that one odd batch cannot change the scale much."""
+    """Standard deviation of all values so far (Welford), so that one odd batch cannot change the scale much."""
 
     count: int = 0
     mean: float = 0.0
@@ -104,13 +104,13 @@ class KLInReward:
     """The coefficient of a KL penalty on the rewards; with a target it adapts (arXiv:1909.08593, section 2.2)."""
 
     coef: float
-    target: float | None  # KL per token to aim at; None: the coefficient stays
-    horizon: int  # trajectories over which the coefficient follows
+    target: float | None  # KL per token to aim at; None: a constant coefficient
+    horizon: int  # trajectories over which the coefficient adapts
 
     def adapt(self, kl: float, trajectories: int) -> None:
         if self.target is not None:
             error = min(0.2, max(-0.2, kl / self.target - 1))
-            # A batch beyond the horizon counts as one horizon: the coefficient must never turn negative.
+            # A batch beyond the horizon counts as one horizon, so that the coefficient never turns negative.
             self.coef *= 1 + error * min(1.0, trajectories / self.horizon)
 
 
@@ -128,14 +128,14 @@ class RewardShaper:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
 
     def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
-        """Place the rewards, then subtract the KL penalty if there is one."""
+        """Place the rewards, then subtract the KL penalty, if any."""
         return self.penalize(self.place(batch), kl)
 
     def place(self, batch: Sequence[Trajectory]) -> list[PerToken]:
-        """All rewards on their tokens, before a KL penalty."""
+        """Put all rewards on their tokens, before a KL penalty."""
         process = [process_rewards(trajectory) for trajectory in batch]
-        scale = FIXED_SCALES.get(self.process)
-        scale = self.process_weight * (BATCH_SCALES[self.process](process, self.running) if scale is None else scale)
+        fixed = FIXED_SCALES.get(self.process)
+        scale = self.process_weight * (BATCH_SCALES[self.process](process, self.running) if fixed is None else fixed)
         is_paid = any(value for placed in process for step in placed for value in step)
         self.metrics = {"process_scale": scale} if is_paid else {}
         overlong = partial(
@@ -149,8 +149,8 @@ class RewardShaper:
     def penalize(self, rewards: list[PerToken], kl: Sequence[PerToken | None] | None) -> list[PerToken]:
         """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
-        `kl` is log pi - log reference of every response token. It is None for a trajectory that was not sampled from pi
-        (a greedy one), whose log-ratios would estimate nothing.
+        `kl` is log pi - log reference of every response token, or None for a trajectory that was not sampled from pi (a
+        greedy one).
         """
         if (kl is None) != (self.kl is None):
             raise ValueError("pass `kl` if and only if the KL is in the reward")
@@ -168,9 +168,8 @@ class RewardShaper:
         return penalized
 
     def earned(self, trajectory: Trajectory) -> tuple[float, ...]:
-        """The return that attempts at a row are compared by, before penalties: penalties alone must not make equal
-        answers worth comparing. If the scale of process rewards depends on the batch, return process and outcome
-        separately, because only by chance would differences in both cancel.
+        """The return by which attempts at a row are compared. It has no penalties: they alone must not make equal
+        answers differ. If the scale of process rewards depends on the batch, process and outcome are separate.
         """
         process, outcome = total(process_rewards(trajectory)), total(outcome_rewards(trajectory))
         if self.process not in FIXED_SCALES:
@@ -187,9 +186,9 @@ class RewardShaper:
 
 
 def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
-    """Return True if all attempts that count earned the same return, so that comparing them teaches nothing.
+    """Return True if all valid attempts earned the same return, so that comparing them teaches nothing.
 
-    Returns are computed by `shaper`; the default takes rewards as paid.
+    `shaper` computes returns; the default takes rewards as paid.
     """
     shaper = shaper or RewardShaper()
     earned = [shaper.earned(trajectory) for trajectory in group.trajectories if is_valid(trajectory)]
@@ -197,12 +196,12 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
 
 
 def is_valid(trajectory: Trajectory) -> bool:
-    """Return True if the policy sampled something and the machinery around it did not fail."""
+    """Return True if the episode did not fail and the policy sampled something."""
     return not trajectory.stop.is_failure and trajectory.num_response_tokens > 0
 
 
 def _by_largest_return(process: Sequence[PerToken], running: RunningStd) -> float:
-    """The published scale: the largest absolute sum of process rewards from any token of the batch to its end."""
+    """The published scale: one over the largest absolute sum of process rewards from any token to its episode's end."""
     return 1.0 / (max((abs(value) for placed in process for value in _sums_to_end(placed)), default=0.0) + TINY)
 
 
@@ -221,8 +220,8 @@ BATCH_SCALES: dict[ProcessScaling, Callable[[Sequence[PerToken], RunningStd], fl
 
 
 def _put(placed: PerToken, index: int, amount: float, at: int = -1) -> None:
-    """Add a reward to token `at` of step `index`. If nothing was sampled in that step, the last decision before it gets
-    the reward; without one it is dropped."""
+    """Add a reward to token `at` of step `index`. If nothing was sampled there, it goes to the last decision before, or
+    is dropped if there is none."""
     while index >= 0 and not placed[index]:
         index -= 1
     if index >= 0:

@@ -72,7 +72,7 @@ def test_segments_never_cross_trajectories() -> None:
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(DataError, match="step 0 of trajectory 'x' has an empty prompt"):
+    with pytest.raises(DataError, match="step 0 of trajectory 'x'"):
         merge_steps([trajectory(step([], [1]), name="x")])
 
 

@@ -139,13 +139,13 @@ def kept_step(prompt: list[int], response: list[int], kept: list[list[int]], **m
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (replace(step([1], [2]), temperature=0.7), r"step 1 .* at temperature 0\.7, but the learner computes .* at 1,"),
-        (replace(step([1], [2]), temperature=0.0, top_p=0.9), "at temperature 0, but"),
-        (kept_step([1], [2], [[2]], support=None), r"top_p=0\.9 and top_k=4, but the ids that these kept were not"),
-        (kept_step([1], [2], [[2]], support=None, top_k=0), r"sample with Sampling\(keep_support=True\)"),
-        (kept_step([1], [2, 3], [[2], [1, 4]]), "'t' must hold each sampled token once, but token id 3 occurs 0 times"),
-        (kept_step([1], [2], [[2, 2]]), "token id 2 occurs 2 times"),
-        (step([1], [2]), "step 1 of trajectory 't' was sampled from the whole vocabulary"),
+        (replace(step([1], [2]), temperature=0.7), r"step 1 .* temperature 0\.7,.* at 1:"),
+        (replace(step([1], [2]), temperature=0.0, top_p=0.9), "step 1 .* temperature 0,"),
+        (kept_step([1], [2], [[2]], support=None), r"top_p=0\.9 and top_k=4"),
+        (kept_step([1], [2], [[2]], support=None, top_k=0), r"Sampling\(keep_support=True\)"),
+        (kept_step([1], [2, 3], [[2], [1, 4]]), "token 3 of step 1 of trajectory 't' occurs 0 times"),
+        (kept_step([1], [2], [[2, 2]]), "token 2 .* occurs 2 times"),
+        (step([1], [2]), "step 1 .* whole vocabulary"),
     ],
 )
 def test_steps_whose_logprobs_cannot_be_reproduced_are_refused(made: Step, message: str) -> None:

@@ -1,4 +1,4 @@
-"""A mini-batch: what one optimizer step trains on, in every epoch, laid out in packs and columns.
+"""A mini-batch: what one optimizer step trains on, laid out in packs and columns.
 
 Shape suffixes: R = response tokens of the mini-batch, T = trained tokens of a pack.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_r1.errors import DataError
 from agent_r1.learn.batch.packs import (
     Pack,
     Segment,
@@ -34,7 +33,7 @@ from agent_r1.types import CreditedTrajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What is known about each response token besides its id. Taken at a pack's tokens, R is the pack's T."""
+    """What is known about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
 
     old_logprobs_R: Tensor
     advantages_R: Tensor
@@ -42,16 +41,16 @@ class Columns:
     trajectory_sizes_R: Tensor
     importance_R: Tensor
     values_R: Tensor | None = None  # of the critic, before the update
-    targets_R: Tensor | None = None  # what it is trained towards; NaN where it is not asked
+    targets_R: Tensor | None = None  # what it is trained towards; NaN where it is not trained
     reference_logprobs_R: Tensor | None = None
-    sampler_logprobs_R: Tensor | None = None  # kept when a correction has put the learner's in place of the old ones
+    sampler_logprobs_R: Tensor | None = None  # set if the old log-probs are the learner's
 
     def at(self, columns_T: Tensor) -> Columns:
         return self._map(lambda tensor_R: tensor_R[columns_T])
 
     @staticmethod
     def join(parts: Sequence[Columns]) -> Columns:
-        """The columns of several mini-batches, one after the other."""
+        """Concatenate the columns of several mini-batches."""
         present = [f.name for f in fields(Columns) if getattr(parts[0], f.name) is not None]
         return Columns(**{name: torch.cat([getattr(part, name) for part in parts]) for name in present})
 
@@ -100,8 +99,8 @@ def prepare(
     prefix_sharing: PrefixSharing = "off",
     supports: Supports | None = None,
 ) -> MiniBatch:
-    """Merge and pack. A segment without advantage adds exactly 0 to a policy loss: it is counted but not computed,
-    unless `keep_idle` says that something else (a KL, an entropy, a critic) reads it."""
+    """Merge and pack. A segment without advantage adds exactly 0 to a policy loss, so it is counted but not computed,
+    unless something else (a KL, an entropy, a critic) needs it: `keep_idle`."""
     trajectories = [item.trajectory for item in credited]
     columns = _columns(credited)
     advantages = columns.advantages_R.tolist()
@@ -129,7 +128,7 @@ def prepare(
 def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
     """Shuffle the rows, and the attempts at each row, in an order that depends only on `key`; return positions.
 
-    Attempts at a row stay together, so that they can still share what their prompts have in common.
+    Attempts at a row stay together, so that they can still share the prefix of their prompts.
     """
     rows: dict[str, list[int]] = {}
     for position, item in enumerate(credited):
@@ -150,24 +149,21 @@ def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: 
 def _columns(credited: Sequence[CreditedTrajectory]) -> Columns:
     trajectories = [item.trajectory for item in credited]
     advantages_R = column([item.advantages for item in credited])
-    has_values = {item.values is not None for item in credited}
-    if len(has_values) > 1:
-        names = [item.trajectory.trajectory_id for item in credited if item.values is None]
-        raise DataError(f"some trajectories of the batch have values and others do not: {names[0]!r} has none")
+    has_values = bool(credited) and all(item.values is not None for item in credited)
     return Columns(
         old_logprobs_R=column([[step.response_logprobs for step in each.steps] for each in trajectories]),
         advantages_R=advantages_R,
         step_sizes_R=step_sizes(trajectories),
         trajectory_sizes_R=trajectory_sizes(trajectories),
         importance_R=torch.ones_like(advantages_R),
-        values_R=column([item.values or [] for item in credited]) if True in has_values else None,
-        targets_R=column_with_gaps([item.value_targets or [] for item in credited]) if True in has_values else None,
+        values_R=column([item.values or [] for item in credited]) if has_values else None,
+        targets_R=column_with_gaps([item.value_targets or [] for item in credited]) if has_values else None,
     )
 
 
 def on_columns(packs: Sequence[Pack], model: Callable[[Pack], Tensor], like_R: Tensor) -> Tensor:
-    """Ask a model about every trained token of the packs; NaN for tokens that are in none of them (idle, or another
-    rank's). `like_R` says how many columns there are, and on which device."""
+    """Run a model on all packs and put its numbers into a column like `like_R`; NaN for tokens in none of the packs
+    (idle, or on another rank)."""
     result_R = torch.full_like(like_R, float("nan"))
     for part in packs:
         result_R[part.columns_T] = model(part).float()
@@ -175,7 +171,7 @@ def on_columns(packs: Sequence[Pack], model: Callable[[Pack], Tensor], like_R: T
 
 
 def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], correction: Correction | None) -> MiniBatch:
-    """From now on the learner's log-probs are the old ones; `correction` weights tokens by the disagreement."""
+    """Replace the old log-probs by the learner's; `correction` weights tokens by the disagreement."""
     sampler_R = batch.columns.old_logprobs_R
     learner_R = on_columns(batch.packs, logprobs, sampler_R)
     importance_R = batch.columns.importance_R.clone()
@@ -187,7 +183,7 @@ def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], corr
 
 
 def mismatch_report(columns: Columns) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima over a pack's tokens: how far sampler and learner disagree, and the weights that correct it."""
+    """Sums and maxima over a pack's tokens: the disagreement of sampler and learner, and the correcting weights."""
     assert columns.sampler_logprobs_R is not None
     sums, maxima = ratio_report(columns.old_logprobs_R - columns.sampler_logprobs_R)
     return {
@@ -209,7 +205,7 @@ def layout(packs: Sequence[Pack]) -> dict[str, int]:
 
 
 def culprits(batch: MiniBatch, logprobs: Sequence[Tensor]) -> list[str]:
-    """The trajectories of this rank with a number that is not finite; none when only the gradient overflowed."""
+    """This rank's trajectories with a number that is not finite; none if only the gradient overflowed."""
     bad: set[int] = set()
     for part, logprobs_T in zip(batch.packs, logprobs, strict=True):
         columns = batch.columns.at(part.columns_T)

@@ -2,19 +2,19 @@
 
 A T-step episode that only appends to its context would cost O(T^2) tokens if every step were a row of its own. Here
 step k + 1 joins step k whenever its prompt starts with exactly the prompt and response of step k: the model then sees
-each token once, and every response token is still predicted from exactly the ids that the sampler saw. What the env
-or a tool wrote has no log-prob and no advantage at all, so it cannot be trained on by mistake.
+each token once, and every response token is still predicted from exactly the ids that the sampler saw. Text of the
+environment or a tool has no log-prob and no advantage, so it cannot be trained on by mistake.
 
     step 0   prompt [1 2 3]              response [4 5]
     step 1   prompt [1 2 3 4 5 6 7]      response [8]
     segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
 
-Segments that start alike can share what they start with; `tree.py` says how. Only rows are shared: a token that two
-attempts sampled in the same place is trained twice, each time with its own old log-prob and advantage.
+Segments can share a common prefix; see `tree.py`. Only rows are shared: a token that two attempts sampled in the same
+place is trained twice, each time with its own old log-prob and advantage.
 
-What is known about each response token (its old log-prob, advantage, value ...) stands in columns over all response
-tokens of the mini-batch, trajectory by trajectory, step by step; a pack says which of them it holds. Nothing here knows
-models or algorithms.
+Data about response tokens (old log-prob, advantage, value ...) is kept in columns over all response tokens of the
+mini-batch, trajectory by trajectory, step by step; a pack holds indices into them. Nothing here knows models or
+algorithms.
 
 Shape suffixes: R = response tokens of a mini-batch, N = rows of a pack, T = trained (response) tokens of a pack.
 """
@@ -48,14 +48,14 @@ from agent_r1.types import PerToken, Step, Trajectory
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
 
-# Keys and values of a tree are gathered along its paths, layer by layer. More than this many times the budget of rows,
-# and they would take the memory that packs of that size are expected to leave.
+# Keys and values of a tree are gathered along its paths, layer by layer. Beyond this multiple of its rows, they would
+# take the memory that packs of that size are expected to leave.
 MAX_KEYS_PER_ROW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive steps of one trajectory that read as one sequence. The last three lists run over trained tokens."""
+    """Consecutive steps of one trajectory that form one sequence. The last three lists run over trained tokens."""
 
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
@@ -105,19 +105,15 @@ def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
         for index, step in enumerate(trajectory.steps):
             if not step.prompt_ids:
                 raise DataError(
-                    f"step {index} of trajectory {trajectory.trajectory_id!r} has an empty prompt, so nothing "
-                    "predicts its first response token. Start prompts with at least one token (for example BOS)."
+                    f"step {index} of trajectory {trajectory.trajectory_id!r} has an empty prompt. Start prompts with "
+                    "at least one token (for example BOS) to predict the first response token from."
                 )
-            if current is None or not _extends(step, current.token_ids):
+            if current is None or step.prompt_ids[: len(current.token_ids)] != current.token_ids:
                 current = Segment(trajectory_id=trajectory_id, token_ids=[], trained=[], columns=[], step_indices=[])
                 segments.append(current)
             _append(current, step, index, column)
             column += len(step.response_ids)
     return [segment for segment in segments if segment.trained]
-
-
-def _extends(step: Step, token_ids: list[int]) -> bool:
-    return step.prompt_ids[: len(token_ids)] == token_ids
 
 
 def _append(segment: Segment, step: Step, index: int, column: int) -> None:
@@ -137,10 +133,10 @@ def pack(
     device: torch.device = CPU,
     supports: Supports | None = None,
 ) -> list[Pack]:
-    """Packs on `device`, filled first-fit decreasing with segments, or with trees of segments. Deterministic.
+    """Fill packs first-fit decreasing with segments, or with trees of segments. Deterministic.
 
-    supports: of all columns, for packs whose log-probs are computed.
-    A segment longer than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
+    `supports` cover all columns. A segment longer than the budget gets a pack of its own: cutting it would change what
+    its tokens are predicted from.
     """
     ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
     trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
@@ -149,7 +145,7 @@ def pack(
 
 
 def _room(tree: Sequence[IntArray]) -> int:
-    """What a tree takes of the budget: its rows, unless the keys gathered along its paths are many times as many."""
+    """A tree's share of the budget: its rows, or more if the keys gathered along its paths are many times as many."""
     return max(count_rows(tree), -(-sum(map(len, tree)) // MAX_KEYS_PER_ROW))
 
 
@@ -166,20 +162,20 @@ def _to_pack(
         layout=rows.layout,
         lengths=tuple(len(segment.token_ids) for segment in members),
         # A token is predicted by the hidden state one position before it.
-        sources_T=_joined([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
-        targets_T=_joined([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
+        sources_T=_concat([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
+        targets_T=_concat([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
         columns_T=torch.from_numpy(columns),
-        step_ids_T=_numbered([np.asarray(segment.step_indices) for segment in members]),
-        trajectory_ids_T=_joined([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
+        step_ids_T=_number_steps([np.asarray(segment.step_indices) for segment in members]),
+        trajectory_ids_T=_concat([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
         supports=None if supports is None else supports.at(columns),
     )
 
 
-def _joined(arrays: Sequence[IntArray]) -> Tensor:
+def _concat(arrays: Sequence[IntArray]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
-def _numbered(step_indices: list[IntArray]) -> Tensor:
+def _number_steps(step_indices: list[IntArray]) -> Tensor:
     """0, 1, 2 ... over the steps of all segments. No step is in two segments, and in each of them they ascend."""
     starts = [np.diff(indices, prepend=-1) != 0 for indices in step_indices]
     return torch.from_numpy(np.cumsum(np.concatenate(starts)) - 1)
@@ -192,34 +188,33 @@ def column(per_trajectory: Iterable[Sequence[Sequence[float]]]) -> Tensor:
 
 
 def column_with_gaps(per_trajectory: Iterable[Sequence[Sequence[float | None]]]) -> Tensor:
-    """The same where None may stand; it becomes NaN."""
+    """`column` for numbers that may be None, which becomes NaN."""
     return column([[[math.nan if v is None else v for v in step] for step in steps] for steps in per_trajectory])
 
 
 def nested(column_R: Tensor, trajectories: Iterable[Trajectory]) -> list[PerToken]:
-    """The inverse of `column`, for numbers."""
+    """The inverse of `column`."""
     numbers = iter(column_R.tolist())
     return [[[next(numbers) for _ in step.response_ids] for step in each.steps] for each in trajectories]
 
 
 def step_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
-    """At every response token, how many tokens its step has."""
-    sizes = np.array([len(step.response_ids) for each in trajectories for step in each.steps], dtype=np.int64)
-    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
+    """At every response token, the number of tokens of its step."""
+    return _repeat_sizes([len(step.response_ids) for each in trajectories for step in each.steps])
 
 
 def trajectory_sizes(trajectories: Iterable[Trajectory]) -> Tensor:
-    """At every response token, how many response tokens its trajectory has."""
-    sizes = np.array([each.num_response_tokens for each in trajectories], dtype=np.int64)
-    return torch.from_numpy(np.repeat(sizes.astype(np.float32), sizes))
+    """At every response token, the number of response tokens of its trajectory."""
+    return _repeat_sizes([each.num_response_tokens for each in trajectories])
+
+
+def _repeat_sizes(sizes: list[int]) -> Tensor:
+    counts = np.array(sizes, dtype=np.int64)
+    return torch.from_numpy(np.repeat(counts.astype(np.float32), counts))
 
 
 def split_evenly(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    """Contiguous parts whose sizes differ by at most one; fewer than asked when there are fewer items.
-
-    Mini-batches are made of whole trajectories in the order given, so a group stays together as far as it can and no
-    random state has to be saved: the order of the rows was already random.
-    """
+    """Split into contiguous parts whose sizes differ by at most one; fewer parts if there are fewer items."""
     parts = min(parts, len(items))
     bounds = [len(items) * i // parts for i in range(parts + 1)] if parts else []
     return [items[start:end] for start, end in pairwise(bounds)]

@@ -58,10 +58,7 @@ def supports_of(trajectories: Sequence[Trajectory], *, temperature: float) -> Su
         return None
     if len(kept) < len(steps):
         place = next(place for place, step in steps if step.support is None)
-        raise DataError(
-            f"{place} was sampled from the whole vocabulary, but other steps of the batch were not: train on "
-            "them in separate updates"
-        )
+        raise DataError(f"{place} was sampled from the whole vocabulary, but other steps of the batch were not")
     counts_T = np.concatenate([np.frombuffer(support.counts, dtype="<i4") for support in kept]).astype(np.int64)
     supports = Supports(
         starts=np.concatenate([[0], counts_T.cumsum()]),
@@ -72,7 +69,7 @@ def supports_of(trajectories: Sequence[Trajectory], *, temperature: float) -> Su
 
 
 def _steps(trajectories: Sequence[Trajectory]) -> Iterator[tuple[str, Step]]:
-    """All steps with something to train, and what to call them in an error."""
+    """The steps with response tokens, each with a name for errors."""
     for trajectory in trajectories:
         for index, step in enumerate(trajectory.steps):
             if step.response_ids:
@@ -83,27 +80,24 @@ def _check(step: Step, place: str, temperature: float) -> None:
     if step.temperature is not None and step.temperature != temperature:
         raise DataError(
             f"{place} was sampled at temperature {step.temperature:g}, but the learner computes log-probs at "
-            f"{temperature:g}, so its ratios would be wrong. Sample and train at the same temperature"
+            f"{temperature:g}: use the same temperature"
         )
     if step.is_restricted and step.support is None:
         raise DataError(
             f"{place} was sampled with top_p={step.top_p:g} and top_k={step.top_k}, but the ids that these kept were "
-            "not recorded, so the learner cannot reproduce its log-probs. Use the settings rollout.top_p and "
-            "rollout.top_k, or sample with Sampling(keep_support=True) and an engine that returns Completion.support"
+            "not recorded. Set rollout.top_k, or sample with Sampling(keep_support=True)"
         )
 
 
 def _check_members(supports: Supports, steps: Sequence[tuple[str, Step]]) -> None:
-    """Refuse a sampled token outside its own support, because its probability would be 0."""
+    """Refuse a sampled token outside its support: its probability would be 0."""
     sampled_T = np.concatenate([np.asarray(step.response_ids) for _, step in steps])
     owner = np.repeat(np.arange(len(sampled_T)), np.diff(supports.starts))
     found_T = np.bincount(owner[supports.ids == sampled_T[owner]], minlength=len(sampled_T))
     if (found_T != 1).any():
-        bad, step_of_T = (
-            int((found_T != 1).argmax()),
-            np.repeat(np.arange(len(steps)), [len(step.response_ids) for _, step in steps]),
-        )
+        bad = int((found_T != 1).argmax())
+        step_of_T = np.repeat(np.arange(len(steps)), [len(step.response_ids) for _, step in steps])
         raise DataError(
-            f"the support of {steps[step_of_T[bad]][0]} must hold each sampled token once, but token id "
-            f"{sampled_T[bad]} occurs {found_T[bad]} times in its own"
+            f"the sampled token {sampled_T[bad]} of {steps[step_of_T[bad]][0]} occurs {found_T[bad]} times in its "
+            "support instead of once"
         )

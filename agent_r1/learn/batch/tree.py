@@ -1,20 +1,20 @@
-"""Token trees: what several segments start with is computed once, and every token still sees exactly its own past.
+"""Token trees: a prefix that several segments share is computed once, and every token still sees exactly its own past.
 
-Attempts at one row share their prompt, and often the beginning of what was said after it. Sorted, segments that start
-alike are neighbours; laid out in that order, each adds only the rows that the ones before it do not have:
+Attempts at one row share their prompt, and often the first tokens after it. Sorted, segments with a common prefix are
+neighbours; laid out in that order, each adds only the rows that the ones before it do not have:
 
     [1 2 3 4 5]    rows 0 1 2 3 4    a run of 5 rows, whose path is rows 0 1 2 3 4
     [1 2 3 8]      row  5            a run of 1 row, whose path is rows 0 1 2 5
-    [1 2 3 8 9]    row  6            goes on where that run ends: now 2 rows, path 0 1 2 5 6
+    [1 2 3 8 9]    row  6            extends that run: now 2 rows, path 0 1 2 5 6
 
 A run is a stretch of rows that follow each other both in the pack and on a path from the root. So attention needs no
-mask: a run is a causal sequence like any other, but for the keys of its first tokens, which are gathered along its path
-because another run has computed them. A pack of separate segments is the case in which every run is its own path.
+mask: a run is a causal sequence, except that the keys of its first tokens are gathered along its path, because another
+run computed them. In a pack of separate segments, every run is its own path.
 
 Knows token ids and rows; knows no trajectories, losses or models.
 
-Shape suffixes: N = rows of a pack, K = rows of the paths of all its runs, one path after the other: more than N where
-rows lie on several of them.
+Shape suffixes: N = rows of a pack, K = rows of the paths of all its runs, one path after the other: more than N if rows
+lie on several paths.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 PrefixSharing = Literal["auto", "on", "off"]
 
-# Joining segments saves rows in every layer, and pays by gathering keys and values in every attention. How many times
-# fewer rows it has to leave to be a gain, by type of device. CPU: forward and backward on one x86 core, models of width
+# Joining segments saves rows in every layer but gathers keys and values in every attention: the factor of saved rows
+# from which it pays, by type of device. CPU: forward and backward on one x86 core, models of width
 # 64 and 256, groups of 2 and 8 segments of 128 and 512 tokens: 1.02 tends to lose, 1.05 is about even, 1.15 gained
 # at least 5 % everywhere. CUDA: `python -m benchmarks.speed learner --only sharing`, H200, 16 groups of 8, 135M model:
 # even at 1.12, 3 % gained at 1.21.
@@ -42,22 +42,22 @@ BREAK_EVEN = {"cpu": 1.15, "cuda": 1.2}
 
 
 def break_even(prefix_sharing: PrefixSharing, device: torch.device) -> float:
-    """How many times fewer rows segments must have together than apart to be joined. Not measured: never."""
+    """The factor of saved rows from which segments are joined; on devices that were not measured, never."""
     return {"on": 1.0, "off": math.inf, "auto": BREAK_EVEN.get(device.type, math.inf)}[prefix_sharing]
 
 
-# Not frozen, though nothing changes it: torch.compile (2.11) looks into frozen dataclasses field by field, and would
-# compile the layers again for every other length. Of this one it guards the type, and the tensors that are read.
+# Not frozen, though nothing changes it: torch.compile (2.11) guards every field of a frozen dataclass and would compile
+# the layers again for every other length. Here it guards only the type and the tensors that are read.
 @dataclass(slots=True, kw_only=True, eq=False)
 class PackLayout:
-    """What attention has to know about the rows of a pack. Passes through compiled layers unseen."""
+    """What attention needs to know about the rows of a pack. Opaque to compiled layers."""
 
     query_lengths: tuple[int, ...]  # rows of each run; they sum to N
     key_lengths: tuple[int, ...]  # rows of its path; they sum to K
-    query_starts: Tensor  # the same two summed up from 0, in int32 as kernels take them: one more than there are runs
+    query_starts: Tensor  # cumulative sums from 0, in int32 as kernels expect: one more than there are runs
     key_starts: Tensor
     gather_K: Tensor | None  # the paths; None: K is N, row by row
-    longest: Tensor  # the most rows of a run and of a path, on the CPU: a number would be compiled in
+    longest: Tensor  # the most rows of a run and of a path, on the CPU; an int would be compiled in
 
     @classmethod
     def of(cls, query_lengths: Sequence[int], key_lengths: Sequence[int], gather_K: Tensor | None) -> PackLayout:
@@ -85,7 +85,7 @@ class PackLayout:
 
 
 def _static(numbers: list[int]) -> Tensor:
-    """Always of this size: torch.compile would otherwise take it for as long as whatever else is, by chance."""
+    """Keep torch.compile from identifying the size with another one that is equal by chance."""
     tensor = torch.tensor(numbers)
     torch._dynamo.mark_static(tensor)
     return tensor
@@ -118,7 +118,7 @@ def lay_out(trees: Sequence[Sequence[IntArray]]) -> Rows:
             shared = common_prefix(previous, ids)
             new = len(ids) - shared
             path = np.concatenate([path[:shared], np.arange(row, row + new)])
-            if index and shared == len(previous):  # goes on where the last run ends
+            if index and shared == len(previous):  # extends the last run
                 runs[-1] = (runs[-1][0] + new, path)
             else:
                 runs.append((new, path))
@@ -141,12 +141,12 @@ def lay_out(trees: Sequence[Sequence[IntArray]]) -> Rows:
 
 
 def count_rows(tree: Sequence[IntArray]) -> int:
-    """Of a tree in lexicographic order."""
+    """The rows of a tree in lexicographic order."""
     return len(tree[0]) + sum(len(ids) - common_prefix(before, ids) for before, ids in pairwise(tree))
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many tokens the two start with in common."""
+    """The length of the common prefix."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -154,26 +154,25 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """Segments to be laid out together."""
+    """Segments that are laid out together."""
 
     ranks: list[int]  # which segments, by their place in the lexicographic order; ascending
-    num_rows: int  # at most
+    num_rows: int  # an upper bound
 
 
 def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -> list[list[int]]:
-    """Which segments to lay out together, each tree in lexicographic order. Deterministic.
+    """Choose which segments to lay out together, each tree in lexicographic order. Deterministic.
 
     From the leaves to the root: segments that share their first d tokens are joined if that leaves `break_even` times
-    fewer rows, and as far as `max_rows` allows; where it does not, each part computes the d tokens for itself. Whether
-    joining pays is asked at every depth, so a BOS token or a short system prompt that all rows have in common does not
-    hold together what is otherwise unrelated.
+    fewer rows, as far as `max_rows` allows; otherwise each part computes the d tokens itself. This is decided at every
+    depth, so a BOS token or a short system prompt common to all rows does not join unrelated segments.
     """
     if math.isinf(break_even):
         return [[index] for index in range(len(segments))]
     # Big-endian bytes compare like the ids they hold, and in one call.
     order = sorted(range(len(segments)), key=lambda index: (segments[index].astype(">u4").tobytes(), index))
     done: list[Tree] = []
-    # Trees that share their first `depth` tokens and may yet get company. Depths ascend.
+    # (depth, trees that share their first `depth` tokens and may still be joined). Depths ascend.
     waiting: list[tuple[int, list[Tree]]] = [(0, [])]
     for rank, index in enumerate(order):
         shared = common_prefix(segments[order[rank - 1]], segments[index]) if rank else 0
@@ -186,9 +185,9 @@ def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -
 
 
 def _close(waiting: list[tuple[int, list[Tree]]], shared: int, max_rows: int, break_even: float) -> list[Tree]:
-    """Nothing that follows shares more than `shared` tokens with what waits: join what does. Returns what is done.
+    """Join the waiting trees that share more than `shared` tokens, which later ones will not. Returns finished trees.
 
-    Trees that do not fit together share even less with others, so of those only the smallest goes on waiting.
+    Trees that do not fit together share even less with others, so only the smallest of them keeps waiting.
     """
     done: list[Tree] = []
     while waiting[-1][0] > shared:
@@ -207,7 +206,7 @@ def _num_rows(trees: list[Tree]) -> int:
 
 
 def _join(trees: list[Tree], depth: int, break_even: float) -> list[Tree]:
-    """One tree of those that share their first `depth` tokens, if that pays."""
+    """Make one tree of those that share their first `depth` tokens, if that pays."""
     apart = _num_rows(trees)
     together = apart - depth * (len(trees) - 1)
     if apart < break_even * together:
@@ -216,9 +215,9 @@ def _join(trees: list[Tree], depth: int, break_even: float) -> list[Tree]:
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: large ones first, each into the first bin with room. Members of a bin in their order.
+    """First-fit decreasing: large items first, each into the first bin with room. Members of a bin keep their order.
 
-    What is larger than a bin gets one of its own, in which only what takes no room has a place.
+    An item larger than a bin gets a bin of its own, which only items of size 0 may join.
     """
     bins: list[list[int]] = []
     room: list[int] = []
