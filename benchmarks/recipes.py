@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.bench.machine import accelerator, pick_device
-from agent_r1.config import RECIPES
+from agent_r1.config import RECIPES, parse_config
 from agent_r1.runs.compare import compare, find_sides
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.runs.run_dir import RunDir
@@ -158,7 +158,7 @@ def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str,
     """The result of a warm start that was made before: with its settings, and the seconds between its evaluations."""
     if not (run / "metrics.jsonl").is_file():
         raise SystemExit(f"--start {run} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
-    config = RunDir.open(run).config
+    config = parse_config(RunDir.open(run).settings)
     result = Job(name="sft", seed=config.seed, words=(), splits=splits).judged(run, folder, seconds=None)
     return result | {"settings": config.sft.model_dump(), "seconds": result["held_out"][-1]["seconds"]}
 

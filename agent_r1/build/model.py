@@ -28,7 +28,7 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.places import anchored
-from agent_r1.runs.run_dir import is_run, list_checkpoints
+from agent_r1.runs.reader import is_run, list_checkpoints
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import TemplateReport, verify_template
 

@@ -365,7 +365,7 @@ def check_beginning(config: RunConfig) -> None:
         if any(fnmatch(file.name, EVALUATED) for file in trajectory_files(trajectories_of(place), TRAINED)):
             raise ConfigError(
                 f"sft.trajectories={place!r} holds episodes of an evaluation: whoever imitates them trains on the rows "
-                "it is judged on. Name the run, or a file train_*.jsonl.gz of it"
+                "it is judged on. Name the run, or a file train_*.jsonl of it"
             )
 
 

@@ -31,7 +31,7 @@ from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.errors import AgentR1Error, ConfigError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.places import anchored
-from agent_r1.runs.run_dir import is_run
+from agent_r1.runs.reader import is_run
 from agent_r1.text import sanitize
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ from agent_r1.cli.completion import complete_recipe, complete_run, complete_sett
 from agent_r1.cli.data_command import app as data
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
-from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config
+from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config, recipe_name
 from agent_r1.config.layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import started_here
@@ -146,13 +146,13 @@ def train_command(
 
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
-    from agent_r1.runs.run_dir import RunDir, new_run_path
+    from agent_r1.runs.run_dir import RunDir
 
     plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
     if dry_run:
         _print_plan(config, _training_plan(config, plan))
         return
-    directory = RunDir.create(run or new_run_path(config), config)
+    directory = RunDir.create(run or _new_run_path(config), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _signals_told():
         run_training(config, plan, directory, console, resume=False)
@@ -161,11 +161,12 @@ def train_command(
 def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
-    from agent_r1.runs.run_dir import RunDir, list_checkpoints
+    from agent_r1.runs.reader import list_checkpoints
+    from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(path)
     allowed, form = ("trainer.steps=", "trainer.max_minutes=", ON_DEVICE), "trainer.steps=N, trainer.max_minutes=N"
-    config = _with_overrides(directory.config, changes, only=allowed, form=form)
+    config = _with_overrides(parse_config(directory.settings), changes, only=allowed, form=form)
     saved = list_checkpoints(directory.checkpoints)
     done = saved[-1][0] if saved else None
     if changes and done is not None and config.trainer.steps < done:
@@ -188,7 +189,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
 
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.sft import run_sft
-    from agent_r1.runs.run_dir import RunDir, new_run_path
+    from agent_r1.runs.run_dir import RunDir
 
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
@@ -198,7 +199,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
             config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows{_tool_plan(plan)}"
         )
         return
-    directory = RunDir.create(run or new_run_path(config, suffix="-sft"), config)
+    directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
     with _signals_told():
         run_sft(config, plan.task, directory, console, given=overrides or ())
 
@@ -221,13 +222,13 @@ def collect_command(
 
     from agent_r1.build.plan import build_task, check_beginning
     from agent_r1.cli.commands.collect import collect_config, run_collect
-    from agent_r1.runs.run_dir import RunDir, new_run_path
+    from agent_r1.runs.run_dir import RunDir
 
     config = collect_config(given, model=model, rows=rows, samples=samples)
     task = build_task(config)  # as always: what is wrong is found before there is a run directory
     check_beginning(config)
     chosen = task.train_rows()
-    directory = RunDir.create(run or new_run_path(config, suffix="-collect"), config)
+    directory = RunDir.create(run or _new_run_path(config, "-collect"), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _signals_told():
         run_collect(config, task, chosen, directory, console, given=overrides or ())
@@ -251,7 +252,7 @@ def eval_command(
 
     directory = RunDir.open(run)
     allowed, form = ("eval.", *ASKING, ON_DEVICE), f"eval.key=value, {ASKING_FORM}"
-    config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
+    config = _with_overrides(parse_config(directory.settings), overrides or [], only=allowed, form=form)
     if split is not None:
         if any(word.startswith("task.test_split=") for word in overrides or ()):
             raise ConfigError(f"--split {split} and task.test_split= say the same thing: give one of them")
@@ -302,7 +303,7 @@ def chat_command(
     if said:
         raise ConfigError(f"{' '.join(said)!r} is no setting; to ask it, write --ask {shlex.quote(' '.join(said))}")
     directory = RunDir.open(run)
-    config = _with_overrides(directory.config, overrides or [], only=allowed, form=form)
+    config = _with_overrides(parse_config(directory.settings), overrides or [], only=allowed, form=form)
     with logging_to(directory.log_file):
         chat = open_chat(config, str(run))
         chat.enter(row)
@@ -311,6 +312,12 @@ def chat_command(
                 running.run(ask_once(chat, ask or chat.question, console))
         else:
             chat_loop(chat, console)
+
+
+def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
+    from agent_r1.runs.run_dir import new_run_path
+
+    return new_run_path(recipe_name(config.recipe), seed=config.seed, suffix=suffix)
 
 
 def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[str, ...], form: str) -> RunConfig:

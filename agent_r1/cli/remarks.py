@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.cli.display import program
-from agent_r1.config import SummaryContext
 from agent_r1.errors import DataError
 from agent_r1.places import shown
 from agent_r1.rollout.collect import most_common_failure
@@ -51,7 +50,7 @@ def _continue(run: RunDir, *, start: int, steps: int, total: int) -> list[str]:
 
 
 def _failures(run: RunDir, trained: Sequence[Record]) -> list[str]:
-    attempts = run.config.rollout.group_size
+    attempts = run.settings["rollout"]["group_size"]
     played = {record["step"]: round(record["group/count"]) * attempts for record in trained}
     failed = {record["step"]: round(failed_share(record) * played[record["step"]]) for record in trained}
     if not any(failed.values()):
@@ -81,34 +80,36 @@ def eval_failures(episodes: Sequence[Trajectory], run: RunDir) -> str:
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
     """Many summaries mean that prompts are short of room, not long."""
-    context = run.config.context
-    if not isinstance(context, SummaryContext):
+    context = run.settings["context"]
+    if context["policy"] != "summary":
         return []
-    attempts = run.config.rollout.group_size
+    attempts = run.settings["rollout"]["group_size"]
     written, actions = (
         round(sum(record.get(name, 0.0) * record["group/count"] * attempts for record in trained))
         for name in ("context/summaries", "episode/steps")
     )
     if written == 0 or written < MANY_SUMMARIES * actions:
         return []
-    return [f"summaries   {written:,} for {actions:,} actions: raise context.max_tokens={context.max_tokens}"]
+    return [f"summaries   {written:,} for {actions:,} actions: raise context.max_tokens={context['max_tokens']}"]
 
 
 def _unused_context(run: RunDir, trained: Sequence[Record]) -> list[str]:
     """A context policy that left nothing out. A rewrite cannot be judged: it may add to what is shown."""
-    context = run.config.context
+    context = run.settings["context"]
+    policy = context["policy"]
     acted = [record for record in trained if record.get("episode/steps", 0.0) > 0]
-    if context.policy == "append" or not acted:
+    if policy == "append" or not acted:
         return []
     measured = [record for record in acted if "context/summaries" in record]
     if not measured:
-        why = f"{run.config.task.flow} sets uses_context = True, but does not pass context=self.context to episode.act"
-        return [f"context     {context.policy} was not used: {why}"]
+        flow = run.settings["task"]["flow"]
+        why = f"{flow} sets uses_context = True, but does not pass context=self.context to episode.act"
+        return [f"context     {policy} was not used: {why}"]
     hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
-    if hidden or context.policy == "rewrite":
+    if hidden or policy == "rewrite":
         return []
-    settings = " and ".join(f"context.{name}={getattr(context, name)}" for name in _LIMITS[context.policy])
-    return [f"context     {context.policy} left nothing out: no conversation was too long for {settings}"]
+    settings = " and ".join(f"context.{name}={context[name]}" for name in _LIMITS[policy])
+    return [f"context     {policy} left nothing out: no conversation was too long for {settings}"]
 
 
 def _nothing_learned(run: RunDir, trained: Sequence[Record]) -> list[str]:
@@ -117,7 +118,7 @@ def _nothing_learned(run: RunDir, trained: Sequence[Record]) -> list[str]:
     if all(failed_share(record) == 1 for record in trained):
         return []  # the remark on failures explains it
     always = all(record["success"] == 1 for record in trained)
-    imitates = run.config.sft.demos is not None or run.config.sft.trajectories is not None
+    imitates = any(run.settings["sft"][source] is not None for source in ("demos", "trajectories"))
     demos = "more demonstrations (sft.count, sft.epochs)" if imitates else "demonstrations (sft.demos)"
     advice = "harder rows" if always else f"{demos}, easier rows, or a larger group (rollout.group_size)"
     return [f"learned     nothing: attempts at the same row never earned different rewards. Try {advice}"]
@@ -130,10 +131,10 @@ def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
         return ""
     worst = max(kept, key=failed.__getitem__)
     try:
-        cause = _short_cause(t for t in read_trajectories(run.trajectories_file("train", worst)) if t.stop.is_failure)
+        found = [t for t in read_trajectories(run.trajectories_file("train", worst)) if t.stop.is_failure]
     except DataError as error:  # the run itself is complete
         return f" ({error})"
-    return f", in step {worst} mostly: {cause}"
+    return f", in step {worst} mostly: {_short_cause(found)}" if found else ""
 
 
 def _short_cause(failed: Iterable[Trajectory]) -> str:

@@ -1,7 +1,7 @@
-"""Compare evaluations of the same panel: means, the difference with its interval, rows won and lost, a verdict.
+"""Compare evaluations on the same rows: means, the difference with its interval, rows won and lost, a verdict.
 
-An evaluation is one that a run made while it trained, found by its step, or a file that `agent-r1 eval` wrote. Reads
-run directories only; the statistics are in `statistics.py`. Needs no torch, so it answers at once.
+An evaluation is one that a run made while it trained, found by its step, or a file that `agent-r1 eval` wrote. The
+statistics are in `statistics.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rich.text import Text
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.outcomes import NOT_RECORDED, EvalRecord, Subject, by_row, row_outcomes
+from agent_r1.runs.reader import RunReader
 from agent_r1.runs.records import read_trajectories
-from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import FEWEST_DIFFERING, LEVEL, PairedDifference, paired_difference
 
 PERCENT = f"{100 * LEVEL:.0f} %"
-UNKNOWN = ("auto", NOT_RECORDED)  # of a number format, what a run leaves to the machine; of anything, what is not told
+UNKNOWN = ("auto", NOT_RECORDED)  # settings whose actual value is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the evaluations that are compared."""
+    """One of the compared evaluations."""
 
     letter: str
-    place: str  # as people would find it again
+    place: str  # a path, and the step if it is a run
     record: EvalRecord
 
     def __str__(self) -> str:
@@ -47,17 +47,17 @@ class Comparison:
     def verdict(self, measure: str) -> str:
         result, first, second = self.differences[measure], self.before.letter, self.after.letter
         if not result.is_shown:
-            sure = _how_sure(measure, result.difference, result.low, result.high)
-            few = f"; only {result.won + result.lost} rows differ, and it takes {FEWEST_DIFFERING}"
-            return f"no difference shown, {second} against {first}: {sure}{few if result.too_few_differ else ''}"
+            size = _format_interval(measure, result.difference, result.low, result.high)
+            few = f"; only {result.won + result.lost} rows differ, at least {FEWEST_DIFFERING} are needed"
+            return f"no difference shown, {second} against {first}: {size}{few if result.too_few_differ else ''}"
         if result.difference > 0:
-            sure = _how_sure(measure, result.difference, result.low, result.high)
-            return f"{second} is better than {first}: {sure}"
-        sure = _how_sure(measure, -result.difference, -result.high, -result.low)
-        return f"{first} is better than {second}: {sure}"
+            size = _format_interval(measure, result.difference, result.low, result.high)
+            return f"{second} is better than {first}: {size}"
+        size = _format_interval(measure, -result.difference, -result.high, -result.low)
+        return f"{first} is better than {second}: {size}"
 
 
-def _how_sure(measure: str, difference: float, low: float, high: float) -> str:
+def _format_interval(measure: str, difference: float, low: float, high: float) -> str:
     by = "points of success" if measure == "success" else f"of {measure}"
     return (
         f"{number(measure, difference, signed=True)} {by}, {PERCENT} interval "
@@ -66,20 +66,23 @@ def _how_sure(measure: str, difference: float, low: float, high: float) -> str:
 
 
 def find_sides(places: Sequence[Path], *, step: str | None, name: str | None) -> list[Side]:
-    """`step` is first, last or a number, one for all runs or one for each, separated by commas; `name` means the file
-    of that name among a run's evaluations. With neither, the last evaluation of a run is meant. One place with several
-    steps is compared with itself."""
+    """Find the evaluations to compare: files, or runs whose evaluations are chosen by `step` or `name`.
+
+    `step` is first, last or a number: one for all runs, or one for each, separated by commas. `name` is that of an
+    evaluation made by `agent-r1 eval`. The default is the last evaluation of a run. A single place with several steps
+    is compared with itself.
+    """
     steps = [word.strip() for word in (step or "last").split(",")]
     if len(places) == 1:
         places = [*places] * len(steps)
     if len(places) < 2:
-        raise ConfigError(f"what is {places[0]} to be compared with? Name another, or two steps: --step first,last")
+        raise ConfigError(f"nothing to compare {places[0]} with: pass a second run or --step first,last")
     if len(places) > len(ascii_uppercase):
-        raise ConfigError(f"{len(places)} evaluations are more than the {len(ascii_uppercase)} that have letters")
+        raise ConfigError(f"{len(places)} evaluations are too many: compare at most {len(ascii_uppercase)}")
     if step is not None and name is not None:
-        raise ConfigError("--step is of evaluations made while training, --name of those made by eval: give one")
+        raise ConfigError("--step chooses evaluations made while training, --name those of agent-r1 eval: use one")
     if len(steps) not in (1, len(places)):
-        raise ConfigError(f"--step {step}: give one step for all, or one for each of the {len(places)} compared")
+        raise ConfigError(f"--step {step}: pass one step for all, or one for each of the {len(places)} evaluations")
     sides = []
     for index, place in enumerate(places):
         which = None if step is None and place.is_file() else steps[index % len(steps)]
@@ -91,43 +94,35 @@ def find_sides(places: Sequence[Path], *, step: str | None, name: str | None) ->
 def _find(place: Path, step: str | None, name: str | None) -> tuple[str, EvalRecord]:
     if place.is_file():
         if step is not None or name is not None:
-            raise ConfigError(f"{place} is one evaluation: --step and --name choose among those of a run")
+            raise ConfigError(f"{place} is a single evaluation: --step and --name choose among those of a run")
         return str(place), EvalRecord.load(place)
-    run = RunDir.open(place)
+    run = RunReader.open(place)
     if name is not None:
         files = {path.stem: path for path in run.evals.glob("*.json")}
         if name not in files:
             raise ConfigError(f"{place} has no evaluation {name!r}.{did_you_mean(name, files)}")
         return str(files[name]), EvalRecord.load(files[name])
     assert step is not None
-    return _during_training(run, step)
+    return _find_step(run, step)
 
 
-def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
+def _find_step(run: RunReader, which: str) -> tuple[str, EvalRecord]:
+    """Return an evaluation made while training; `which` is first, last or a step."""
     evaluations = {record["step"]: record for record in run.read_metrics("eval")}
     if not evaluations:
-        made = ", ".join(sorted(str(path) for path in run.evals.glob("*.json")))
-        hint = f"Results of agent-r1 eval: {made}" if made else f"Evaluate it: agent-r1 eval {run}"
+        files = ", ".join(sorted(str(path) for path in run.evals.glob("*.json")))
+        hint = f"Results of agent-r1 eval: {files}" if files else f"Evaluate it: agent-r1 eval {run}"
         raise ConfigError(f"{run} was never evaluated while it trained. {hint}")
     places = {"first": min(evaluations), "last": max(evaluations)}
-    step = places.get(which, int(which) if which.isdecimal() else None)
+    step = places.get(which, int(which) if which.isdecimal() else -1)
     if step not in evaluations:
-        raise ConfigError(
-            f"--step {which}: {run} was evaluated at the steps {', '.join(map(str, evaluations))}; give one of "
-            "them, first or last"
-        )
-    evaluated = evaluations[step]
-    if "panel" not in evaluated:
-        raise DataError(
-            f"{run} was written by an older version that did not record its evaluation rows. Evaluate it again with "
-            f"agent-r1 eval {run}, and compare the file"
-        )
-    config = run.config
-    played = read_trajectories(run.path / "trajectories" / f"eval_{step:06d}.jsonl.gz")
-    outcomes = row_outcomes(by_row(played), success_reward=config.task.success_reward)
+        known = ", ".join(map(str, evaluations))
+        raise ConfigError(f"--step {which}: {run} was evaluated at steps {known}; use one of them, first or last")
+    evaluated, settings = evaluations[step], run.settings
+    episodes = read_trajectories(run.trajectories_file("eval", step))
     record = EvalRecord(
-        subject=Subject.of(config, model=f"step {step}", panel=evaluated["panel"]),
-        outcomes=outcomes,
+        subject=Subject.of(settings, model=f"step {step}", panel=evaluated.get("panel", NOT_RECORDED)),
+        outcomes=row_outcomes(by_row(episodes), success_reward=settings["task"]["success_reward"]),
         metrics={key: value for key, value in evaluated.items() if isinstance(value, float) and key != "time"},
         time=evaluated["time"],
     )
@@ -135,18 +130,18 @@ def _during_training(run: RunDir, which: str) -> tuple[str, EvalRecord]:
 
 
 def compare(before: Side, after: Side) -> Comparison:
-    """Refuses what cannot be compared: other rows, or a row that is missing on one side."""
+    """Compare two evaluations. Raises ConfigError or DataError if they are not of the same rows."""
     a, b = before.record, after.record
     if a.subject.panel != b.subject.panel:
         raise ConfigError(
-            f"{before} was evaluated on panel {a.subject.panel} ({len(a.outcomes)} rows of {a.subject.split!r}), "
-            f"{after} on panel {b.subject.panel} ({len(b.outcomes)} rows of {b.subject.split!r}): different rows show "
-            "no difference of policies. Evaluate both on the same: agent-r1 eval RUN --split NAME eval.rows=N"
+            f"{before} was evaluated on rows {a.subject.panel} ({len(a.outcomes)} rows of {a.subject.split!r}), "
+            f"{after} on rows {b.subject.panel} ({len(b.outcomes)} rows of {b.subject.split!r}). Evaluate both on the "
+            "same rows: agent-r1 eval RUN --split NAME eval.rows=N"
         )
     if a.outcomes.keys() != b.outcomes.keys():
-        raise DataError(f"of panel {a.subject.panel}, {before} and {after} do not have the same rows: one is damaged")
+        raise DataError(f"{before} and {after} should have the same rows ({a.subject.panel}): one file is damaged")
     if len(a.outcomes) < 2:
-        raise ConfigError(f"panel {a.subject.panel} has a single row, which shows nothing: evaluate more (eval.rows)")
+        raise ConfigError(f"{before} has a single row, which shows nothing: evaluate more (eval.rows)")
     common = [measure for measure in a.measures if measure in b.measures]
     return Comparison(
         before=before,
@@ -156,7 +151,7 @@ def compare(before: Side, after: Side) -> Comparison:
 
 
 def notes(before: Side, after: Side) -> list[str]:
-    """What else differs between two evaluations, besides the policy, or may differ."""
+    """Say what differs, or may differ, between two evaluations besides the policy."""
     a, b = before.record.subject, after.record.subject
     settings = [(name, a.setting(name), b.setting(name)) for name in {**a.settings, **b.settings}]
     sampled = a.settings.get("temperature") or b.settings.get("temperature")
@@ -164,14 +159,14 @@ def notes(before: Side, after: Side) -> list[str]:
     differ, may_differ = list[str](), list[str]()
     for name, one, other in known:
         if one != other:
-            said = differ if one not in UNKNOWN and other not in UNKNOWN else may_differ
-            said.append(f"{name} {one} ({before.letter}), {other} ({after.letter})")
-    found = {"not evaluated in the same way": differ, "perhaps not evaluated in the same way": may_differ}
-    return [f"note: {what}: {'; '.join(settings)}" for what, settings in found.items() if settings]
+            found = differ if one not in UNKNOWN and other not in UNKNOWN else may_differ
+            found.append(f"{name} {one} ({before.letter}), {other} ({after.letter})")
+    labels = {"not evaluated in the same way": differ, "perhaps not evaluated in the same way": may_differ}
+    return [f"note: {label}: {'; '.join(listed)}" for label, listed in labels.items() if listed]
 
 
 def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -> list[Comparison]:
-    """Everybody against the first."""
+    """Compare every evaluation with the first and print the table and the verdicts."""
     comparisons = [compare(sides[0], side) for side in sides[1:]]
     for comparison in comparisons:
         if measure not in comparison.differences:
@@ -179,10 +174,10 @@ def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -
     record = sides[0].record
     lines = [f"{side.letter}  {side.place}" for side in sides]
     lines += ["", f"panel {record.subject.panel}, {len(record.outcomes)} rows; {PERCENT} intervals, paired by row", ""]
-    lines += _aligned([_HEADER, *(line for comparison in comparisons for line in _table(comparison))])
+    lines += _align([_HEADER, *(line for comparison in comparisons for line in _table(comparison))])
     for comparison in comparisons:
-        if said := notes(comparison.before, comparison.after):
-            lines += ["", *said]
+        if remarks := notes(comparison.before, comparison.after):
+            lines += ["", *remarks]
     lines += ["", *(comparison.verdict(measure) for comparison in comparisons)]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
@@ -209,14 +204,14 @@ def _table(comparison: Comparison) -> list[list[str]]:
 
 
 def number(measure: str, value: float, *, signed: bool = False) -> str:
-    """Success in percent, anything else as it is."""
+    """Format success in percent, anything else as a plain number."""
     value, digits = (100 * value, 1) if measure == "success" else (value, 3)
-    rounded = round(value, digits) + 0.0  # no minus before a zero
+    rounded = round(value, digits) + 0.0  # avoids -0.0
     return f"{rounded:{'+' if signed else ''}.{digits}f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of text: names to the left, numbers to the right."""
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns of text: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [
         [cell.ljust(width) if index < 2 else cell.rjust(width) for index, (cell, width) in enumerate(pairs)]

@@ -1,6 +1,6 @@
-"""Evaluations as files: what was evaluated and how, on which panel, and what each row came to.
+"""Evaluations as files: what was evaluated and how, on which rows, and the outcome of each row.
 
-`agent-r1 eval` writes them, `agent-r1 compare` reads them. Knows trajectories, not models: reading needs no torch.
+`agent-r1 eval` writes them, `agent-r1 compare` reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from filelock import FileLock
 
 from agent_r1 import __version__
-from agent_r1.config import RunConfig
 from agent_r1.data.files import dump_json, read_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
@@ -26,45 +25,53 @@ from agent_r1.types import Trajectory
 
 FORMAT = 1  # of the files
 NOT_RECORDED = "not recorded"
-_ABSENT_IF_NONE = ("context", "workers")  # settings
 Outcomes = dict[str, dict[str, float]]  # row id -> measure -> mean over the attempts at that row
+
+# The settings that an evaluation depends on, by section of the config.
+_SETTINGS = {
+    "eval": ("samples", "temperature", "top_p", "top_k"),
+    "rollout": ("max_steps", "max_response_tokens", "max_context_tokens", "episode_seconds"),
+    "task": ("success_reward", "reward", "reward_seconds", "flow", "env", "env_kwargs", "tools", "tool_kwargs"),
+    "model": ("chat_template", "template_kwargs", "dtype"),
+}
+_ABSENT_IF_NONE = ("context", "workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was evaluated, and everything its numbers depend on but the code and the files it reads."""
+    """What was evaluated, and everything its numbers depend on except code and data files."""
 
     model: str
     recipe: str
     split: str
     panel: str  # hash of the rows
     seed: int
-    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the world it is played in
+    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the environment
 
     @classmethod
-    def of(cls, config: RunConfig, *, model: str, panel: str, dtype: str | None = None) -> Subject:
-        """`dtype`: the number format that was sampled in; without it that of the config, which may be `auto`."""
-        limits = {"max_steps", "max_response_tokens", "max_context_tokens", "episode_seconds"}
-        world = {"success_reward", "reward", "reward_seconds", "flow", "env", "env_kwargs", "tools", "tool_kwargs"}
+    def of(cls, run: Mapping[str, Any], *, model: str, panel: str, dtype: str | None = None) -> Subject:
+        """`run` is the content of a `config.json`; `dtype` is the sampler's number format, where that says auto."""
+        settings = {
+            name: run[section][name] for section, names in _SETTINGS.items() for name in names if name in run[section]
+        }
+        if dtype is not None:
+            settings["dtype"] = dtype
+        if (workers := run["task"].get("workers")) is not None:  # the limits matter, not how many there are
+            settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
+        context = run.get("context", {"policy": "append"})
+        if context["policy"] != "append":  # absent for the default, so that older records compare equal
+            settings["context"] = {name: value for name, value in context.items() if name != "demo_summary"}
         return cls(
             model=model,
-            recipe=config.recipe,
-            split=config.task.test_split,
+            recipe=run["recipe"],
+            split=run["task"]["test_split"],
             panel=panel,
-            seed=config.seed,
-            settings={
-                **config.eval.model_dump(mode="json", exclude={"rows"}),
-                **config.rollout.model_dump(mode="json", include=limits),
-                **config.task.model_dump(mode="json", include=world),
-                **config.model.model_dump(mode="json", include={"chat_template", "template_kwargs"}),
-                "dtype": dtype or config.model.dtype,
-                **_worker_limits(config),
-                **_context_settings(config),
-            },
+            seed=run["seed"],
+            settings=settings,
         )
 
     def setting(self, name: str) -> Any:
-        """As people are told it: evaluations of older versions do not say all of them."""
+        """Return a setting for people; older records lack some."""
         return self.settings.get(name, None if name in _ABSENT_IF_NONE else NOT_RECORDED)
 
 
@@ -78,11 +85,11 @@ class EvalRecord:
 
     @property
     def measures(self) -> list[str]:
-        """success, reward, and the named parts of the reward."""
+        """Return success, reward, and the named parts of the reward."""
         return list(next(iter(self.outcomes.values())))
 
     def column(self, measure: str) -> list[float]:
-        """One number per row, in the order of row ids."""
+        """Return one number per row, in the order of row ids."""
         return [self.outcomes[row][measure] for row in sorted(self.outcomes)]
 
     def mean_and_error(self, measure: str) -> tuple[float, float]:
@@ -100,9 +107,9 @@ class EvalRecord:
         try:
             record = read_json(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT:
-                raise ValueError(f"it is of format {record['format']}, this program reads {FORMAT}")
+                raise ValueError(f"it has format {record['format']}, but this version reads {FORMAT}")
             if not record["outcomes"]:
-                raise ValueError("it holds no rows")
+                raise ValueError("it has no rows")
             subject = Subject(**{item.name: record[item.name] for item in fields(Subject)})
             rest = {item.name: record[item.name] for item in fields(cls) if item.name != "subject"}
             rest["metrics"] = _numbers(rest["metrics"])
@@ -113,20 +120,7 @@ class EvalRecord:
 
 
 def _numbers(stored: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in stored.items()}  # "NaN" is a number, too
-
-
-def _worker_limits(config: RunConfig) -> dict[str, Any]:
-    """Beyond which an env is killed, and its episode has failed; how many processes share the work changes nothing."""
-    workers = config.task.workers
-    return {} if workers is None else {"workers": workers.model_dump(mode="json", exclude={"processes"})}
-
-
-def _context_settings(config: RunConfig) -> dict[str, Any]:
-    """None for `append`: evaluations that know of no policies were made with it too."""
-    if config.context.policy == "append":
-        return {}
-    return {"context": config.context.model_dump(mode="json", exclude={"demo_summary"})}
+    return {name: float(value) for name, value in stored.items()}  # reads "NaN" too
 
 
 def is_success(trajectory: Trajectory, success_reward: float) -> bool:
@@ -134,7 +128,7 @@ def is_success(trajectory: Trajectory, success_reward: float) -> bool:
 
 
 def row_outcomes(attempts: Mapping[str, Sequence[Trajectory]], *, success_reward: float) -> Outcomes:
-    """By row id. Failed episodes count as no success and reward 0, and a part that a reward left out as 0."""
+    """Return outcomes by row id. Failed episodes count as 0 in every measure, as does a part that a reward left out."""
     parts = sorted({part for row in attempts.values() for t in row for part in t.reward_components} - {"reward"})
 
     def outcome(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -157,16 +151,16 @@ def by_row(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
 
 
 def eval_file(folder: Path, subject: Subject, *, name: str | None, stem: str) -> Path:
-    """Where this evaluation belongs: under `name`, else under the first free name that begins with `stem`.
+    """Return the file of an evaluation: `name`, or the first free name that starts with `stem`.
 
-    The same evaluation made again takes its old place. Another one is never overwritten.
+    Repeating an evaluation replaces its file; a different evaluation is never overwritten.
     """
     if name is not None:
         if not re.fullmatch(r"[\w.\-]*\w[\w.\-]*", name):
-            raise ConfigError(f"--name {name!r}: letters, digits, '.', '-' and '_' make a file name")
+            raise ConfigError(f"--name {name!r}: use letters, digits, '.', '-' and '_'")
         path = folder / f"{name}.json"
         if path.exists() and EvalRecord.load(path).subject != subject:
-            raise ConfigError(f"{path} holds another evaluation: choose another --name, or remove it")
+            raise ConfigError(f"{path} holds a different evaluation: choose another --name, or remove it")
         return path
     path, number = folder / f"{stem}.json", 2
     while path.exists() and EvalRecord.load(path).subject != subject:
@@ -184,5 +178,5 @@ def keep(record: EvalRecord, folder: Path, *, stem: str) -> Path:
 
 
 def stem_of(model: str) -> str:
-    """The last part of a path or hub id, fit for a file name."""
+    """Return the last part of a path or hub id as a file name."""
     return re.sub(r"[^\w.\-]+", "-", Path(model).name).strip("-.") or "model"

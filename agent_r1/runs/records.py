@@ -1,34 +1,45 @@
-"""Trajectories on disk: one JSON object per line, with everything that people, `compare` and `sft` read.
+"""Trajectories on disk: JSON Lines that can be followed while they grow, each with an index beside it.
 
-Ids, log-probs, masks (every response token is trained, nothing else is), rewards and advantages are stored exactly;
-floats round-trip. JSON has no NaN: numbers that are not finite are the texts "NaN", "Infinity" and "-Infinity". The ids
-that top-k and top-p kept are base64 of little-endian int32. Files ending in `.gz` are compressed.
+Ids, log-probs, rewards and advantages are stored exactly: floats round-trip. JSON has no NaN, so numbers that are not
+finite are the strings "NaN", "Infinity" and "-Infinity". The ids that top-k and top-p kept are base64 of little-endian
+int32. Every record has the `format` that it was written in.
+
+`x.jsonl.idx` holds, for each record of `x.jsonl`, the offset of its end as a little-endian 64-bit integer. The index is
+a cache: what it lacks is found by scanning the file. A last line without its newline is still being written, or was cut
+off by a kill, and does not count.
 """
 
 from __future__ import annotations
 
 import gzip
+import struct
 import zlib
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from agent_r1.data.files import dump_json, read_json
+from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
 from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 
-TRAINED, EVALUATED = "train_*", "eval_*"  # the stems of files with training episodes, and with those of evaluations
-JSON_ERRORS = "backslashreplace"  # a lone surrogate is written as JSON spells it, "\udc80"
+FORMAT = 2  # of a record; 1 had no format field
+TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
+JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
+Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its row's prompt and ground truth
 
 
-def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
-    record = asdict(trajectory)
-    record["total_reward"] = trajectory.total_reward  # derived, for people and queries
-    record["error"] = trajectory.error  # likewise
+def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
+    record = {"format": FORMAT, **asdict(trajectory)}
+    record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
+    record["error"] = trajectory.error
     for step in record["steps"]:
         if step["support"] is not None:
             step["support"] = {name: b64encode(packed).decode() for name, packed in step["support"].items()}
@@ -38,8 +49,10 @@ def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[flo
     return record
 
 
-def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
+def trajectory_from_json(record: Record) -> Trajectory:
     try:
+        if record.get("format", 1) > FORMAT:
+            raise ValueError(f"it has format {record['format']}, but this version reads up to {FORMAT}")
         return Trajectory(
             row_id=record["row_id"],
             trajectory_id=record["trajectory_id"],
@@ -49,7 +62,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             reward_components={name: float(value) for name, value in record["reward_components"].items()},
             failure=_failure_from_json(record),
             seconds=record["seconds"],
-            next_prompt_ids=record.get("next_prompt_ids", []),  # records of 0.1 have none
+            next_prompt_ids=record.get("next_prompt_ids", []),  # missing in format 1
             opening=record.get("opening", []),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -57,26 +70,131 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 
 
 def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | None = None) -> None:
-    """One line per trajectory; the row's prompt and ground truth ride along, so a file stands on its own."""
+    """Write one line per trajectory, with its row's prompt and ground truth, and the index beside the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".part-{path.name}")
-    with _open(part, "wt") as file:
+    with path.open("wb") as file, _index_path(path).open("wb") as index:
         for group in groups:
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
             for trajectory in group.trajectories:
                 record = trajectory_to_json(trajectory, (advantages or {}).get(trajectory.trajectory_id))
-                file.write(dump_json({**record, "row": row}, default=str) + "\n")
-    part.replace(path)  # a killed run leaves whole files only
+                line = dump_json({**record, "row": row}, default=str) + "\n"
+                file.write(line.encode("utf-8", JSON_ERRORS))
+                index.write(struct.pack("<Q", file.tell()))
+            file.flush()
+            index.flush()
+
+
+class RecordFile:
+    """The records of one file, counted and read by position, also while another process is writing it.
+
+    Gzipped files (`.jsonl.gz`) have no index: reading the n-th record reads those before it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_gzip = path.suffix == ".gz"
+        self._ends = array("Q")  # of every complete line
+        self._size = -1  # of the file, when `_ends` was made
+
+    def __len__(self) -> int:
+        if self._is_gzip:
+            return sum(1 for _ in self._lines())
+        self._update()
+        return len(self._ends)
+
+    def __getitem__(self, position: int) -> Record:
+        """Return a record. Raises IndexError if there are fewer."""
+        if position < 0:
+            position += len(self)
+        line = next(islice(self._lines(), position, None), None) if self._is_gzip else self._read_line(position)
+        if line is None:
+            raise IndexError(f"{self.path} has {len(self)} records, so there is no record {position}")
+        return self._parse(line, position)
+
+    def __iter__(self) -> Iterator[Record]:
+        for position, line in enumerate(self._lines()):
+            yield self._parse(line, position)
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        for position, record in enumerate(self):
+            try:
+                yield trajectory_from_json(record)
+            except DataError as error:
+                raise DataError(f"{self.path} line {position + 1}: {error}") from error
+
+    def _lines(self) -> Iterator[bytes]:
+        number = 0
+        try:
+            with gzip.open(self.path) if self._is_gzip else self.path.open("rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    yield line
+                    number += 1
+        except (EOFError, OSError, zlib.error) as error:  # a damaged gzip file
+            raise DataError(f"{self.path} line {number + 1}: {error}") from error
+
+    def _parse(self, line: bytes, position: int) -> Record:
+        try:
+            record = read_json(line.decode("utf-8", "replace"), max_nesting=None)
+            if not isinstance(record, dict):
+                raise ValueError("not a trajectory record")
+        except ValueError as error:
+            raise DataError(f"{self.path} line {position + 1}: {error}") from error
+        return record
+
+    def _read_line(self, position: int) -> bytes | None:
+        self._update()
+        if position >= len(self._ends):
+            return None
+        start = self._ends[position - 1] if position else 0
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return file.read(self._ends[position] - start)
+
+    def _update(self) -> None:
+        """Make `_ends` cover every complete line that the file has now."""
+        size = self.path.stat().st_size
+        if size == self._size:
+            return
+        if size < self._size or not self._ends:  # new to us, or replaced
+            self._ends = self._read_index(size)
+        is_indexed = bool(self._ends)
+        end = self._ends[-1] if is_indexed else 0
+        with self.path.open("rb") as file:
+            file.seek(end)
+            for line in file:
+                if line.endswith(b"\n"):
+                    end += len(line)
+                    self._ends.append(end)
+        self._size = size
+        if self._ends and not is_indexed:
+            with suppress(OSError), write_atomically(_index_path(self.path)) as part:  # the run may be read-only
+                part.write_bytes(struct.pack(f"<{len(self._ends)}Q", *self._ends))
+
+    def _read_index(self, size: int) -> array[int]:
+        """Return the index, or an empty one if it is missing or does not belong to the file."""
+        try:
+            packed = _index_path(self.path).read_bytes()
+        except OSError:
+            return array("Q")
+        ends = array("Q", struct.unpack(f"<{len(packed) // 8}Q", packed[: len(packed) // 8 * 8]))
+        if ends and ends[-1] <= size:
+            with self.path.open("rb") as file:
+                file.seek(ends[-1] - 1)
+                if file.read(1) == b"\n":
+                    return ends
+        return array("Q")
 
 
 def trajectories_of(place: str) -> Path:
-    """The folder or file itself; of a run, the folder with its trajectories."""
+    """Return the folder or file itself, or the folder with the trajectories if it is a run."""
     path = anchored(place)
     return path / "trajectories" if (path / "trajectories").is_dir() else path
 
 
 def trajectory_files(source: Path, stem: str = "*") -> list[Path]:
-    """The file, or those of a folder whose stem matches. There must be one."""
+    """Return the file, or those of a folder whose stem matches; raises DataError if there are none."""
     if source.exists() and not source.is_dir():
         return [source]
     found = sorted([*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")])
@@ -86,20 +204,13 @@ def trajectory_files(source: Path, stem: str = "*") -> list[Path]:
 
 
 def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
-    """All trajectories of a file, or of the files of a folder whose stem matches, in name order."""
+    """Yield all trajectories of a file, or of the files of a folder whose stem matches, in name order."""
     for path in trajectory_files(source, stem):
-        number = 0
-        try:
-            with _open(path, "rt") as file:
-                for line in file:
-                    number += 1
-                    yield trajectory_from_json(read_json(line, max_nesting=None))
-        except (ValueError, EOFError, OSError, zlib.error) as error:  # the last three: a damaged gzip file
-            raise DataError(f"{path} line {number}: {error}") from error
+        yield from RecordFile(path).trajectories()
 
 
 def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
-    """(speaker, text) pairs of the whole episode, for terminals."""
+    """Return (speaker, text) pairs of the whole episode, for terminals."""
     lines: list[tuple[str, str]] = []
     for step in trajectory.steps:
         lines.append(("memo" if step.is_summary else "agent", step.action_text))
@@ -108,14 +219,25 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def answerer(step: Step) -> str:
-    """Who answered a step, for people."""
+    """Return who answered a step, for people."""
     return "tool" if step.calls else "env"
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.idx")
+
+
+def _failure_from_json(record: Mapping[str, Any]) -> Failure | None:
+    if (failure := record.get("failure")) is not None:
+        return Failure(**failure)
+    error = record["error"]  # format 1 has only this text
+    return None if error is None else Failure(kind=error, message=error)
 
 
 def _step_from_json(record: Mapping[str, Any]) -> Step:
     fields = {key: value for key, value in record.items() if key != "advantages"}
     fields["response_logprobs"] = list(map(float, record["response_logprobs"]))
-    version = fields.pop("policy_version", 0)  # older records have one for the whole step
+    version = fields.pop("policy_version", 0)  # format 1 has one version for the whole step
     fields["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
     fields["calls"] = tuple(
         ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
@@ -126,19 +248,5 @@ def _step_from_json(record: Mapping[str, Any]) -> Step:
     return Step(**fields)
 
 
-def _failure_from_json(record: Mapping[str, Any]) -> Failure | None:
-    if record["error"] is None:
-        return None
-    known = record.get("failure") or {"kind": record["error"], "message": record["error"]}  # older records: text only
-    return Failure(**known)
-
-
 def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
     return None if value is None else (value[0], value[1])
-
-
-def _open(path: Path, mode: str) -> IO[Any]:
-    errors = "replace" if mode == "rt" else JSON_ERRORS
-    if path.suffix == ".gz":
-        return cast(IO[Any], gzip.open(path, mode, compresslevel=3, encoding="utf-8", errors=errors))
-    return path.open(mode.replace("t", ""), encoding="utf-8", errors=errors)

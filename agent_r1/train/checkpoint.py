@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from agent_r1.build.model import Saveable
 from agent_r1.disk import remove_leftovers, write_atomically
 from agent_r1.errors import DataError, DiskError
-from agent_r1.runs.run_dir import list_checkpoints
+from agent_r1.runs.reader import list_checkpoints
 
 STATE_FILE = "trainer_state.pt"
 

@@ -18,9 +18,10 @@ from agent_r1.build.model import model_device, model_dtype
 from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, load_model, rehearse
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.compiling import repeated_layers
-from agent_r1.config import RunConfig
+from agent_r1.config import RunConfig, parse_config
 from agent_r1.errors import ConfigError
-from agent_r1.runs.run_dir import RunDir, latest_checkpoint
+from agent_r1.runs.reader import latest_checkpoint
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import deterministic, restore_rng, rng_state
 from agent_r1.train.start import _warm_start_key, base_model
@@ -200,7 +201,7 @@ def test_a_run_with_adapters_resumes_exactly_and_leaves_a_plain_model(tmp_path: 
     # evaluated as any other model is, the last evaluation comes out again
     run = RunDir.open(tmp_path / "whole")
     last = [record for record in numbers(run.path) if record["kind"] == "eval"][-1]
-    again = run_eval(run.config, run, console())
+    again = run_eval(parse_config(run.settings), run, console())
     assert again.metrics["success"] == last["success"]
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from agent_r1.cli.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
 from agent_r1.config import load_config, parse_config
-from agent_r1.runs.run_dir import RunDir, list_checkpoints
+from agent_r1.runs.reader import list_checkpoints
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.chatml import row
 from tests.conftest import Cli
@@ -122,7 +123,7 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, descri
         ended = cli(*words)
         assert ended.code == 2
         assert message in ended.err
-    assert RunDir.open(described).config == load_config(MINI, PLAIN)
+    assert parse_config(RunDir.open(described).settings) == load_config(MINI, PLAIN)
 
 
 def test_a_variable_is_read_for_an_existing_run_as_for_a_new_one(
@@ -142,17 +143,17 @@ def test_a_finished_run_can_be_made_longer(cli: Cli, tmp_path: Path) -> None:
     planned = cli("train", "--resume", run, "trainer.steps=3", "--dry-run")
     assert planned.code == 0
     assert planned.out.partition("plan: ")[2].startswith("after step 1, 2 more steps of grpo, 3 rows x 4 attempts each")
-    assert RunDir.open(run).config.trainer.steps == 1  # a dry run changes nothing
+    assert parse_config(RunDir.open(run).settings).trainer.steps == 1  # a dry run changes nothing
     assert len(RunDir.open(run).read_metrics("train")) == 1
 
     assert cli("train", "--resume", run, "trainer.steps=3").code == 0
-    assert RunDir.open(run).config == load_config(MINI, (*PLAIN, "trainer.steps=3"))
+    assert parse_config(RunDir.open(run).settings) == load_config(MINI, (*PLAIN, "trainer.steps=3"))
     assert [record["step"] for record in RunDir.open(run).read_metrics("train")] == [1, 2, 3]
     assert list_checkpoints(run / "checkpoints")[-1][0] == 3
 
     ended = cli("train", "--resume", run, "trainer.steps=2")
     assert (ended.code, ended.err) == (2, f"error: trainer.steps=2: {run} has done 3 steps already; give more\n")
-    assert RunDir.open(run).config.trainer.steps == 3
+    assert parse_config(RunDir.open(run).settings).trainer.steps == 3
 
 
 def recipe(folder: Path, code: str) -> Path:

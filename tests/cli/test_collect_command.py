@@ -86,7 +86,7 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
     ended = cli("collect", MINI, *SHORT, "--rows", 5, "--samples", 3, "--run", own)
     assert (ended.code, ended.err) == (0, "")
     assert "of 5 rows x 3 episodes" in ended.out
-    collected = list(read_trajectories(own / "trajectories" / "train_000000.jsonl.gz"))
+    collected = list(read_trajectories(own / "trajectories" / "train_000000.jsonl"))
     assert [t.row_id for t in collected] == [f"train-{i}" for i in range(5) for _ in range(3)]
     assert len({tuple(t.steps[0].response_ids) for t in collected}) > 5  # sampled, not greedy
     [record] = RunDir.open(own).read_metrics("collect")
@@ -154,8 +154,8 @@ def test_an_evaluation_is_kept_with_its_panel_and_its_rows(cli: Cli, tmp_path: P
     seen = EvalRecord.load(run / "evals" / "seen.json")
     assert sorted(seen.outcomes) == [f"train-{i}" for i in range(3)]
     assert cli("eval", run, "task.test_split=train", "eval.rows=3", "--name", "seen").code == 0  # the same again
-    assert "holds another evaluation" in cli("eval", run, "--name", "seen").err
-    assert "different rows show no difference" in cli("compare", run, run / "evals" / "seen.json").err
+    assert "seen.json holds a different evaluation" in cli("eval", run, "--name", "seen").err
+    assert "(3 rows of 'train')" in cli("compare", run, run / "evals" / "seen.json").err
 
     start = tmp_path / "start"
     assert cli("train", MINI, *SHORT, "trainer.steps=0", "--run", start).code == 0

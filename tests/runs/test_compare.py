@@ -23,7 +23,8 @@ from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row
 
 CONFIG = parse_config({"recipe": "x", "task": {"rows": "task.rows", "reward": "task.reward"}, "model": {"path": "a/b"}})
-SUBJECT = Subject.of(CONFIG, model="a/b", panel="p")
+SETTINGS = CONFIG.model_dump(mode="json")
+SUBJECT = Subject.of(SETTINGS, model="a/b", panel="p")
 
 
 def episode(row_id: str, reward: float, *, attempt: int = 0, failed: bool = False, **parts: float) -> Trajectory:
@@ -102,7 +103,7 @@ def test_before_and_after_training_are_told_apart(run: RunDir) -> None:
 def test_two_rows_more_show_no_difference(run: RunDir) -> None:
     text = shown([run.path, run.path], step="0,5")
     assert "no difference shown, B against A: +10.0 points of success, 95 % interval -4.4 to 24.4" in text
-    assert "only 2 rows differ, and it takes 6" in text
+    assert "only 2 rows differ" in text
     assert "no difference shown, B against A: -10.0 points" in shown([run.path, run.path], step="5,0")
     assert shown([run.path], step="0,5") == text  # a run may be named once
 
@@ -126,23 +127,23 @@ def test_files_and_runs_mix_and_named_evaluations_are_found(run: RunDir) -> None
     assert f"A  {file}\nB  {file}\n" in shown([run.path, run.path], name="best")
     with pytest.raises(ConfigError, match=r"has no evaluation 'bset'. Did you mean 'best'\?"):
         shown([run.path, run.path], name="bset")
-    with pytest.raises(ConfigError, match="is one evaluation: --step and --name choose among those of a run"):
+    with pytest.raises(ConfigError, match=r"best\.json is a single evaluation"):
         shown([file, run.path], step="last")
 
 
 def test_other_rows_are_refused_with_both_panels(run: RunDir, tmp_path: Path) -> None:
     other = RunDir.create(tmp_path / "other", CONFIG)
     evaluated(other, 0, [1.0] * 19)
-    with pytest.raises(ConfigError, match=r"on panel \w{12} \(20 rows of 'test'\), B .* on panel \w{12} \(19 rows"):
+    with pytest.raises(ConfigError, match=r"\w{12} \(20 rows of 'test'\), B .* \w{12} \(19 rows"):
         shown([run.path, other.path])
 
 
 def test_a_side_that_lost_rows_is_refused(tmp_path: Path) -> None:
     whole = stored(tmp_path / "whole.json", {"a": 1.0, "b": 0.0})
     torn = stored(tmp_path / "torn.json", {"a": 1.0})
-    with pytest.raises(DataError, match="do not have the same rows: one is damaged"):
+    with pytest.raises(DataError, match="damaged"):
         shown([whole, torn])
-    with pytest.raises(ConfigError, match="has a single row, which shows nothing"):
+    with pytest.raises(ConfigError, match="single row"):
         shown([torn, torn])
 
 
@@ -152,11 +153,7 @@ def test_what_else_differs_is_said(tmp_path: Path) -> None:
     greedy, sampled = stored(tmp_path / "a.json", rewards), stored(tmp_path / "b.json", rewards, settings=hot, seed=3)
     note = "note: not evaluated in the same way: temperature 0.0 (A), 1.0 (B); seed 0 (A), 3 (B)"
     assert note in shown([greedy, sampled])
-    tools = Subject.of(
-        CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"tools": ["task.oracle"]})}),
-        model="a/b",
-        panel="p",
-    )
+    tools = Subject.of({**SETTINGS, "task": {**SETTINGS["task"], "tools": ["task.oracle"]}}, model="a/b", panel="p")
     helped = stored(tmp_path / "d.json", rewards, settings=tools.settings)
     assert "note: not evaluated in the same way: tools [] (A), ['task.oracle'] (B)" in shown([greedy, helped])
     other_seed = stored(tmp_path / "c.json", rewards, seed=3)
@@ -165,8 +162,8 @@ def test_what_else_differs_is_said(tmp_path: Path) -> None:
 
 def test_the_number_format_and_the_time_of_an_episode_make_another_evaluation(tmp_path: Path) -> None:
     def of(dtype: str, seconds: float) -> Subject:
-        rollout = CONFIG.rollout.model_copy(update={"episode_seconds": seconds})
-        return Subject.of(CONFIG.model_copy(update={"rollout": rollout}), model="a/b", panel="p", dtype=dtype)
+        rollout = {**SETTINGS["rollout"], "episode_seconds": seconds}
+        return Subject.of({**SETTINGS, "rollout": rollout}, model="a/b", panel="p", dtype=dtype)
 
     rewards = {"a": 1.0, "b": 0.0}
     usual, other = of("float32", 300.0), of("bfloat16", 1.0)
@@ -179,8 +176,8 @@ def test_the_number_format_and_the_time_of_an_episode_make_another_evaluation(tm
 
 def test_workers_limit_episodes_too_but_their_number_does_not_matter() -> None:
     def settings(**workers: float) -> Mapping[str, object]:
-        task = CONFIG.task.model_dump() | {"workers": workers}
-        return Subject.of(parse_config(CONFIG.model_dump() | {"task": task}), model="m", panel="p").settings
+        config = parse_config(SETTINGS | {"task": SETTINGS["task"] | {"workers": workers}})
+        return Subject.of(config.model_dump(mode="json"), model="m", panel="p").settings
 
     assert settings(processes=2) == settings(processes=4) != settings(processes=2, step_seconds=1)
 
@@ -188,7 +185,7 @@ def test_workers_limit_episodes_too_but_their_number_does_not_matter() -> None:
 def test_what_one_side_does_not_say_is_no_known_difference(run: RunDir, tmp_path: Path) -> None:
     rewards = {f"r{i:02d}": float(i < 14) for i in range(20)}
     panel = panel_hash([row(name) for name in rewards])
-    told = Subject.of(CONFIG, model="a/b", panel=panel, dtype="float32").settings
+    told = Subject.of(SETTINGS, model="a/b", panel=panel, dtype="float32").settings
     older = {name: value for name, value in told.items() if name not in ("dtype", "episode_seconds")}
     new = stored(tmp_path / "new.json", rewards, panel=panel, settings=told)
     old = stored(tmp_path / "old.json", rewards, panel=panel, settings=older)
@@ -198,7 +195,7 @@ def test_what_one_side_does_not_say_is_no_known_difference(run: RunDir, tmp_path
     assert "episode_seconds not recorded (A), 300.0 (B)" in text
     assert "note: not " not in text
     assert "note" not in shown([old, old])
-    with pytest.raises(ConfigError, match=r"old\.json holds another evaluation"):  # as far as anybody knows
+    with pytest.raises(ConfigError, match=r"old\.json holds a different evaluation"):  # as far as anybody knows
         eval_file(tmp_path, EvalRecord.load(new).subject, name="old", stem="m")
 
 
@@ -211,27 +208,24 @@ def test_of_what_a_run_notes_down_only_measurements_are_metrics(run: RunDir) -> 
 def test_steps_and_measures_that_do_not_exist_are_refused(run: RunDir) -> None:
     two = [run.path, run.path]
     for problem, message in (
-        ({"step": "7"}, r"--step 7: .* was evaluated at the steps 0, 5, 10; give one of them, first or last"),
-        ({"step": "frist"}, r"--step frist: .* was evaluated at the steps 0, 5, 10"),
-        ({"step": "0,5,10"}, r"give one step for all, or one for each of the 2 compared"),
-        ({"step": "0", "name": "best"}, r"--step is of evaluations made while training, --name of those made by eval"),
-        ({"measure": "sucess"}, r"there is no measure 'sucess'. Did you mean 'success'\?"),
+        ({"step": "7"}, r"--step 7: .* 0, 5, 10;"),
+        ({"step": "frist"}, r"--step frist: .* 0, 5, 10;"),
+        ({"step": "0,5,10"}, r"--step 0,5,10: .* each of the 2 "),
+        ({"step": "0", "name": "best"}, r"--step .* --name"),
+        ({"measure": "sucess"}, r"'sucess'. Did you mean 'success'\?"),
     ):
         with pytest.raises(ConfigError, match=message):
             shown(two, **problem)
-    with pytest.raises(ConfigError, match="to be compared with"):
+    with pytest.raises(ConfigError, match="--step first,last"):
         shown([run.path])
 
 
 def test_a_run_without_evaluations_says_where_they_come_from(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", CONFIG)
-    with pytest.raises(ConfigError, match=r"was never evaluated while it trained. Evaluate it: agent-r1 eval"):
+    with pytest.raises(ConfigError, match=r"never evaluated .* agent-r1 eval "):
         shown([run.path, run.path])
     stored(run.evals / "later.json", {"a": 1.0})
-    with pytest.raises(ConfigError, match=r"Results of agent-r1 eval: .*later\.json"):
-        shown([run.path, run.path])
-    run.append_metrics("eval", 0, {"success": 0.5})  # as versions without panels did
-    with pytest.raises(DataError, match="did not record its evaluation rows"):
+    with pytest.raises(ConfigError, match=r"later\.json"):
         shown([run.path, run.path])
 
 
@@ -267,9 +261,9 @@ def test_an_evaluation_takes_its_own_place_again_and_never_another_ones(tmp_path
         "step_000040-2.json",
     ]
     assert place(SUBJECT, "best") == "best.json"
-    with pytest.raises(ConfigError, match=r"best\.json holds another evaluation: choose another --name"):
+    with pytest.raises(ConfigError, match=r"best\.json holds a different evaluation"):
         place(other, "best")
-    with pytest.raises(ConfigError, match="make a file name"):
+    with pytest.raises(ConfigError, match=r"--name '\.\./x'"):
         place(other, "../x")
 
 

@@ -16,13 +16,14 @@ from rich.console import Console
 from agent_r1.build.plan import build_algorithm, build_plan, greedy_collector
 from agent_r1.build.resolve import resolve
 from agent_r1.cli.commands.train import run_training
-from agent_r1.config import load_config
+from agent_r1.config import load_config, parse_config
 from agent_r1.errors import ConfigError
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.learn import ALGORITHMS
 from agent_r1.rollout.collect import Collector
+from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.records import read_trajectories
-from agent_r1.runs.run_dir import RunDir, list_checkpoints
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import StopReason, TaskRow
 
 MINI = str(Path(__file__).parents[1] / "mini")
@@ -44,7 +45,14 @@ def trained(path: Path, *overrides: str, resume: bool = False, recipe: str = MIN
     config = load_config(recipe, overrides)
     run = RunDir.open(path) if resume else RunDir.create(path, config)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_training(run.config, build_plan(run.config), run, Console(file=nowhere), resume=resume)
+        config = parse_config(run.settings)
+        run_training(
+            config,
+            build_plan(config),
+            run,
+            Console(file=nowhere),
+            resume=resume,
+        )
     return run
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1.errors import DataError, DiskError
-from agent_r1.runs.run_dir import latest_checkpoint, list_checkpoints
+from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.train.checkpoint import load_state, save_checkpoint
 from tests.chatml import tokenizer
 

@@ -27,11 +27,12 @@ from agent_r1.cli.commands.chat import answer, open_chat
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import Outcome, run_training
-from agent_r1.config import RunConfig, load_config
+from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.model.critic import CriticTraining
+from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.runs.records import read_trajectories, trajectory_to_json
-from agent_r1.runs.run_dir import RunDir, latest_checkpoint, list_checkpoints
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
 from agent_r1.train.start import base_model
@@ -71,7 +72,8 @@ def trained(path: Path, *overrides: str) -> Outcome:
 
 
 def resumed(run: RunDir) -> Outcome:
-    return run_training(run.config, build_plan(run.config), run, console(), resume=True)
+    config = parse_config(run.settings)
+    return run_training(config, build_plan(config), run, console(), resume=True)
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 def test_a_run_leaves_everything_the_next_program_needs(finished: Path) -> None:
-    assert RunDir.open(finished).config == mini()
+    assert parse_config(RunDir.open(finished).settings) == mini()
     kinds = [(record["kind"], record["step"]) for record in numbers(finished)]
     assert kinds == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
     assert [step for step, _ in list_checkpoints(finished / "checkpoints")] == [2, 4]
@@ -265,7 +267,7 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
 
 
 def test_episodes_of_an_evaluation_are_not_imitated(finished: Path) -> None:
-    file = finished / "trajectories" / "eval_000002.jsonl.gz"
+    file = finished / "trajectories" / "eval_000002.jsonl"
     assert file.is_file()
     with pytest.raises(ConfigError, match=r"holds episodes of an evaluation: .* trains on the rows it is judged on"):
         build_plan(mini(f"sft.trajectories={file}", "sft.demos=null"))
@@ -371,7 +373,7 @@ def test_user_code_that_draws_random_numbers_draws_the_same_ones_again(tmp_path:
 
 
 def test_chat_uses_the_same_world_and_keeps_the_conversation(finished: Path) -> None:
-    chat = open_chat(RunDir.open(finished).config, str(finished))
+    chat = open_chat(parse_config(RunDir.open(finished).settings), str(finished))
     assert chat.question == "double 1000"
     chat.enter(2)
     assert chat.question == "double 1002"

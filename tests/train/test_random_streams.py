@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agent_r1.build.plan import build_plan
 from agent_r1.cli.commands.train import run_training
-from agent_r1.config import load_config
+from agent_r1.config import load_config, parse_config
 from agent_r1.errors import DataError, RolloutError
 from agent_r1.runs.run_dir import RunDir
 
@@ -57,7 +57,14 @@ def train(recipe: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def resume(run: RunDir) -> list[dict[str, Any]]:
-    run_training(run.config, build_plan(run.config), run, Console(file=io.StringIO()), resume=True)
+    config = parse_config(run.settings)
+    run_training(
+        config,
+        build_plan(config),
+        run,
+        Console(file=io.StringIO()),
+        resume=True,
+    )
     return rewards(run.path)
 
 

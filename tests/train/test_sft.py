@@ -138,7 +138,7 @@ def imitated(config: RunConfig) -> list[Trajectory]:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [("train_1.jsonl", ""), ("train_1.jsonl.gz", ""), ("trajectories/train_1.jsonl", ""), ("any.jsonl", "any.jsonl")],
+    [("train_1.jsonl", ""), ("trajectories/train_1.jsonl", ""), ("any.jsonl", "any.jsonl")],
 )
 def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitated(
     tmp_path: Path, name: str, given: str
@@ -148,7 +148,7 @@ def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitate
     assert len(imitated(config)) == 1
 
 
-@pytest.mark.parametrize("name", ["best.jsonl.gz", "eval_1.jsonl"])
+@pytest.mark.parametrize("name", ["best.jsonl", "eval_1.jsonl"])
 def test_a_folder_without_training_episodes_is_refused_before_the_run_as_it_would_be_in_it(
     tmp_path: Path, name: str
 ) -> None:

@@ -22,6 +22,7 @@ from agent_r1.runs.outcomes import Outcomes, row_outcomes
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
+from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.types import TaskRow
 
@@ -61,6 +62,7 @@ async def _collect(
     began, outcomes, samples = time.monotonic(), Outcomes(), config.rollout.group_size
     start = await seeded_start(config, task, console)
     model = load_model(config, start)
+    run.write_tokens(token_texts(model.tokenizer))
     engine = build_engine(config, model)
     size = max(1, EPISODES_PER_FILE // samples)
     try:

@@ -52,7 +52,7 @@ async def _eval(
     path, rows = find_model(model or str(run.path)), task.test_rows()
     where = str(Path(path).resolve()) if Path(path).exists() else path  # a hub id is not a path
     dtype = str(model_dtype(config)).removeprefix("torch.")
-    subject = Subject.of(config, model=where, panel=panel_hash(rows), dtype=dtype)
+    subject = Subject.of(config.model_dump(mode="json"), model=where, panel=panel_hash(rows), dtype=dtype)
     stem = name or stem_of(model or path)
     eval_file(run.evals, subject, name=name, stem=stem)  # refuses a taken name before anything is played
     result = await evaluate_model(config, task, rows, load_model(config, path), console)

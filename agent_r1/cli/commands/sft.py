@@ -16,7 +16,8 @@ from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.runs.metrics import Metrics
-from agent_r1.runs.run_dir import RunDir, list_checkpoints
+from agent_r1.runs.reader import list_checkpoints
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.checkpoint import save_checkpoint
 from agent_r1.train.sft import warm_start
 from agent_r1.train.start import base_model

@@ -21,7 +21,9 @@ from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.places import shown
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
-from agent_r1.runs.run_dir import Evaluation, RunDir, latest_checkpoint, list_checkpoints
+from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
+from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_set_aside
 from agent_r1.train.loop import train
@@ -80,6 +82,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
                 display.note(f"continuing {run} after step {done}")
         trainer.rehearse()
         run.forget_after(done)
+        run.write_tokens(token_texts(model.tokenizer))
         with parts_set_aside():
             if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
                 await trainer.evaluate(done)
