@@ -88,6 +88,7 @@ class Renderer:
         self._control = ControlTokens(control)
         self._cached_ids = lru_cache(MAX_CACHED)(self._tokenise)
         self._cached_text = lru_cache(MAX_CACHED)(self._write_json)
+        self._cached_tools = lru_cache(MAX_CACHED)(lambda tools: self._special.defuse(json.loads(tools)))
         self._piece = lru_cache(None)(lambda token: self._decode((token,)))  # at most one per token of the vocabulary
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -280,7 +281,7 @@ class Renderer:
         try:
             text = self._tokenizer.apply_chat_template(
                 safe if slot is None else _with_slot(safe, slot),
-                tools=self._special.defuse(json.loads(tools)) or None,
+                tools=self._cached_tools(tools) or None,
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
