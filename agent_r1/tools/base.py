@@ -1,9 +1,9 @@
-"""Tools: what the model may call, and how one is written.
+"""Tools: what the model may call.
 
-`@tool` on a typed function is the short form, `BaseTool` the long one. A tool object is shared by all episodes, so it
-keeps no state of an episode; what belongs to a row arrives as `FromRow` parameters. A sync function runs in a daemon
-thread of its own: one that hangs is abandoned, never waited for, and cannot starve the others (Python cannot kill a
-thread, so untrusted code belongs in a process that its tool kills). How calls are run: `tool_run.py`.
+`@tool` on a typed function is the short form, `BaseTool` the long one. All episodes share a tool object, so it must not
+hold the state of an episode; values of a row arrive as `FromRow` parameters. Each call of a sync function runs in its
+own daemon thread: one that hangs is abandoned and cannot starve the others (Python cannot kill a thread, so untrusted
+code belongs in a process that its tool kills). `runner.py` runs the calls.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, update_wrapper
-from numbers import Real
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from pydantic import BaseModel
@@ -33,29 +31,26 @@ from agent_r1.tools.schema import (
     arguments_from_signature,
 )
 from agent_r1.tools.schema import FromRow as FromRow
+from agent_r1.types import check_reward, check_type
 
 
 class ToolError(Exception):
-    """The tool ran and has to say no. The text goes to the model; anything else a tool raises is a bug of the tool."""
+    """The tool ran and refuses. The model gets the text; any other exception is a bug of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers when text alone is not enough."""
+    """A result with more than text."""
 
     text: str
     reward: float | None = None  # process reward of this call
-    info: Mapping[str, Any] = field(default_factory=dict)  # kept with the trajectory, never shown to the model
+    info: Mapping[str, Any] = field(default_factory=dict)  # recorded with the trajectory, never shown to the model
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise TypeError(f"ToolResult.text must be a str, got {type(self.text).__name__}")
-        if self.reward is not None and not isinstance(self.reward, Real):
-            raise TypeError(f"ToolResult.reward must be a number, got {self.reward!r:.80}")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"ToolResult.reward must be finite, got {self.reward}")
-        if not isinstance(self.info, Mapping):
-            raise TypeError(f"ToolResult.info must be a dict, got {self.info!r:.80}")
+        check_type("ToolResult.text", self.text, str, "a text")
+        check_type("ToolResult.info", self.info, Mapping, "a dict")
+        if self.reward is not None:
+            check_reward("ToolResult.reward", self.reward)
 
 
 Returned = ToolResult | str | float  # what a tool may return; numbers become text
@@ -70,35 +65,35 @@ class ToolCall:
 
 
 class BaseTool(Resource, ABC):
-    """A tool with a hand-written schema. Give it a name, a description, parameters and `execute`.
+    """A tool with a hand-written schema: a name, a description, parameters and `execute`.
 
-    Override `batch_execute` too, and concurrent calls of all episodes are gathered into one: when no new call has come
-    for some rounds of the event loop, when `max_batch` are waiting, or `max_wait` seconds after the first.
+    If you override `batch_execute`, concurrent calls of all episodes are gathered into one batch. It runs when no new
+    call has come for some rounds of the event loop, when `max_batch` calls wait, or `max_wait` seconds after the first.
     """
 
     name: str
     description: str
     parameters: dict[str, Any]  # JSON schema of type "object"
     timeout: float = 30.0  # seconds per call
-    parallel: bool = False  # True: calls of one response may overlap. For tools that change no state of the episode
+    parallel: bool = False  # True: calls of one response may overlap; for tools that do not change the episode's state
     max_batch: int | None = None  # None: no limit
-    max_wait: float = 0.0  # seconds; 0: only until the event loop has nothing new
+    max_wait: float = 0.0  # seconds; 0: only until no new call has come for some rounds of the event loop
 
     @abstractmethod
     async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
         """Run one call. `args` are validated; `context` holds the row's `tools_kwargs` that the signature takes."""
 
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
-        """Run several calls: a list with one result per call, in order. An exception in it fails that call alone.
+        """Run several calls and return a list of results in their order. An exception in it fails only that call.
 
-        When the batch itself raises, which call broke it is not known, and each is run again alone: calls that must not
-        happen twice should put their exceptions into the list.
+        If the batch itself raises, each call is run again alone, because any of them may have caused it. Tools whose
+        calls must not happen twice should put their exceptions into the list.
         """
         running = (self.execute(call.args, **call.context) for call in calls)
         return await asyncio.gather(*running, return_exceptions=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
-        return self  # shared by all episodes, so the tools of a copied row are the row's own
+        return self  # a copied row shares its tools
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -115,10 +110,9 @@ class BaseTool(Resource, ABC):
         return RowKeys.of(list(inspect.signature(self.execute).parameters.values())[1:])
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as `execute` takes them, the schema's defaults filled in; BadArguments otherwise."""
-        sent = self.arguments.validate(arguments).model_dump(by_alias=True, exclude_unset=True)
-        properties = self.arguments.parameters["properties"]
-        return {name: deepcopy(s["default"]) for name, s in properties.items() if "default" in s} | sent
+        """The arguments for `execute`, with defaults filled in. Raises BadArguments."""
+        valid: dict[str, Any] = self.arguments.validate(arguments)
+        return valid
 
     @staticmethod
     def register(thing: AnyTool) -> AnyTool:
@@ -128,7 +122,7 @@ class BaseTool(Resource, ABC):
 
 
 class BatchTool(BaseTool):
-    """A tool that runs calls together. Give it `batch_execute`; a call alone is a batch of one."""
+    """A tool that runs calls together in `batch_execute`."""
 
     parallel = True  # so that the calls of one response form one batch
 
@@ -140,7 +134,7 @@ class BatchTool(BaseTool):
 
     @abstractmethod
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
-        """As in `BaseTool`."""
+        """See `BaseTool`."""
 
 
 AnyTool = TypeVar("AnyTool", bound=BaseTool | type[BaseTool])
@@ -149,7 +143,7 @@ _TOOLS: Registry[BaseTool | type[BaseTool]] = Registry("tool")
 
 
 def get_tool(tool: str | BaseTool) -> BaseTool:
-    """The tool object of that name, one per process; a tool object is handed back checked."""
+    """Return the tool with this name, one object per process, or check a tool object and return it."""
     if isinstance(tool, str):
         found = _TOOLS[tool]
         if isinstance(found, type):
@@ -161,23 +155,20 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
     for attribute in ("name", "description", "parameters"):
         if not getattr(tool, attribute, None):
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
-    if not (isinstance(tool.timeout, int | float) and tool.timeout > 0):
-        raise ConfigError(f"tool {tool.name!r}: timeout must be positive seconds, got {tool.timeout!r}")
-    if not isinstance(tool.parallel, bool):
-        raise ConfigError(f"tool {tool.name!r}: parallel must be True or False, got {tool.parallel!r}")
-    if tool.max_batch is not None and not (isinstance(tool.max_batch, int) and tool.max_batch >= 1):
-        raise ConfigError(
-            f"tool {tool.name!r}: max_batch must be a whole number from 1 on, or None for no limit, "
-            f"got {tool.max_batch!r}"
-        )
-    if not (isinstance(tool.max_wait, int | float) and tool.max_wait >= 0):
-        raise ConfigError(f"tool {tool.name!r}: max_wait must be seconds, 0 or more, got {tool.max_wait!r}")
-    _ = tool.arguments  # a schema that cannot be checked fails here, not in the middle of an episode
+    for attribute, kind, lowest, wanted in (
+        ("timeout", int | float, math.ulp(0), "positive seconds"),
+        ("max_batch", int | None, 1, "a whole number of at least 1, or None"),
+        ("max_wait", int | float, 0, "seconds, 0 or more"),
+    ):
+        value = getattr(tool, attribute)
+        if not isinstance(value, kind) or (value is not None and not value >= lowest):
+            raise ConfigError(f"tool {tool.name!r}: {attribute} must be {wanted}, got {value!r}")
+    _ = tool.arguments  # a wrong schema fails here, not in the middle of an episode
     return tool
 
 
 class FunctionTool(BaseTool):
-    """A tool made from a typed function by `@tool`. Calling the object calls the function."""
+    """Made by `@tool` from a typed function. Calling the object calls the function."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function = function
@@ -195,9 +186,6 @@ class FunctionTool(BaseTool):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return self.arguments.values(self.arguments.validate(arguments))
-
     async def execute(self, args: dict[str, Any], **context: Any) -> Returned:
         result: Returned = await call(self.function, **args, **context)
         return result
@@ -205,8 +193,6 @@ class FunctionTool(BaseTool):
 
 class BatchFunctionTool(BatchTool, FunctionTool):
     """Made by `@tool(batch=True)` from `f(calls: list[Query]) -> list[result]`; Query is a pydantic model."""
-
-    _item: type[BaseModel]
 
     def _signature(self) -> tuple[Arguments, RowKeys]:
         hints = get_type_hints(self.function)
@@ -218,11 +204,13 @@ class BatchFunctionTool(BatchTool, FunctionTool):
                 f"tool {self.name!r}: batch=True needs one parameter, a list of a pydantic model whose fields are the "
                 f"arguments of one call, got {inspect.signature(self.function)}"
             )
-        self._item = item
         return arguments_from_model(self.name, item), RowKeys()
 
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {"item": self.arguments.validate(arguments)}
+
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
-        items = [self._item.model_construct(**call.args) for call in calls]
+        items = [call.args["item"] for call in calls]
         results: Sequence[Returned | BaseException] = await call(self.function, items)
         return results
 
@@ -238,39 +226,38 @@ def tool(
     function: Callable[..., Any] | None = None,
     /,
     *,
-    name: str | None = None,  # the function's
-    timeout: float | None = None,  # BaseTool.timeout
-    parallel: bool | None = None,  # None: the default of BaseTool, or with batch=True of BatchTool
+    name: str | None = None,  # None: the function's
+    timeout: float | None = None,  # None, here and below: the default of BaseTool or BatchTool
+    parallel: bool | None = None,
     batch: bool = False,
     max_batch: int | None = None,
-    max_wait: float | None = None,  # BaseTool.max_wait
+    max_wait: float | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool from a typed function: signature -> schema, docstring -> description.
+    """Make a tool from a typed function: its signature becomes the schema, its docstring the description.
 
-    The calls of one response run one after another. With `parallel=True` consecutive ones may overlap.
+    The calls of one response run one after another; with `parallel=True` consecutive ones may overlap.
     With `batch=True` the function takes a list of a pydantic model, whose fields are the arguments of one call, and
     returns one result per call; a ToolError in the list is the answer to that call.
     """
 
-    def make(function: Callable[..., Any]) -> FunctionTool:
-        if not inspect.isroutine(function):  # a partial or an object has no docstring of its own, perhaps no name
+    def create(function: Callable[..., Any]) -> FunctionTool:
+        if not inspect.isroutine(function):  # a partial or an object has no docstring for the model
             raise ConfigError(f"@tool takes a function, got {function!r:.80}. Wrap it in one, or write a BaseTool")
         if _is_method(function):
             raise ConfigError(
-                f"@tool needs a function, but {function.__qualname__} is a method. Write a function at module level "
-                "with FromRow parameters, make the class a BaseTool, or create the tool from "
-                f"an object: tool(thing.{function.__name__})"
+                f"@tool needs a function, but {function.__qualname__} is a method. Write a function with FromRow "
+                f"parameters, make the class a BaseTool, or use tool(thing.{function.__name__}) on an object"
             )
         if not batch and (max_batch is not None or max_wait is not None):
             raise ConfigError(f"tool {function.__name__!r}: max_batch and max_wait do nothing without batch=True")
-        made = (BatchFunctionTool if batch else FunctionTool)(function, name or function.__name__)
-        made.max_batch = max_batch
-        made.parallel = type(made).parallel if parallel is None else parallel
-        made.timeout = BaseTool.timeout if timeout is None else timeout
-        made.max_wait = BaseTool.max_wait if max_wait is None else max_wait
-        return made
+        created = (BatchFunctionTool if batch else FunctionTool)(function, name or function.__name__)
+        settings = {"timeout": timeout, "parallel": parallel, "max_batch": max_batch, "max_wait": max_wait}
+        for attribute, value in settings.items():
+            if value is not None:
+                setattr(created, attribute, value)
+        return created
 
-    return make if function is None else make(function)
+    return create if function is None else create(function)
 
 
 def _is_method(function: Callable[..., Any]) -> bool:
