@@ -1,7 +1,7 @@
-"""The command line: agent-r1 train | sft | collect | eval | compare | chat | bench.
+"""The command line: parse arguments, load the config, run the command, and print errors as one clear line.
 
-Parses arguments, loads the config, calls `build/` and `train/`, and turns the errors we raise on purpose into one clear
-line. Slow imports wait for the command that needs them.
+The config is read before anything slow is imported, so that a misspelt word is answered at once. Each command's work is
+in `commands/`, imported when the command runs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-import yaml
 from omegaconf.errors import OmegaConfBaseException
-from rich.syntax import Syntax
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -24,6 +22,7 @@ from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.data_command import app as data
+from agent_r1.cli.dry_run import print_training_plan, print_warm_start_plan
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config, recipe_name
@@ -31,19 +30,16 @@ from agent_r1.config.layers import plain, read_overrides
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import started_here
 
-if TYPE_CHECKING:
-    from agent_r1.build.plan import Plan
-
 
 class Stopped(Exception):
-    """Ctrl-C where nothing had begun that could be kept."""
+    """Ctrl-C before there was anything to save."""
 
 
 class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # which typer would swallow, without a word to the user
+        except KeyboardInterrupt:  # typer would exit without a message
             raise Stopped from None
 
 
@@ -55,8 +51,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # all commands below inherit it
 )
 console = Terminal()
-ON_DEVICE = "model.device="  # a run may go on elsewhere than it began
-ASKING, ASKING_FORM = ("task.test_split=", "data.path="), "task.test_split, data.path"  # which rows
+# The settings of an existing run that a command may change.
+RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device")
+EVAL_SETTINGS = ("eval", "task.test_split", "data.path", "model.device")
+CHAT_SETTINGS = ("eval.temperature", "eval.top_p", "eval.top_k", "task.test_split", "data.path", "model.device")
 
 RECIPE_HELP = f"A bundled recipe ({', '.join(bundled_recipes())}), a YAML file, or a folder with base.yaml."
 RecipeArg = Annotated[str, typer.Argument(help=RECIPE_HELP, autocompletion=complete_recipe)]
@@ -110,7 +108,7 @@ def check_command(
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.check import run_check
 
-    with _signals_told():
+    with _report_signals():
         if not run_check(config, build_plan(config), console, rows=rows):
             raise typer.Exit(1)
 
@@ -130,55 +128,53 @@ def train_command(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train an agent: warm start where the recipe has one, then reinforcement learning."""
+    """Train an agent: warm start from demonstrations if the recipe has any, then reinforcement learning."""
     if resume is not None:
         if run is not None:
-            raise ConfigError(f"--resume {resume} says where the run is; give no --run with it")
-        # Without a recipe, the first setting stands in its place.
+            raise ConfigError(f"--resume {resume} already names the run directory: leave out --run")
+        # Without a recipe, the first setting is parsed as the recipe.
         _resume(resume, [word for word in (recipe, *(overrides or ())) if word is not None], dry_run=dry_run)
         return
     if recipe is None:
-        raise ConfigError(
-            f"which recipe? Choose one of {', '.join(bundled_recipes())}, or give a YAML file or a folder with "
-            "base.yaml in it"
-        )
+        raise ConfigError(f"which recipe? {RECIPE_HELP}")
     config = load_config(recipe, overrides or ())  # before torch is imported, so that a misspelt key fails at once
 
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
     from agent_r1.runs.run_dir import RunDir
 
-    plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
+    plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:
-        _print_plan(config, _training_plan(config, plan))
+        print_training_plan(config, plan, console)
         return
     directory = RunDir.create(run or _new_run_path(config), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with _signals_told():
+    with _report_signals():
         run_training(config, plan, directory, console, resume=False)
 
 
 def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
-    from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.train import run_training
     from agent_r1.runs.reader import list_checkpoints
     from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(path)
-    allowed, form = ("trainer.steps=", "trainer.max_minutes=", ON_DEVICE), "trainer.steps=N, trainer.max_minutes=N"
-    config = _with_overrides(parse_config(directory.settings), changes, only=allowed, form=form)
+    config = _with_overrides(parse_config(directory.settings), changes, RESUME_SETTINGS)
     saved = list_checkpoints(directory.checkpoints)
     done = saved[-1][0] if saved else None
     if changes and done is not None and config.trainer.steps < done:
-        raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has done {done} steps already; give more")
+        raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has already done {done} steps; set more")
+
+    from agent_r1.build.plan import build_plan
+    from agent_r1.cli.commands.train import run_training
+
     plan = build_plan(config, resume=done is not None)
     if dry_run:
-        _print_plan(config, _training_plan(config, plan, done))
+        print_training_plan(config, plan, console, done=done)
         return
     if changes:
         with directory.locked():
             directory.update_config(config)
-    with _signals_told():
+    with _report_signals():
         run_training(config, plan, directory, console, resume=True)
 
 
@@ -193,14 +189,12 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
 
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
-    plan = build_plan(config)  # finds what is wrong before a run directory or a model exists
+    plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:
-        _print_plan(
-            config, f"{_warm_start_plan(config)}, evaluated on {len(plan.test_rows)} held-out rows{_tool_plan(plan)}"
-        )
+        print_warm_start_plan(config, plan, console)
         return
     directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
-    with _signals_told():
+    with _report_signals():
         run_sft(config, plan.task, directory, console, given=overrides or ())
 
 
@@ -217,7 +211,7 @@ def collect_command(
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes per row; by default rollout.group_size.")] = None,
     run: RunOption = None,
 ) -> None:
-    """Play training rows without training, and keep the episodes for sft.trajectories."""
+    """Play training rows without training and keep the episodes, for sft.trajectories to imitate."""
     given = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_task, check_beginning
@@ -225,12 +219,12 @@ def collect_command(
     from agent_r1.runs.run_dir import RunDir
 
     config = collect_config(given, model=model, rows=rows, samples=samples)
-    task = build_task(config)  # as always: what is wrong is found before there is a run directory
+    task = build_task(config)  # finds mistakes before a run directory exists
     check_beginning(config)
     chosen = task.train_rows()
     directory = RunDir.create(run or _new_run_path(config, "-collect"), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with _signals_told():
+    with _report_signals():
         run_collect(config, task, chosen, directory, console, given=overrides or ())
 
 
@@ -241,23 +235,22 @@ def eval_command(
     model: Annotated[
         str | None, typer.Option(help="Evaluate this model instead of the run's newest checkpoint.")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="The split whose rows are asked; by default task.test_split.")
-    ] = None,
+    split: Annotated[str | None, typer.Option(help="Evaluate on this split; by default task.test_split.")] = None,
     name: Annotated[str | None, typer.Option(help="Keep the result as RUN/evals/NAME.json.")] = None,
 ) -> None:
-    """Evaluate a run's newest checkpoint on a panel of rows: mean, standard error, pass@k; kept for compare."""
-    from agent_r1.cli.commands.eval import run_eval
+    """Evaluate a run's newest checkpoint on held-out rows: mean, standard error, pass@k; kept for compare."""
     from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(run)
-    allowed, form = ("eval.", *ASKING, ON_DEVICE), f"eval.key=value, {ASKING_FORM}"
-    config = _with_overrides(parse_config(directory.settings), overrides or [], only=allowed, form=form)
+    config = _with_overrides(parse_config(directory.settings), overrides or [], EVAL_SETTINGS)
     if split is not None:
         if any(word.startswith("task.test_split=") for word in overrides or ()):
-            raise ConfigError(f"--split {split} and task.test_split= say the same thing: give one of them")
+            raise ConfigError(f"--split {split} and task.test_split= set the same thing: give one of them")
         config = config.model_copy(update={"task": config.task.model_copy(update={"test_split": split})})
-    with _signals_told():
+
+    from agent_r1.cli.commands.eval import run_eval
+
+    with _report_signals():
         run_eval(config, directory, console, model=model, name=name)
 
 
@@ -288,30 +281,20 @@ def compare_command(
 def chat_command(
     run: RunArg,
     overrides: Overrides = None,
-    row: Annotated[int, typer.Option(help="The test row whose world the agent lives in.")] = 0,
-    ask: Annotated[str | None, typer.Option(help="Ask one question and end; '' asks the row's own.")] = None,
+    row: Annotated[int, typer.Option(help="Index of the test row to load.")] = 0,
+    ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
-    from agent_r1.cli.commands.chat import ask_once, chat_loop, open_chat
-    from agent_r1.cli.log import logging_to
-    from agent_r1.guard import runner
     from agent_r1.runs.run_dir import RunDir
 
-    sampling = ("eval.temperature=", "eval.top_p=", "eval.top_k=")
-    allowed, form = (*sampling, *ASKING, ON_DEVICE), f"eval.temperature, eval.top_p, eval.top_k, {ASKING_FORM}"
-    said = [word for word in overrides or [] if "=" not in word]
-    if said:
-        raise ConfigError(f"{' '.join(said)!r} is no setting; to ask it, write --ask {shlex.quote(' '.join(said))}")
+    if words := " ".join(word for word in overrides or [] if "=" not in word):
+        raise ConfigError(f"{words!r} is not a setting. To ask it, write --ask {shlex.quote(words)}")
     directory = RunDir.open(run)
-    config = _with_overrides(parse_config(directory.settings), overrides or [], only=allowed, form=form)
-    with logging_to(directory.log_file):
-        chat = open_chat(config, str(run))
-        chat.enter(row)
-        if ask is not None:
-            with runner() as running:
-                running.run(ask_once(chat, ask or chat.question, console))
-        else:
-            chat_loop(chat, console)
+    config = _with_overrides(parse_config(directory.settings), overrides or [], CHAT_SETTINGS)
+
+    from agent_r1.cli.commands.chat import run_chat
+
+    run_chat(config, directory, console, row=row, ask=ask)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
@@ -320,59 +303,25 @@ def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
     return new_run_path(recipe_name(config.recipe), seed=config.seed, suffix=suffix)
 
 
-def _with_overrides(config: RunConfig, overrides: Sequence[str], *, only: tuple[str, ...], form: str) -> RunConfig:
-    """An existing run is what its config.json says; only settings that begin with one of `only` may be changed."""
+def _with_overrides(config: RunConfig, overrides: Sequence[str], allowed: Sequence[str]) -> RunConfig:
+    """Change the config of an existing run; only the allowed settings or sections may be changed."""
     for item in overrides:
-        if not item.startswith(only):
-            raise ConfigError(f"{item!r}: of an existing run only {form} and model.device can be changed here")
+        name = item.partition("=")[0]
+        if name not in allowed and name.partition(".")[0] not in allowed:
+            raise ConfigError(f"{item!r}: only {', '.join(allowed)} can be changed for an existing run")
     try:
         changes = plain(read_overrides(overrides), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"cannot make settings of {' '.join(overrides)}: {error}") from error
+        raise ConfigError(f"cannot read the settings {' '.join(overrides)}: {error}") from error
     tree = config.model_dump()
     for section, values in changes.items():
         tree[section] |= values
     return parse_config(tree)
 
 
-def _training_plan(config: RunConfig, plan: Plan, done: int | None = None) -> str:
-    """`done` is the step of the checkpoint to go on from, where there is one."""
-    rollout, trainer = config.rollout, config.trainer
-    imitates = config.sft.demos is not None or config.sft.trajectories is not None
-    if done is not None:
-        start = f"after step {done}, {trainer.steps - done} more"
-    else:
-        start = f"{_warm_start_plan(config)}, then {trainer.steps}" if imitates else f"{trainer.steps}"
-    minutes = "" if trainer.max_minutes is None else f" or {trainer.max_minutes:g} minutes"
-    return (
-        f"{start} steps{minutes} of {config.algorithm.name}, "
-        f"{rollout.rows_per_step} rows x {rollout.group_size} attempts each, "
-        f"evaluated every {trainer.eval_every} on {len(plan.test_rows)} held-out rows{_tool_plan(plan)}"
-    )
-
-
-def _tool_plan(plan: Plan) -> str:
-    return f"; tool calls: {plan.tool_format}" if plan.tool_format else ""
-
-
-def _warm_start_plan(config: RunConfig) -> str:
-    sft = config.sft
-    if sft.demos is not None:
-        what = f"at most {sft.count} demonstrations"
-    else:
-        what = f"the trajectories of {sft.trajectories} with a reward of at least {sft.min_reward:g}"
-    return f"warm start of {sft.epochs} epochs on {what}"
-
-
-def _print_plan(config: RunConfig, plan: str) -> None:
-    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    console.print(Syntax(settings, "yaml", background_color="default"), soft_wrap=True)
-    console.print(Text(f"plan: {plan}"), soft_wrap=True)
-
-
 @contextmanager
-def _signals_told() -> Iterator[None]:
-    """What a signal stopped ends with one line about what was kept, and with the signal's exit code."""
+def _report_signals() -> Iterator[None]:
+    """Print what was kept if a signal stops the command, and exit with the signal's code."""
     from agent_r1.cli.signals import Interrupted
 
     try:

@@ -135,7 +135,7 @@ def test_a_full_conversation_starts_afresh_and_the_question_is_asked_again() -> 
     room = prompt_size(said("user", "one"), said("assistant", "first"), said("user", "two"))
     chat, engine = scripted("first", "second", max_context_tokens=room)
     assert shown(chat, "one") == ["agent first"]
-    assert shown(chat, "two") == ["(the conversation was full; started afresh)", "agent second"]
+    assert shown(chat, "two") == ["(the conversation was too long; started a new one)", "agent second"]
     assert len(engine.calls) == 2  # the full prompt was never sampled from
     assert chat.history == [said("user", "two"), said("assistant", "second")]
 
@@ -146,7 +146,7 @@ def test_an_answer_cut_by_a_full_conversation_is_given_again_in_a_fresh_one() ->
     assert shown(chat, "one", "two") == [
         "agent first",
         "agent sec",  # three tokens were left, one per letter
-        "(the conversation was full; started afresh)",
+        "(the conversation was too long; started a new one)",
         "agent second",
     ]
 
@@ -231,7 +231,7 @@ def test_the_prompt_takes_questions_and_commands_until_the_input_ends(monkeypatc
         "you   hi",
         "agent second",
         "you   /row 7",
-        "there is no test row 7; choose 0 to 1",
+        "there is no test row 7: choose 0 to 1",
         "you   /row ²",
         help_line,
         "you   /new",  # says nothing
@@ -332,7 +332,7 @@ def test_a_world_that_does_not_show_the_question_says_what_it_shows_instead() ->
     engine = ScriptedEngine(["a piano"], tokenizer=tokenizer())
     chat = Chat(collector(engine, make_env=lambda _: Stubborn()), engine=engine, rows=[row(question="")])
     assert shown(chat, "hello?") == [
-        "(this env begins with its row, not with what you say; /row N takes another)",
+        "(this environment starts from its row, not from what you type; try /row N)",
         "env   What has keys and opens no door?",
         "agent a piano",
         "env   no",

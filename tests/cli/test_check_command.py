@@ -81,9 +81,3 @@ def test_what_is_wrong_is_named(cli: Cli, task: Path, setting: str, code: int, s
     ended = cli("check", task, setting, "--rows", "6")
     assert (ended.code, ended.err) == (code, "")
     assert said in ended.out
-
-
-def test_a_misspelt_setting_is_an_error_as_in_training(cli: Cli, task: Path) -> None:
-    ended = cli("check", task, "rollout.max_stepz=3")
-    assert ended.code == 2
-    assert "max_steps" in ended.err

@@ -97,32 +97,28 @@ def test_a_value_that_is_no_yaml_is_an_error_about_that_value(cli: Cli, describe
     assert "Traceback" not in ended.err
 
 
-def test_an_existing_run_is_changed_only_where_that_makes_sense(cli: Cli, described: Path) -> None:
-    for words, message in (
-        (
-            ("eval", described, "seed=3"),
-            "'seed=3': of an existing run only eval.key=value, task.test_split, data.path and model.device can be",
-        ),
-        (("eval", described, "eval.rows"), "override 'eval.rows' is not of the form section.key=value"),
-        (("eval", described, "eval.rowz=3"), "eval has no field 'rowz'. Did you mean 'rows'?"),
-        (("eval", described, "--split", "a", "task.test_split=b"), "--split a and task.test_split= say the same thing"),
-        (
-            ("chat", described, "eval.samples=3"),  # which would do nothing
-            "only eval.temperature, eval.top_p, eval.top_k, task.test_split, data.path and model.device can be changed",
-        ),
-        (("chat", described, "what", "is 2*3?"), "'what is 2*3?' is no setting; to ask it, write --ask 'what is 2*3?'"),
-        (("train", "--resume", described, "seed=3"), "'seed=3': of an existing run only trainer.steps=N, trainer"),
-        (
-            ("train", "--resume", described, MINI),
-            "of an existing run only trainer.steps=N, trainer.max_minutes=N and model.device can be changed here",
-        ),
-        (("train", "--resume", described, "trainer.steps=2", "learner.lr=1"), "'learner.lr=1': of an existing"),
-        (("train", "--resume", described, "trainer.steps=many"), "trainer.steps='many': input should be a valid int"),
-        (("train", "--resume", described, "--run", "x"), "says where the run is; give no --run with it"),
-    ):
-        ended = cli(*words)
-        assert ended.code == 2
-        assert message in ended.err
+@pytest.mark.parametrize(
+    ("command", "words", "named"),
+    [
+        ("eval", ["seed=3"], ["'seed=3'", "task.test_split", "data.path", "model.device"]),
+        ("eval", ["eval.rows"], ["'eval.rows'", "section.key=value"]),
+        ("eval", ["eval.rowz=3"], ["'rowz'", "Did you mean 'rows'?"]),
+        ("eval", ["--split", "a", "task.test_split=b"], ["--split a", "task.test_split="]),
+        ("chat", ["eval.samples=3"], ["'eval.samples=3'", "eval.temperature"]),  # which would have no effect
+        ("chat", ["what", "is 2*3?"], ["--ask 'what is 2*3?'"]),
+        ("resume", ["seed=3"], ["'seed=3'", "trainer.steps"]),
+        ("resume", [MINI], [MINI, "trainer.steps"]),
+        ("resume", ["trainer.steps=2", "learner.lr=1"], ["'learner.lr=1'"]),
+        ("resume", ["trainer.steps=many"], ["trainer.steps='many'"]),
+        ("resume", ["--run", "x"], ["--run"]),
+    ],
+)
+def test_an_existing_run_is_changed_only_where_that_makes_sense(
+    cli: Cli, described: Path, command: str, words: list[str], named: list[str]
+) -> None:
+    ended = cli(*(("train", "--resume") if command == "resume" else (command,)), described, *words)
+    assert ended.code == 2
+    assert all(name in ended.err for name in named)
     assert parse_config(RunDir.open(described).settings) == load_config(MINI, PLAIN)
 
 
@@ -152,7 +148,8 @@ def test_a_finished_run_can_be_made_longer(cli: Cli, tmp_path: Path) -> None:
     assert list_checkpoints(run / "checkpoints")[-1][0] == 3
 
     ended = cli("train", "--resume", run, "trainer.steps=2")
-    assert (ended.code, ended.err) == (2, f"error: trainer.steps=2: {run} has done 3 steps already; give more\n")
+    assert ended.code == 2
+    assert f"trainer.steps=2: {run}" in ended.err
     assert parse_config(RunDir.open(run).settings).trainer.steps == 3
 
 

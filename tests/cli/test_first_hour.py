@@ -1,4 +1,4 @@
-"""What a newcomer types wrong, and how fast the answer comes: settings are read before torch is imported."""
+"""Mistakes of a newcomer's first hour are answered fast: settings and runs are read before torch is imported."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ print("torch" in sys.modules)
         (["train", "quickstart", "lr=1e-4"], 2, "'learner.lr'"),
         (["sft", "quickstart", "rollout.group_sise=4"], 2, "'group_size'"),
         (["collect", "quickstart", "algorithm=ppo"], 2, "algorithm.name=ppo"),
+        (["check", "quickstart", "rollout.max_stepz=4"], 2, "'max_steps'"),
+        (["eval", "runs/no_such_run"], 2, "runs/no_such_run"),
+        (["chat", "runs/no_such_run"], 2, "runs/no_such_run"),
+        (["train", "--resume", "runs/no_such_run"], 2, "runs/no_such_run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from agent_r1.cli.commands.init import FILES
+from agent_r1.cli.commands.init import FILES, TEMPLATE
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
+from tests.docs.test_docs import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -43,6 +45,16 @@ def test_init_overwrites_nothing(cli: Cli, shop: Path, tmp_path: Path) -> None:
     assert (ended.code, "task.py" in ended.err) == (2, True)
     (tmp_path / "empty").mkdir()
     assert cli("init", tmp_path / "empty").code == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/first-task.md"])
+def test_the_pages_show_the_task_and_its_measured_results(page: str) -> None:
+    text, code = (ROOT / page).read_text(encoding="utf-8"), (TEMPLATE / "task.py").read_text(encoding="utf-8")
+    parts = [part for body in blocks(ROOT / page, "python") for part in body.strip().split("\n\n\n")]
+    assert [part for part in parts if not part.startswith(("import ", "from ")) and part not in code] == []
+    results = json.loads((ROOT / "benchmarks" / "results" / "init_task.json").read_text(encoding="utf-8"))
+    for run in results["runs"][: 1 if page == "README.md" else None]:
+        assert all(f"{100 * run[when]:.1f} %" in text for when in ("before", "after"))
 
 
 @pytest.mark.slow

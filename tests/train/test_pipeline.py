@@ -379,7 +379,7 @@ def test_chat_uses_the_same_world_and_keeps_the_conversation(finished: Path) -> 
     assert chat.question == "double 1002"
     asyncio.run(answer(chat, "double 4", console()))
     asyncio.run(answer(chat, "and 5?", console()))
-    with pytest.raises(ConfigError, match="there is no test row 99; choose 0 to 3"):
+    with pytest.raises(ConfigError, match="row 99"):
         chat.enter(99)
 
 

@@ -1,7 +1,7 @@
-"""Talk to a trained agent in the terminal: played as in evaluation (flow, env, tools, sampling), with its calls shown.
+"""`agent-r1 chat`: talk to a trained agent, played as in evaluation (flow, env, tools, sampling), and watch its calls.
 
-The agent lives in the world of one row (its tables, files or game), so a row is chosen first; its own question is
-offered, any other can be typed. Every question gets that world anew; only what was said is remembered.
+The agent acts in the environment of one row (its tables, files or game). Enter asks the row's own question, or type
+another. Every question starts with a fresh environment; only the conversation is remembered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_r1.build.plan import build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError
@@ -27,10 +28,11 @@ from agent_r1.guard import runner
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.records import answerer
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.text import visible
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 
-HELP = "Enter asks the row's own question, /row N goes to another row, /new forgets the conversation, /quit ends."
+HELP = "Enter asks the row's own question, /row N loads another row, /new forgets the conversation, /quit exits."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,13 @@ class Turn:
 
     steps: list[Step]
     stop: StopReason
-    error: str | None = None  # what went wrong, where something did
-    full: bool = False  # stopped because conversation and answer together outgrew the context
-    instead: str = ""  # what the env showed in place of the question: a world begins as it likes
+    error: str | None = None
+    full: bool = False  # stopped because the conversation and its answer exceed the context
+    instead: str = ""  # what the env showed instead of the question, if it ignores what the user says
 
 
 class ChatEpisode(Episode):
-    """Remembers also what a limit kept from the policy: the tools have said it, so it belongs to the conversation."""
+    """Also remembers an observation that a limit kept from the policy: it belongs to the conversation."""
 
     unanswered = False  # whether the last observation got no response
 
@@ -66,20 +68,20 @@ class ChatEpisode(Episode):
 
     @property
     def out_of_room(self) -> bool:
-        """Whether it was the context that ended the episode, and not the length of one response."""
+        """Whether the context ended the episode, rather than the length of one response."""
         if self.unanswered or not self.steps:
             return True
         last = self.steps[-1]
         return len(last.prompt_ids) + len(last.response_ids) >= self.limits.max_context_tokens
 
     def conversation(self, row: TaskRow) -> list[Message]:
-        """All that was said: the final response stands in no observation, unless a limit came right after it."""
+        """All messages. The final response is in no observation, unless a limit came right after it."""
         said = list(self.messages or row.prompt)
         return said if self.unanswered else [*said, {"role": "assistant", "content": self.steps[-1].action_text}]
 
 
 class Chat:
-    """A conversation about one row, played by `collector`. `engine` and `resources` are closed with it."""
+    """A conversation about one row, played by `collector`. Closing it closes `engine` and `resources`."""
 
     def __init__(
         self, collector: Collector, *, engine: Engine, rows: Sequence[TaskRow], resources: Sequence[Resource] = ()
@@ -95,14 +97,14 @@ class Chat:
 
     def enter(self, index: int) -> None:
         if not 0 <= index < len(self._rows):
-            raise ConfigError(f"there is no test row {index}; choose 0 to {len(self._rows) - 1}")
+            raise ConfigError(f"there is no test row {index}: choose 0 to {len(self._rows) - 1}")
         self.row = self._rows[index]
         self.forget()
 
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
-        self._context: ContextPolicy | None = None  # what it wrote down belongs to the conversation
+        self._context: ContextPolicy | None = None  # its notes belong to the conversation
 
     @property
     def question(self) -> str:
@@ -110,7 +112,7 @@ class Chat:
         return "\n".join(str(m["content"]) for m in self.row.prompt if m["role"] == "user")
 
     async def ask(self, text: str) -> Turn:
-        """One user turn: the agent acts until it answers or a limit ends it. A turn that fails is not remembered."""
+        """Let the agent act until it answers or reaches a limit. A failed turn is not remembered."""
         self._asked += 1
         context = copy(self._context)
         row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
@@ -125,7 +127,7 @@ class Chat:
         return Turn(steps=trajectory.steps, stop=trajectory.stop, error=trajectory.error, full=full, instead=instead)
 
     def _flow(self, row: TaskRow) -> AgentFlowBase:
-        """The recipe's, with what this conversation's context policy has written down."""
+        """The recipe's flow, with the context policy of this conversation."""
         flow = self._make_flow(row)
         flow.context = self._context = self._context or flow.context
         return flow
@@ -145,49 +147,55 @@ def open_chat(config: RunConfig, model_path: str) -> Chat:
     return Chat(play, engine=engine, rows=task.test_rows(), resources=task.resources)
 
 
-def chat_loop(chat: Chat, console: Console) -> None:
-    """Until /quit, Ctrl-D or Ctrl-C, also during an answer.
+def run_chat(config: RunConfig, run: RunDir, console: Console, *, row: int, ask: str | None) -> None:
+    """Chat about a row, or ask a single question; an empty one is the row's own."""
+    with logging_to(run.log_file):
+        with console.status("loading the model"):
+            chat = open_chat(config, str(run.path))
+        chat.enter(row)
+        chat_loop(chat, console, ask=ask)
 
-    Input is read in the main thread, between runs of the one event loop: in any other, Ctrl-C could not interrupt it.
+
+def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
+    """Until /quit, Ctrl-D or Ctrl-C, even during an answer.
+
+    Input is read in the main thread, between runs of the event loop: in any other thread Ctrl-C could not interrupt it.
     """
-    console.print(HELP, style="dim", highlight=False)
-    _introduce(chat, console)
+    if ask is None:
+        console.print(HELP, style="dim", highlight=False)
+        _introduce(chat, console)
     with runner() as running:
         try:
             running.run(chat.open())
-            while (text := _typed(console)) not in ("/quit", "/exit"):
+            if ask is not None:
+                running.run(answer(chat, ask or chat.question, console))
+                return
+            while (text := _read_line(console)) not in ("/quit", "/exit"):
                 if text.startswith("/"):
                     _command(chat, text, console)
                 else:
                     running.run(answer(chat, text or chat.question, console))
         except (EOFError, KeyboardInterrupt):
-            console.print()  # whatever comes next starts on a line of its own
+            if ask is not None:
+                raise
+            console.print()  # the shell's prompt starts on its own line
         finally:
             running.run(chat.close())
 
 
-def _typed(console: Console) -> str:
+def _read_line(console: Console) -> str:
     text = console.input("[bold blue]you[/]   ").strip()
-    if not sys.stdin.isatty():  # a terminal shows what is typed into it; of a pipe nobody would see it
+    if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
         console.print(Text(text), soft_wrap=True)
     return text
 
 
-async def ask_once(chat: Chat, text: str, console: Console) -> None:
-    """The chat of a single question."""
-    try:
-        await chat.open()
-        await answer(chat, text, console)
-    finally:
-        await chat.close()
-
-
 async def answer(chat: Chat, text: str, console: Console) -> None:
-    """Ask and print call, result, call, result, answer. A conversation that has become too long starts over."""
+    """Ask, and print calls, results and the answer. A conversation that has become too long starts over."""
     turn = await chat.ask(text)
     _show(turn, console)
     if turn.full and chat.has_past:
-        console.print("(the conversation was full; started afresh)", style="dim", highlight=False)
+        console.print("(the conversation was too long; started a new one)", style="dim", highlight=False)
         chat.forget()
         turn = await chat.ask(text)
         _show(turn, console)
@@ -203,7 +211,7 @@ def _is_in(text: str, messages: Sequence[Message]) -> bool:
 
 def _show(turn: Turn, console: Console) -> None:
     if turn.instead:
-        console.print("(this env begins with its row, not with what you say; /row N takes another)", style="dim")
+        console.print("(this environment starts from its row, not from what you type; try /row N)", style="dim")
         _say(console, "env", "bold yellow", turn.instead)
     for step in turn.steps:
         _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
@@ -226,7 +234,7 @@ def _command(chat: Chat, text: str, console: Console) -> None:
 
 
 def _introduce(chat: Chat, console: Console) -> None:
-    # Text, here and below, for what others wrote: rich would read [brackets] and :words: in a str as markup.
+    # Text, here and below: rich would read [brackets] and :words: in a str as markup.
     console.print(Text(visible(f"row {chat.row.row_id}: {chat.question}")))
 
 
