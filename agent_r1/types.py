@@ -22,6 +22,8 @@ from agent_r1.errors import brief
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
+# Why a call has no result: it cannot be read; it can, but may not be made there; ...; its tool raised a ToolError.
+CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
 Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, tokens it sampled), in order of the tokens
 
 
@@ -132,7 +134,8 @@ class ToolCallRecord:
     arguments: Mapping[str, Any]
     result: str  # the text the model gets to see
     reward: float = 0.0  # process reward of this call
-    error: str | None = None  # why the call was refused or failed, as told to the model
+    error: str | None = None  # what the model is told if the call was refused or failed
+    fault: CallFault | None = None  # what kind of error it is
     text_span: tuple[int, int]  # characters [start, end) of the call in the action's text
     token_span: tuple[int, int] | None = None  # response tokens [start, end); the flow fills it in
     seconds: float = 0.0

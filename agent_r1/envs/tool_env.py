@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -31,12 +32,17 @@ from agent_r1.tokens.formats import (
 )
 from agent_r1.tools.base import BaseTool, get_tool
 from agent_r1.tools.runner import ToolOutcome, run_tool
-from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, ToolCallRecord, Transition, check_type
-
-
-def no_tool(name: str) -> str:
-    """How the error of a call begins whose tool does not exist. Demonstrations with such calls are told by it."""
-    return f"there is no tool {name!r}."
+from agent_r1.types import (
+    Action,
+    CallFault,
+    Message,
+    Observation,
+    StopReason,
+    TaskRow,
+    ToolCallRecord,
+    Transition,
+    check_type,
+)
 
 
 @AgentEnv.register("tool")
@@ -180,17 +186,21 @@ class ToolEnv(AgentEnv):
 
     async def _answer(self, event: Event) -> ToolOutcome:
         if isinstance(event, ParseFailure):
-            return _refusal(f"{event.message}\nTools: {', '.join(self._tools)}")
+            fault: CallFault = "malformed" if event.malformed else "misplaced"
+            return ToolOutcome(text=f"{event.message}\nTools: {', '.join(self._tools)}", fault=fault)
         tool = self._tools.get(event.name)
         if tool is None:
-            return _refusal(f"{no_tool(event.name)}{did_you_mean(event.name, self._tools)}")
+            text = f"there is no tool {event.name!r}.{did_you_mean(event.name, self._tools)}"
+            return ToolOutcome(text=text, fault="unknown_tool")
         arguments = self.tool_format.convert_arguments(event.arguments, tool.parameters)
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
             blame(error, f"tool {tool.name!r}")
             raise
-        return _refusal(f"{outcome.text}\nTools: {', '.join(self._tools)}") if outcome.refused else outcome
+        if outcome.refused:
+            return replace(outcome, text=f"{outcome.text}\nTools: {', '.join(self._tools)}")
+        return outcome
 
     def _record(self, event: Event, outcome: ToolOutcome) -> ToolCallRecord:
         result = self._cut(outcome.text)
@@ -199,7 +209,8 @@ class ToolEnv(AgentEnv):
             arguments=event.arguments if isinstance(event, ParsedCall) else {},
             result=result,
             reward=outcome.reward,
-            error=None if outcome.error is None else result,
+            error=None if outcome.fault is None else result,
+            fault=outcome.fault,
             text_span=event.span,
             seconds=outcome.seconds,
             info=outcome.info,
@@ -209,10 +220,6 @@ class ToolEnv(AgentEnv):
         kept = sanitize(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
         dropped = len(text) - self._max_result_chars
         return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
-
-
-def _refusal(text: str) -> ToolOutcome:
-    return ToolOutcome(text=text, error=text, refused=True)
 
 
 def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:

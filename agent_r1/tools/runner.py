@@ -1,7 +1,7 @@
-"""The one way a tool call is run: arguments checked, timeout kept, errors turned into text, concurrent calls batched.
+"""Run tool calls: validate the arguments, keep the timeout, turn errors into text, batch concurrent calls.
 
-What the model did wrong and what the tool refuses become text; a bug of the tool propagates, and the flow makes a
-failed episode of it. Not known here: call formats, episodes, tokens.
+Mistakes of the model and refusals of the tool become text. A bug of the tool propagates and fails the episode. Knows
+nothing about call formats, episodes or tokens.
 """
 
 from __future__ import annotations
@@ -19,34 +19,43 @@ from agent_r1.batching import Batcher
 from agent_r1.guard import TimedOut, guarded
 from agent_r1.tools.base import BaseTool, ToolCall, ToolError, ToolResult
 from agent_r1.tools.schema import BadArguments
+from agent_r1.types import CallFault
 
 
 class _TimedOut(ToolError):
-    """Told apart from the tool's own ToolError, so that a batch which hung is not tried again call by call."""
+    """Not the tool's own ToolError: a batch that timed out is not run again call by call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What became of one call."""
+    """The outcome of one call."""
 
     text: str  # for the model
     reward: float = 0.0
-    error: str | None = None  # what went wrong, as told to the model
-    refused: bool = False  # the arguments were bad, so the tool never ran
+    fault: CallFault | None = None
     seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def error(self) -> str | None:
+        return None if self.fault is None else self.text
+
+    @property
+    def refused(self) -> bool:
+        """Whether the call was bad, so the tool never ran."""
+        return self.fault not in (None, "failed")
+
 
 async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> ToolOutcome:
-    """Check the arguments, run the call under its timeout, and say what came of it.
+    """Validate the arguments and run the call under its timeout. Any exception but ToolError propagates.
 
-    `context` is filled in by the row, never by the model. A bug of the tool (any exception but ToolError) propagates.
+    `context` comes from the row, never from the model.
     """
     row_values = tool.row_keys.select(tool.name, context)
     try:
         call = ToolCall(args=tool.validate(arguments), context=row_values)
     except BadArguments as error:
-        return ToolOutcome(text=str(error), error=str(error), refused=True)
+        return ToolOutcome(text=str(error), fault="bad_arguments")
     start = time.perf_counter()
     try:
         if type(tool).batch_execute is BaseTool.batch_execute:
@@ -56,7 +65,7 @@ async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mappin
             if isinstance(returned, BaseException):
                 raise returned
     except ToolError as error:
-        return ToolOutcome(text=str(error), error=str(error), seconds=time.perf_counter() - start)
+        return ToolOutcome(text=str(error), fault="failed", seconds=time.perf_counter() - start)
     result = _as_result(tool.name, returned)
     seconds = time.perf_counter() - start
     return ToolOutcome(text=result.text, reward=result.reward or 0.0, seconds=seconds, info=result.info)
@@ -68,8 +77,7 @@ def _as_result(tool: str, returned: Any) -> ToolResult:
     if isinstance(returned, str | Number):
         return ToolResult(str(returned))
     raise TypeError(
-        f"tool {tool!r} returned {type(returned).__name__}; "
-        "return a str, a number or a ToolResult (json.dumps makes text of data)"
+        f"tool {tool!r} returned {type(returned).__name__}; return text (json.dumps for data), a number or a ToolResult"
     )
 
 
@@ -78,8 +86,8 @@ async def _timed(tool: BaseTool, method: Callable[..., Any], *args: Any, **conte
         running = method(*args, **context)
         if not isawaitable(running):
             raise TypeError(
-                f"tool {tool.name!r}: execute and batch_execute of a class must be `async def`; asyncio.to_thread runs "
-                "what blocks"
+                f"tool {tool.name!r}: `execute` and `batch_execute` must be `async def`; use asyncio.to_thread for "
+                "blocking code"
             )
         return await running
 

@@ -26,7 +26,6 @@ from agent_r1.config import RunConfig, SummaryContext
 from agent_r1.data.downloads import Report
 from agent_r1.data.rows import Demo
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.envs.tool_env import no_tool
 from agent_r1.errors import DataError
 from agent_r1.flows.context import ContextPolicy, ContextView, Writer
 from agent_r1.flows.episode import Episode
@@ -169,14 +168,11 @@ def _foreign_format(trajectory: Trajectory) -> str | None:
     """The format of a call that the env could not read, if another format can."""
     for step in trajectory.steps:
         for call in step.calls:
-            told = call.error or ""
-            if (
-                call.name or "Write " not in told
-            ):  # unreadable calls have no name, and their error says how to write one
+            if call.fault != "malformed":
                 continue
             text = step.action_text[slice(*call.text_span)]
             for name, each in FORMATS.items():
-                events = [] if each.form in told else each.parse(text)[1]
+                events = each.parse(text)[1]
                 if events and all(isinstance(event, ParsedCall) for event in events):
                     return name
     return None
@@ -193,7 +189,7 @@ async def _play_demo(
     async with gate:
         trajectory = await collector.play(row, episode)
     for call in _failed_calls(trajectory):  # checked first, because it may have caused other errors
-        if (call.error or "").startswith(no_tool(call.name)):
+        if call.fault == "unknown_tool":
             raise DataError(f"demonstration {index} ({row.row_id}) calls a tool that does not exist: {call.error}")
     if (written := _foreign_format(trajectory)) is not None:
         raise DataError(

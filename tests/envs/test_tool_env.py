@@ -115,6 +115,8 @@ def test_good_and_bad_calls_of_one_step_are_each_answered_in_order() -> None:
     )
     (step,) = play(ToolEnv(tools=[add, refuse]), text)
     one, unknown, malformed, wrong, refused, two = step.calls
+    faults = [None, "unknown_tool", "malformed", "bad_arguments", "failed", None]
+    assert [call.fault for call in step.calls] == faults
     assert (one.result, two.result, step.reward) == ("3", "7", 0.5)
     assert unknown.error == "there is no tool 'ad'. Did you mean 'add'? Choose one of: add, refuse"
     assert malformed.name == ""

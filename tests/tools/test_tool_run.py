@@ -48,7 +48,7 @@ def test_results_are_text_numbers_or_tool_results_and_nothing_else() -> None:
     assert (rich.text, rich.reward, rich.info, rich.error) == ("b", 0.5, {"k": 1}, None)
     assert returning(ToolResult("b")).reward == 0.0
     for value in (None, ["a"], {"a": 1}, b"a"):
-        with pytest.raises(TypeError, match=f"tool 'give' returned {type(value).__name__}; return a str"):
+        with pytest.raises(TypeError, match=f"tool 'give' returned {type(value).__name__}"):
             returning(value)
     for wrong in ({"reward": float("nan")}, {"reward": "1"}, {"info": [("k", 1)]}):
         with pytest.raises(TypeError, match=f"ToolResult.{next(iter(wrong))}"):
@@ -342,5 +342,5 @@ def test_a_class_whose_execute_is_not_async_is_told_so() -> None:
             return ["a"] * len(calls)
 
     for wrong in (Sync(), SyncBatch()):
-        with pytest.raises(TypeError, match="tool 'echo': execute and batch_execute of a class must be `async def`"):
+        with pytest.raises(TypeError, match=r"'echo'.*async def"):
             run(wrong, {"text": "a"})

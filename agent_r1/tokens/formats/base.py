@@ -38,6 +38,7 @@ class ParseFailure:
     span: Span
     name: str = ""  # if it can be read
     source: str = ""  # the arguments as written, if they can be found
+    malformed: bool = True  # False: written correctly, but one call too many or inside thinking
 
 
 Event = ParsedCall | ParseFailure
@@ -62,7 +63,8 @@ class ToolCallFormat(ABC):
         limit = self.max_calls
         if len(events) > limit:
             message = f"there are more than {limit} calls; the rest was not read. Make fewer calls at once"
-            events[limit:] = [ParseFailure(message=message, span=(events[limit].span[0], len(text)))]
+            span = (events[limit].span[0], len(text))
+            events[limit:] = [ParseFailure(message=message, span=span, malformed=False)]
         return content, events
 
     @abstractmethod
@@ -191,7 +193,7 @@ class ScannedFormat(ToolCallFormat):
                 if end < 0 and (call := starts.search(text, tag.end())):
                     message = "the call is inside thinking; close it with </think> before the call"
                     thoughts[-1] = (tag.start(), call.start())
-                    events.append(ParseFailure(message=message, span=(call.start(), at)))
+                    events.append(ParseFailure(message=message, span=(call.start(), at), malformed=False))
             elif tag[0] == "</think>":
                 at = tag.end()
                 if may_close:  # either the prompt opened the thinking or the tag is stray; decided at the end

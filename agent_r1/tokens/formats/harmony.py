@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agent_r1.tokens.formats.base import Event, Parsed, ParsedCall, ToolCallFormat, dump_json, read_json, skip_space
@@ -91,9 +92,8 @@ class HarmonyFormat(ToolCallFormat):
             problem = "only the first call of a message is run; make one call, then wait for its result"
         if problem:
             source = text[body : close.start()].strip()
-            return self.failure(
-                f"the call of {name} cannot be read: {problem}", (start, stop), name=name, source=source
-            )
+            problem = f"the call of {name} cannot be read: {problem}"
+            return replace(self.failure(problem, (start, stop), name=name, source=source), malformed=is_first)
         return ParsedCall(name=name, arguments=value, span=(start, stop))
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
