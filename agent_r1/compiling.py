@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Variants of a layer that torch compiles before it falls back to eager mode: with or without window, gradients,
 # training, adapters. torch's default of 8 is too low for all combinations.
@@ -23,6 +22,8 @@ COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
 
 
 def repeated_layers(model: nn.Module) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer  # slow; a plan needs `has_compiler` only
+
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

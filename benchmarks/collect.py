@@ -46,7 +46,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from agent_r1.build.plan import Model, build_engine, build_task, load_model, train_collector
+from agent_r1.build.collectors import train_collector
+from agent_r1.build.engine import build_engine
+from agent_r1.build.models.load import Model, load_model
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Sampling

@@ -14,13 +14,14 @@ from statistics import fmean
 
 from transformers import AutoTokenizer
 
-from agent_r1.build.model_source import as_directory
-from agent_r1.build.plan import build_task, find_model
-from agent_r1.build.resolve import recipe_path
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.source import as_directory
+from agent_r1.build.recipe import recipe_path
+from agent_r1.build.start import sft_trajectories
+from agent_r1.build.task import build_task
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.train.sft import sft_trajectories
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from agent_r1.bench.workload import Workload, check_lengths, episode_seed, make_
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
-from agent_r1.train.garbage import set_parts_aside
+from agent_r1.train.garbage import freeze_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class EngineBench:
             for sequences in self.sizes.sequences:
                 replace(self._decoding(sequences), new_tokens=4).tokens_per_second(self._engine)
             synchronize(self.device)
-            set_parts_aside()  # as a run does
+            freeze_parts()  # as a run does
             self.start_up_seconds = time.perf_counter() - began
         return self._engine
 

@@ -29,7 +29,7 @@ from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.seeds import stable_seed
-from agent_r1.train.garbage import set_parts_aside
+from agent_r1.train.garbage import freeze_parts
 from agent_r1.types import TaskRow, Trajectory
 
 LR = 1e-6
@@ -89,7 +89,7 @@ class OurStep:
         )
         self._collect = make_collector(workload, self._engine, model.vocabulary)
         self._score = Scorer(reward=_reward, timeout=60.0)
-        set_parts_aside()  # as a run does
+        freeze_parts()  # as a run does
 
     def __call__(self) -> Figures:
         self._steps += 1

@@ -1,15 +1,14 @@
-"""The context policy that a config names, as an object for each episode."""
+"""Build the context policy of an episode, and check that task and policy fit together."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agent_r1.build.resolve import resolve
+from agent_r1.build.resolve import check_callable, resolve
 from agent_r1.config import RunConfig, SummaryContext
-from agent_r1.envs.base import AgentEnv, env_class
+from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
@@ -25,49 +24,49 @@ _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
 }
 
 
-def context_maker(config: RunConfig) -> Callable[[], ContextPolicy] | None:
-    """Makes the policy of an episode; None for `append`, which needs none."""
+def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[], ContextPolicy] | None:
+    """Return a factory of context policies, one per episode; None for `append`, which needs none."""
     context = config.context
     if context.policy == "append":
         return None
-    task = config.task
-    env: type[AgentEnv] = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
-    check_env_repeats(env, task.env_kwargs, config)
+    check_env_repeats(env, config.task.env_kwargs, config)
     settings: dict[str, Any] = context.model_dump(exclude={"policy", "demo_summary"})
     if context.policy == "rewrite":
         settings["function"] = message_function(config, "context.function", context.function)
     if context.policy == "summary" and context.demo_summary is not None:
-        message_function(config, "context.demo_summary", context.demo_summary)  # found wrong before the run
+        message_function(config, "context.demo_summary", context.demo_summary)
     return lambda: _POLICIES[context.policy](**settings)
 
 
+def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
+    """Return a function of the recipe that takes messages."""
+    found: Callable[..., Any] = resolve(name, recipe=config.recipe)
+    check_callable(setting, name, found, [])
+    return found
+
+
 def check_env_repeats(env: type[AgentEnv], kwargs: Mapping[str, Any], config: RunConfig) -> None:
-    """An env that says "as above" of what is not shown says nothing. What a rewrite shows, only its author knows.
-    Rows may choose another env than the recipe, or set it to something else."""
+    """Refuse an env that refers to earlier messages if the policy hides them. A rewrite decides that for itself."""
     policy = config.context.policy
     for name, needed in env.if_forgotten.items():
         if policy not in ("append", "rewrite") and kwargs.get(name) != needed:
             raise ConfigError(
-                f"context.policy={policy} leaves out earlier messages, and {env.__name__} does not show again what "
-                f"stands in them: set task.env_kwargs.{name}={json.dumps(needed)}, or use context.policy=append"
+                f"context.policy={policy} hides earlier messages, which {env.__name__} refers to: set "
+                f"task.env_kwargs.{name}={json.dumps(needed)}, or use context.policy=append"
             )
 
 
-def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
-    """A function of the recipe that takes a conversation."""
-    found: Callable[..., Any] = resolve(name, recipe=config.recipe)
-    if not callable(found):
-        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called with messages")
-    try:
-        inspect.signature(found).bind([])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{setting}={name!r} cannot be called with messages: {error}") from error
-    return found
+def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
+    """Refuse a context policy that the flow would ignore."""
+    if config.context.policy != "append" and not flow.uses_context:
+        raise ConfigError(
+            f"context.policy={config.context.policy} has no effect with the flow {flow.__name__}, which does not use "
+            "it. Set context.policy=append, or pass context=self.context to episode.act and set uses_context = True"
+        )
 
 
-def check_room(config: RunConfig, renderer: Renderer) -> None:
-    """Settings under which no summary could ever be written, or one before nearly every action, are a mistake, and only
-    a tokenizer can tell."""
+def check_summary_budget(config: RunConfig, renderer: Renderer) -> None:
+    """Refuse token limits under which no summary could be written, or one before nearly every action."""
     context, limit = config.context, config.rollout.max_context_tokens
     if not isinstance(context, SummaryContext):
         return
@@ -80,22 +79,12 @@ def check_room(config: RunConfig, renderer: Renderer) -> None:
     needed = context.max_tokens + asked - before + context.summary_tokens
     if needed > limit:
         raise ConfigError(
-            f"context.max_tokens ({context.max_tokens}), context.instruction ({asked - before} tokens) and "
-            f"context.summary_tokens ({context.summary_tokens}) need {needed} tokens together, and "
-            f"rollout.max_context_tokens is {limit}: no summary could be written. Lower context.max_tokens"
+            f"context.max_tokens={context.max_tokens}, context.instruction ({asked - before} tokens) and "
+            f"context.summary_tokens={context.summary_tokens} together exceed rollout.max_context_tokens={limit}: no "
+            "summary could be written. Lower context.max_tokens"
         )
     if context.max_tokens < stays:
         raise ConfigError(
-            f"context.max_tokens={context.max_tokens} is less than what no summary takes the place of: the first "
-            f"observation and the last exchanges (context.keep_turns={context.keep_turns}) are {stays} tokens even "
-            "where each says a single one. Raise context.max_tokens"
-        )
-
-
-def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
-    """A policy that would be ignored is a mistake."""
-    if config.context.policy != "append" and not flow.uses_context:
-        raise ConfigError(
-            f"context.policy={config.context.policy} does nothing with the flow {flow.__name__}, which chooses what is "
-            "shown itself. Use append, or have it pass context=self.context to episode.act and say uses_context = True"
+            f"context.max_tokens={context.max_tokens} is too small: the first observation and the last exchanges "
+            f"(context.keep_turns={context.keep_turns}), which are never summarised, take at least {stays} tokens"
         )

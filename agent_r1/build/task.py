@@ -1,7 +1,4 @@
-"""What is asked, who plays it and how it is judged: the rows, tools, env, flow and reward that a recipe names.
-
-Names become objects here (`resolve.py` finds them), and are called with what the config says. No model is needed.
-"""
+"""Build the task of a recipe: its rows, tools, env, flow and reward. No model is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
-from agent_r1.build.resolve import import_recipe, make_importable, recipe_folder, resolve
+from agent_r1.build.resolve import check_callable, import_recipe, make_importable, recipe_folder, resolve
 from agent_r1.config import RewriteContext, RunConfig, SummaryContext
 from agent_r1.data.rows import FORMATS, load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
@@ -35,17 +32,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is asked, who plays it, how it is judged: everything of a recipe except the model."""
+    """Everything of a recipe except the model."""
 
-    train_rows: Callable[[], list[TaskRow]]  # read when needed: evaluation and chat never do
+    train_rows: Callable[[], list[TaskRow]]  # read on demand: evaluation and chat need no training rows
     test_rows: Callable[[], list[TaskRow]]
     make_flow: Callable[[TaskRow], AgentFlowBase]
-    # The same for a model whose chat template is known. ConfigError if the task reads calls in another format.
+    # The same for a known chat template. Raises ConfigError if the task reads calls in another format.
     flows_for: Callable[[TemplateFormat], Callable[[TaskRow], AgentFlowBase]]
     calls_tools: bool  # the env is a ToolEnv
     scorer: Scorer
     success_reward: float
-    resources: Sequence[Resource]  # what must be open while episodes are played: `task.resources`, tools, env processes
+    resources: Sequence[Resource]  # open while episodes are played: `task.resources`, tools, env processes
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` with the resources open."""
@@ -69,7 +66,7 @@ def build_task(config: RunConfig) -> Task:
         test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
         make_flow=players.flows_for(None),
         flows_for=players.flows_for,
-        calls_tools=players.call_tools,
+        calls_tools=players.calls_tools,
         scorer=Scorer(reward=reward, timeout=task.reward_seconds),
         success_reward=task.success_reward,
         resources=resources,
@@ -77,7 +74,7 @@ def build_task(config: RunConfig) -> Task:
 
 
 def warm_start_code(config: RunConfig) -> list[str]:
-    """The module paths that a warm start uses. Plain names are registered by the recipe's own files."""
+    """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
     names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools, *task.resources]
     if isinstance(context, SummaryContext):
@@ -88,7 +85,7 @@ def warm_start_code(config: RunConfig) -> list[str]:
 
 
 def named_code(config: RunConfig) -> list[str]:
-    """All module paths that a run uses."""
+    """Return all dotted names that a run uses."""
     rows = [] if is_data_source(config.task.rows) else [config.task.rows]
     return [*warm_start_code(config), config.task.reward, *rows]
 
@@ -103,14 +100,14 @@ class _Players:
     tools: list[BaseTool]
     make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
     make_context: Callable[[], ContextPolicy] | None
-    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs with a format of their own
+    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs that set their own format
 
     @property
-    def call_tools(self) -> bool:
+    def calls_tools(self) -> bool:
         return issubclass(self.env, ToolEnv) and not issubclass(self.flow, SingleStepFlow)
 
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
-        if template is not None and self.call_tools and takes_setting(self.env, "tool_format"):
+        if template is not None and self.calls_tools and takes_setting(self.env, "tool_format"):
             template.choose(requested_format(self.config.task.env_kwargs))
         return partial(self._make_flow, template=template)
 
@@ -127,7 +124,7 @@ class _Players:
         env_type = row.env_kwargs.get("env_type", task.env_kwargs.get("env_type"))
         env, name = env_class(env_type) if env_type else self.env, env_type or task.env
         takes_tools = takes_setting(env, "tools")
-        if self.tools and not takes_tools and not env_type:  # an env that a row chose need not take tools
+        if self.tools and not takes_tools and not env_type:  # an env chosen by a row need not take tools
             raise ConfigError(
                 f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: remove "
                 "task.tools, or add a parameter `tools` to the class"
@@ -166,14 +163,14 @@ class _Players:
 
 
 def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
-    """Return the factory for flows and envs, and everything that must be open while they play."""
+    """Return the factory of flows and envs, and the resources that must be open while they play."""
     task, tools = config.task, _tools(config)
     default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
     default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
-    make_context = context_maker(config)
+    make_context = context_maker(config, default_env)
     check_flow(default_flow, config)
     pool = _env_pool(config, default_flow)
     players = _Players(
@@ -188,13 +185,13 @@ def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
 
 
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
-    """Its processes start with the first episodes and end with the task."""
+    """Return the pool that hosts envs. Its processes start with the first episodes."""
     workers = config.task.workers
     if workers is None:
         return None
     if issubclass(flow, SingleStepFlow):
         raise ConfigError(
-            f"task.workers does nothing with task.flow={config.task.flow}, which has no env. Leave it out"
+            f"task.workers has no effect with task.flow={config.task.flow}, which has no env: leave it out"
         )
     return EnvPool(
         processes=workers.processes,
@@ -205,7 +202,7 @@ def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
 
 
 class _EnvProcesses(Resource):
-    """The pool starts its processes with the first episodes."""
+    """Ends the pool's processes with the task."""
 
     def __init__(self, pool: EnvPool) -> None:
         self._pool = pool
@@ -218,9 +215,7 @@ def _resources(config: RunConfig) -> list[Resource]:
     found = [resolve(name, recipe=config.recipe) for name in config.task.resources]
     for name, resource in zip(config.task.resources, found, strict=True):
         if not isinstance(resource, Resource):
-            raise ConfigError(
-                f"task.resources: {name!r} is {resource!r}, not an object of a class derived from Resource"
-            )
+            raise ConfigError(f"task.resources: {name!r} is {resource!r}, not an instance of a subclass of Resource")
     return found
 
 
@@ -232,14 +227,14 @@ def _tools(config: RunConfig) -> list[BaseTool]:
         classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
         name = next(iter(settings))
         raise ConfigError(
-            f"task.tool_kwargs has settings for {name!r}, and task.tools has no class of that name."
+            f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
             f"{did_you_mean(name, classes)}"
         )
     return made
 
 
 def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool:
-    """Takes what it uses out of `settings`."""
+    """Return the tool; a class is called with its settings, which are removed from `settings`."""
     if isinstance(found, type) and issubclass(found, BaseTool):
         kwargs = settings.pop(getattr(found, "name", name), {})
         try:
@@ -248,7 +243,7 @@ def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseToo
         except AgentR1Error:
             raise
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"task.tool_kwargs: {found.__name__} cannot be made with {kwargs}: {error}") from error
+            raise ConfigError(f"task.tool_kwargs: {found.__name__}(**{kwargs}) failed: {error}") from error
     if not isinstance(found, BaseTool):
         raise ConfigError(f"task.tools: {name!r} is {found!r}, not a tool; put @tool on the function")
     return found
@@ -261,13 +256,13 @@ def is_data_source(rows: str) -> bool:
 def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
     if isinstance(source, str):
         return load_rows(source, split=split, count=count, beside=recipe_folder(config.recipe))
-    with told_in_a_line(f"task.rows={config.task.rows!r} for split {split!r}"):
+    with one_line_errors(f"task.rows={config.task.rows!r} for split {split!r}"):
         return load_rows(source, split=split, count=count)
 
 
 @contextmanager
-def told_in_a_line(function: str) -> Iterator[None]:
-    """What a function of the recipe raises, in place of a traceback, most of which would be ours."""
+def one_line_errors(function: str) -> Iterator[None]:
+    """Turn what a function of the recipe raises into a one-line DataError."""
     try:
         yield
     except AgentR1Error:
@@ -277,44 +272,32 @@ def told_in_a_line(function: str) -> Iterator[None]:
 
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:
-    """`count` is given where the config has one; where it has none, the function's own default holds."""
+    """Return the function that makes rows. It gets `count` only if the config has one."""
     for count in (config.task.train_count, config.eval.rows):
         check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
     return recipe_function(config.task.rows, config)
 
 
 def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
-    """A function of the recipe that makes rows or demonstrations. One with a parameter `path` is told where the data
-    are (`data.path`)."""
+    """Return a function of the recipe that makes rows or demonstrations, with `path` bound if it takes one."""
     found: Callable[..., Any] = resolve(name, recipe=config.recipe)
-    return update_wrapper(partial(found, path=_data_path(config)), found) if _takes_path(found) else found
+    path = None if config.data.path is None else str(anchored(config.data.path))
+    return update_wrapper(partial(found, path=path), found) if _takes_path(found) else found
 
 
-def _data_path(config: RunConfig) -> str | None:
-    return None if config.data.path is None else str(anchored(config.data.path))
-
-
-def _takes_path(function: Any) -> bool:
-    return callable(function) and "path" in inspect.signature(function).parameters
+def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
+    """Raise ConfigError if a function of the recipe cannot be called the way it will be."""
+    check_callable(setting, name, recipe_function(name, config), **dict.fromkeys(keywords))
 
 
 def _check_data_path(config: RunConfig) -> None:
     names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
-    if config.data.path is None or any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
-        return
-    raise ConfigError(
-        f"data.path={config.data.path!r} does nothing here: neither task.rows nor sft.demos is a function with a "
-        "parameter path"
-    )
+    if config.data.path is not None and not any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
+        raise ConfigError(
+            f"data.path={config.data.path!r} has no effect: neither task.rows nor sft.demos is a function with a "
+            "parameter path"
+        )
 
 
-def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[str]) -> None:
-    """Say before the run that a function of the recipe cannot be called the way it will be."""
-    found = recipe_function(name, config)
-    call = f"{name.rpartition('.')[2]}({', '.join(f'{keyword}=...' for keyword in keywords)})"
-    if not callable(found):
-        raise ConfigError(f"{setting}={name!r} is {found!r}, not a function to be called as {call}")
-    try:
-        inspect.signature(found).bind(**dict.fromkeys(keywords))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{setting}={name!r} cannot be called as {call}: {error}") from error
+def _takes_path(function: Any) -> bool:
+    return callable(function) and "path" in inspect.signature(function).parameters

@@ -214,13 +214,14 @@ def collect_command(
     """Play training rows without training and keep the episodes, for sft.trajectories to imitate."""
     given = load_config(recipe, overrides or ())
 
-    from agent_r1.build.plan import build_task, check_beginning
+    from agent_r1.build.checks import check_start
+    from agent_r1.build.task import build_task
     from agent_r1.cli.commands.collect import collect_config, run_collect
     from agent_r1.runs.run_dir import RunDir
 
     config = collect_config(given, model=model, rows=rows, samples=samples)
     task = build_task(config)  # finds mistakes before a run directory exists
-    check_beginning(config)
+    check_start(config)
     chosen = task.train_rows()
     directory = RunDir.create(run or _new_run_path(config, "-collect"), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)

@@ -1,6 +1,6 @@
 """`agent-r1 data`: what runs read, fetched and put in order beforehand.
 
-Parses arguments and tells what was written; `build/model.py` does the work. What is slow to import is imported by the
+Parses arguments and tells what was written; `build/models/` does the work. What is slow to import is imported by the
 command that needs it.
 """
 
@@ -32,11 +32,11 @@ def data_commands() -> None:
 @app.command("model")
 def model_command(source: Source, directory: Target) -> None:
     """Write a model as a Hugging Face directory, which transformers and vLLM read."""
-    from agent_r1.build.model import export_model
-    from agent_r1.build.model_source import tell
+    from agent_r1.build.models.load import export_model
+    from agent_r1.build.models.source import print_line
     from agent_r1.cli.display import program
 
-    parameters = export_model(source, directory.expanduser(), tell)
+    parameters = export_model(source, directory.expanduser(), print_line)
     files = sorted(file for file in directory.expanduser().iterdir() if file.is_file())
     _say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
     for file in files:
@@ -57,7 +57,7 @@ def recipe_command(
     ] = None,
 ) -> None:
     """Fetch the data of a recipe from its public source, and build what is built of them."""
-    from agent_r1.build.recipe_data import prepare_data
+    from agent_r1.build.recipe import prepare_data
     from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))

@@ -8,17 +8,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 
-from agent_r1.build.model import Saveable
 from agent_r1.disk import remove_leftovers, write_atomically
 from agent_r1.errors import DataError, DiskError
 from agent_r1.runs.reader import list_checkpoints
 
 STATE_FILE = "trainer_state.pt"
+
+
+class Saveable(Protocol):
+    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 def save_checkpoint(

@@ -1,7 +1,7 @@
-"""What makes a run repeatable beside its own seeds: the global random streams, and the choice of kernels.
+"""Global random streams and deterministic kernels.
 
-User code may draw from the streams; they are seeded at the start, saved and restored with checkpoints. Nothing of ours
-depends on them: rows, sampling noise and shuffles are functions of (seed, step).
+Rows, sampling noise and shuffles are functions of (seed, step) and do not use the global streams. User code may, so
+they are seeded at the start and saved with checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def seed_all(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Plain lists and tensors, so that a checkpoint can be read without running code from it."""
+    """Return plain lists and tensors, so that a checkpoint can be read without unpickling code."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": list(random.getstate()),
@@ -41,14 +41,14 @@ def restore_rng(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    devices = state.get("cuda", [])  # states from before there were any, and those of a CPU, have none
+    devices = state.get("cuda", [])  # empty if the state was saved on a CPU
     if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(devices)
 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, torch uses kernels that give the same bits every time, and refuses work for which it has none."""
+    """If `wanted`, make torch use deterministic kernels inside the block, and fail where it has none."""
     if not wanted:
         yield
         return
@@ -57,7 +57,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     workspace = os.environ.get(CUBLAS_WORKSPACE)
-    # cuBLAS reads it once, with the first matrix product on a GPU; so enter before there is one.
+    # cuBLAS reads it once, at the first matrix product on a GPU.
     os.environ[CUBLAS_WORKSPACE] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     try:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.build.plan import build_task, load_model
+from agent_r1.build.models.load import load_model
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import load_config
 from agent_r1.envs.base import AgentEnv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import uuid
 from dataclasses import replace
@@ -14,17 +13,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from agent_r1.build.engine import build_engine, episodes_at_once, most_cached
-from agent_r1.build.model import find_model, load_model, save_model
-from agent_r1.build.plan import (
-    build_plan,
-    build_task,
-    eval_collector,
-    eval_sampling,
-    greedy_collector,
-    train_collector,
-)
+from agent_r1.build.collectors import eval_collector, greedy_collector, train_collector
+from agent_r1.build.engine import build_engine, max_cached_tokens, max_episodes
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.load import load_model, save_model
+from agent_r1.build.plan import build_plan
 from agent_r1.build.resolve import resolve
+from agent_r1.build.task import build_task
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import ScriptedEngine
@@ -96,7 +91,7 @@ class Recipe:
         self.folder, self.unique = folder, uuid.uuid4().hex[:8]
         folder.mkdir()
         self.write("base.yaml", "task: {rows: task.rows, reward: task.reward, env: env.Guess}\nmodel: {path: a/b}\n")
-        self.write("task.py", TASK)
+        self.write("task.py", TASK + "\nfrom . import env\n")
         self.write("env.py", ENV.format(unique=self.unique))
 
     def write(self, name: str, text: str) -> None:
@@ -127,7 +122,8 @@ def test_an_env_used_by_another_file_can_still_be_named(recipe: Recipe) -> None:
     build_plan(recipe.config("task.reward=reward.reward", f"task.env=guess-{recipe.unique}"))
 
 
-def test_registered_names_are_known_although_the_recipe_names_no_file(recipe: Recipe) -> None:
+def test_names_that_task_py_or_its_imports_register_are_known(recipe: Recipe) -> None:
+    recipe.write("task.py", TASK + "\nfrom . import env, tools\n")
     recipe.write("tools.py", TOOL.format(unique=recipe.unique))
     names = (f"task.env=guess-{recipe.unique}", f"task.flow=loop-{recipe.unique}")
     build_plan(recipe.config(*names))
@@ -143,19 +139,19 @@ def test_registered_names_are_known_although_the_recipe_names_no_file(recipe: Re
     [
         (
             ["task.rows=task.no_count"],
-            r"task\.rows='task\.no_count' cannot be called as no_count\(split=\.\.\., count=",
+            r"task\.rows='task\.no_count' .* no_count\(split=\.\.\., count=",
         ),
         (["task.rows=task.no_default"], r"called as no_default\(split=\.\.\.\): missing a required argument: 'count'"),
-        (["task.rows=task.three"], r"task\.rows='task\.three' is 3, not a function to be called as three\(split="),
+        (["task.rows=task.three"], r"task\.rows='task\.three' .* it is 3, not a function"),
         (["task.rows=task.nothing"], r"nothing returned None for split 'train', not rows"),
         (["task.reward=task.no_count"], r"reward 'task\.no_count' must accept \(row, trajectory\)"),
         (["model.path=null", "model.make=task.other_names"], r"model\.make=.* as other_names\(directory=\.\.\., seed="),
         (["model.path=null", "model.make=task.needs_more"], "missing a required argument: 'size'"),
         (["model.path=null", "model.make=task.mak"], "task has no 'mak'. Did you mean 'make'"),
-        (["sft.demos=task.other_names"], r"sft\.demos=.* cannot be called as other_names\(count=\.\.\., seed=\.\.\.\)"),
+        (["sft.demos=task.other_names"], r"sft\.demos=.* other_names\(count=\.\.\., seed=\.\.\.\)"),
         (["sft.demos=task.demoes"], "task has no 'demoes'. Did you mean 'demos'"),
-        (["sft.trajectories=runs/none"], r"sft\.trajectories='runs/none': there is no such run, folder or file"),
-        (["model.path=./none"], "there is no such directory, and it is not a hub id"),
+        (["sft.trajectories=runs/none"], r"sft\.trajectories='runs/none'"),
+        (["model.path=./none"], r"'\./none'"),
         (["model.chat_template=none.jinja"], r"file 'none\.jinja' not found in .*recipe or at"),
         (["task.env_kwargs={hi: 3}"], r"row 'train-0' cannot be played: env 'env.Guess' does not accept .*'hi'"),
         (
@@ -242,9 +238,9 @@ def test_counts_are_upper_bounds(recipe: Recipe) -> None:
         (["task.rows=all.jsonl"], r"Both splits are read from 'all\.jsonl': use \{split\} in task\.rows"),
         (
             ["task.rows='{split}.jsonl'", "task.test_split=train"],
-            r"Both splits are 'train': set task\.test_split to one",
+            r"Both splits are 'train': set task\.test_split",
         ),
-        (["task.rows='{split}.jsonl'", "task.test_split=copy"], "Take it out of one of the splits"),
+        (["task.rows='{split}.jsonl'", "task.test_split=copy"], "one of the splits"),
     ],
 )
 def test_a_test_row_that_is_trained_on_is_refused_with_the_way_out(
@@ -275,7 +271,6 @@ def test_an_unknown_placeholder_is_a_clear_error(recipe: Recipe) -> None:
 def test_evaluation_draws_as_the_settings_say(recipe: Recipe) -> None:
     config = recipe.config("eval.temperature=0.5", "eval.top_p=0.9", "eval.top_k=5", "rollout.max_response_tokens=9")
     expected = Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=5, stop_ids=renderer().stop_ids)
-    assert eval_sampling(config.eval, config.rollout, renderer()) == expected
     engine = ScriptedEngine([], tokenizer=tokenizer())
     assert eval_collector(config, build_task(config), renderer(), engine).sampling == expected
 
@@ -337,17 +332,16 @@ def test_settings_that_the_chat_template_reads_are_taken(recipe: Recipe, model_f
         (
             READS,
             "enable_thinkin=false",
-            "model.template_kwargs.enable_thinkin: the chat template does not read it. Did you mean 'enable_thinking'? "
-            "Choose one of: closed, dated, enable_thinking",
+            r"model\.template_kwargs\.enable_thinkin: .*'enable_thinking'.*: closed, dated, enable_thinking",
         ),
-        (TEMPLATE, "enable_thinking=false", "the chat template does not read it. Choose one of: (none)"),
-        (TEMPLATE, "add_generation_prompt=false", "model.template_kwargs.add_generation_prompt is no setting"),
+        (TEMPLATE, "enable_thinking=false", r"template_kwargs\.enable_thinking: .*\(none\)"),
+        (TEMPLATE, "add_generation_prompt=false", r"template_kwargs\.add_generation_prompt"),
     ],
 )
 def test_settings_that_it_does_not_read_are_errors(
     recipe: Recipe, model_folder: Path, template: str, given: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=message):
         with_template_kwargs(recipe, model_folder, template, given)
 
 
@@ -358,7 +352,7 @@ def test_of_several_templates_any_may_read_them(recipe: Recipe, model_folder: Pa
     made.save_pretrained(folder)
     settings = [f"model.path={folder}", "rollout.max_context_tokens=512"]
     load_model(recipe.config(*settings, "model.template_kwargs.enable_thinking=false"), folder)
-    with pytest.raises(ConfigError, match=r"thinking: the chat template does not read it\. Did you mean 'enable_think"):
+    with pytest.raises(ConfigError, match=r"template_kwargs\.thinking: .*'enable_think"):
         load_model(recipe.config(*settings, "model.template_kwargs.thinking=false"), folder)
 
 
@@ -394,18 +388,21 @@ def test_data_errors_stay_data_errors(recipe: Recipe) -> None:
 )
 def test_an_engine_is_made_for_as_many_episodes_as_there_can_be(changes: list[str], most: int) -> None:
     config = load_config("quickstart", changes)
-    assert episodes_at_once(config) == most
+    assert max_episodes(config) == most
     # a context is up to 1,000 tokens, in 32 blocks of 32
-    assert most_cached(load_config("quickstart", [*changes, "rollout.max_context_tokens=1000"])) == most * 1024
+    assert max_cached_tokens(load_config("quickstart", [*changes, "rollout.max_context_tokens=1000"])) == most * 1024
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         # 16 blocks of 32 are 512
-        (["engine.max_cached_tokens=530", "rollout.max_context_tokens=530"], r"of 530 tokens holds 512 .* have 530"),
-        (["engine.max_cached_tokens=300"], r"holds 288 .* have 4096: raise engine\.max_cached_tokens, or lower"),
-        (["rollout.max_context_tokens=131073"], r"holds 131072 .* have 131073: raise engine\.max_cached_tokens"),
+        (
+            ["engine.max_cached_tokens=530", "rollout.max_context_tokens=530"],
+            r"of 530 tokens holds 512 .*max_context_tokens=530",
+        ),
+        (["engine.max_cached_tokens=300"], r"holds 288 .*=4096: raise engine\.max_cached_tokens"),
+        (["rollout.max_context_tokens=131073"], r"holds 131072 .*=131073: raise engine\.max_cached_tokens"),
         (["engine.max_cached_tokens=544", "rollout.max_context_tokens=530"], None),
         (["rollout.max_context_tokens=131072"], None),
     ],

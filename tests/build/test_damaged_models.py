@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agent_r1.build.plan import build_engine, load_model
+from agent_r1.build.engine import build_engine
+from agent_r1.build.models.load import load_model
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError
 from tests.mini.task import make_model
@@ -43,12 +44,12 @@ def refused(directory: Path, message: str) -> None:
 
 def test_weights_that_are_missing_are_not_made_up(directory: Path) -> None:
     change_weights(directory, lambda weights: weights.pop(NORM))
-    refused(directory, rf"no whole causal language model: its weights lack {NORM}, which would be random")
+    refused(directory, rf"incomplete: 1 weights are missing, first {NORM}")
 
 
 def test_weights_of_another_shape_are_not_made_up(directory: Path) -> None:
     change_weights(directory, lambda weights: weights.update({NORM: torch.ones(3)}))
-    refused(directory, rf"its weights have another shape than config.json says for {NORM}, which would be random")
+    refused(directory, rf"wrong shape, first {NORM}")
 
 
 def test_weights_that_a_model_does_not_use_do_no_harm(directory: Path) -> None:
@@ -60,12 +61,12 @@ def test_weights_that_a_model_does_not_use_do_no_harm(directory: Path) -> None:
 def test_weights_that_are_cut_short_are_told_in_a_line(directory: Path, kept: int) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    refused(directory, "SafetensorError.*One of its files is damaged or cut short")
+    refused(directory, f"{directory}: SafetensorError")
 
 
 def test_a_damaged_tokenizer_is_told_in_a_line(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
-    refused(directory, "cannot load a causal language model from .*One of its files is damaged or cut short")
+    refused(directory, f"{directory}: KeyError")
 
 
 def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest
         def from_pretrained(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr("agent_r1.build.model.AutoTokenizer.from_pretrained", from_pretrained)
+        monkeypatch.setattr("agent_r1.build.models.load.AutoTokenizer.from_pretrained", from_pretrained)
 
     fails(ImportError("it needs the sentencepiece library"))
     refused(directory, "it needs the sentencepiece library$")

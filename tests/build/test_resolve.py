@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import uuid
@@ -11,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.build.resolve import (
-    TEMPLATES,
-    borrowed_files,
-    data_name,
-    import_recipe,
-    recipe_files,
-    recipe_path,
-    resolve,
-)
+from agent_r1.build.recipe import TEMPLATES, borrowed_files, data_name, recipe_files, recipe_path
+from agent_r1.build.resolve import import_recipe, resolve
 from agent_r1.config import RECIPES
 from agent_r1.envs.base import env_class
 from agent_r1.errors import ConfigError, DataError
@@ -69,18 +61,24 @@ def test_an_import_inside_a_function_finds_the_neighbour_too(tmp_path: Path) -> 
 
 
 def test_two_recipes_with_the_same_file_names_keep_apart(tmp_path: Path) -> None:
-    task = "import env\ndef late():\n    from env import HIGH\n    return HIGH\nassert late() == env.HIGH"
-    names = [recipe(tmp_path / str(high), env=f"HIGH = {high}", task=task) for high in (10, 20)]
+    unique = f"env_{uuid.uuid4().hex[:8]}"
+    task = f"import {unique}\nHIGH = {unique}.HIGH\ndef late():\n    from . import {unique} as e\n    return e.HIGH\n"
+    task += f"def ambiguous():\n    import {unique}\n"
+    names = [recipe(tmp_path / str(high), **{unique: f"HIGH = {high}", "task": task}) for high in (10, 20)]
     lates = [resolve("task.late", recipe=name) for name in names]
-    assert [late() for late in lates] == [10, 20]
-    assert [late() for late in reversed(lates)] == [20, 10]
+    assert [resolve("task.HIGH", recipe=name) for name in names] == [late() for late in lates] == [10, 20]
+    with pytest.raises(ImportError, match=f"from . import {unique}"):
+        resolve("task.ambiguous", recipe=names[0])()
+    assert unique not in sys.modules
 
 
-def test_a_recipe_file_hides_an_installed_module_inside_the_recipe_only(tmp_path: Path) -> None:
-    name = recipe(tmp_path / "hiding", pydantic="MINE = True", task="from pydantic import MINE")
-    assert resolve("task.MINE", recipe=name) is True
+def test_a_recipe_file_hides_no_installed_module(tmp_path: Path) -> None:
+    files = {"pydantic": "MINE = True", "task": "import pydantic as installed\nfrom .pydantic import MINE"}
+    name = recipe(tmp_path / "hiding", **files)
+    assert resolve("task.MINE", recipe=name) is resolve("pydantic.MINE", recipe=name) is True
     import pydantic
 
+    assert resolve("task.installed", recipe=name) is pydantic
     assert not hasattr(pydantic, "MINE")
     assert str(tmp_path / "hiding") not in sys.path
 
@@ -101,10 +99,8 @@ def test_a_file_already_imported_from_somewhere_else_is_not_run_again(
     assert resolve("world_of_a_user.Guess", recipe=name) is world_of_a_user.Guess
 
 
-def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it(tmp_path: Path) -> None:
-    broken = "raise AssertionError('this file is not part of the recipe')\n" + ENV.format(name="broken")
-    name = recipe(tmp_path / "a", world=ENV.format(name="far-away"), test_world=broken, conftest=broken, setup=broken)
-    (tmp_path / "a" / "not-a-name.py").write_text(broken, encoding="utf-8")
+def test_task_py_is_imported_even_if_the_recipe_names_no_file(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "a", task="from . import world", world=ENV.format(name="far-away"))
     with pytest.raises(ConfigError, match="unknown env 'far-away'"):
         env_class("far-away")
     import_recipe(name, [])
@@ -112,43 +108,12 @@ def test_names_registered_in_any_file_of_the_recipe_are_known_after_importing_it
     import_recipe(name, [])  # again: nothing is registered twice
 
 
-@pytest.mark.parametrize(
-    "registration",
-    [
-        "from agent_r1 import BaseTool\n@BaseTool.register\nclass Never(BaseTool): ...",
-        "from agent_r1.learn import ALGORITHMS\nALGORITHMS['never'] = None",
-        "import agent_r1.learn as learn\nlearn.ALGORITHMS['never'] = None",
-        "from agent_r1.tokens.formats import register_format\nregister_format('never', None)",
-    ],
-)
-def test_a_file_that_registers_something_is_run(tmp_path: Path, registration: str) -> None:
-    # It stops before it registers anything: that it was run is what is looked at.
-    name = recipe(tmp_path / "a", mine=f"raise RuntimeError('run')\n{registration}")
-    with pytest.raises(ConfigError, match=r"importing .*mine\.py failed: RuntimeError: run"):
-        import_recipe(name, [])
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "from agent_r1.learn import ALGORITHMS\nprint(ALGORITHMS['grpo'])\n{effect}",  # looks, registers nothing
-        "{effect}",
-        "import agent_r1\n{effect}",
-        "# what agent_r1 left\nimport atexit\natexit.register(print)\n{effect}",
-        "{effect}\ndef (",  # not even Python
-        "{effect}\nx = " + "-" * 100_000 + "1",  # too deep for the parser
-    ],
-)
-def test_a_file_that_the_recipe_does_not_name_is_not_run(tmp_path: Path, script: str) -> None:
+def test_only_files_that_the_recipe_names_are_run(tmp_path: Path) -> None:
     effect = f"open({str(tmp_path / 'ran')!r}, 'a').close()"
-    name = recipe(tmp_path / "a", clean_up=script.format(effect=effect), task="import helper", helper="x = 1")
+    name = recipe(tmp_path / "a", clean_up=effect, broken="def (", task="import helper", helper="x = 1")
     import_recipe(name, ["task.rows", "os.path"])
     assert resolve("task.helper", recipe=name).x == 1
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_file_is_run_once_the_recipe_names_it(tmp_path: Path) -> None:
-    name = recipe(tmp_path / "a", clean_up=f"open({str(tmp_path / 'ran')!r}, 'a').close()")
     import_recipe(name, ["clean_up.x"])
     assert (tmp_path / "ran").exists()
 
@@ -210,8 +175,8 @@ def test_what_a_recipe_raises_when_imported_is_told_with_its_line(tmp_path: Path
         "importing R/task.py failed: ZeroDivisionError: division by zero (env.py:1)"
     )
     elsewhere = failure(tmp_path / "elsewhere", task="import json\nx = json.loads('{')")
-    assert elsewhere.startswith("importing R/task.py failed: JSONDecodeError: Expecting property name")
-    assert re.search(r" \(/.*json/decoder\.py:\d+, from task\.py:2\)$", elsewhere)
+    assert elsewhere.startswith("importing R/task.py failed: JSONDecodeError")
+    assert elsewhere.endswith(" (task.py:2)")
 
 
 def test_an_error_of_ours_that_a_recipe_causes_when_imported_stays_what_it_is(tmp_path: Path) -> None:
@@ -227,7 +192,7 @@ def test_a_package_that_a_recipe_misses_is_named_and_can_be_added(tmp_path: Path
     line = 1 + imports.count("\n")
     for _ in range(2):  # nothing half-made is left behind
         assert failure(tmp_path / "broken", task=imports) == (
-            f"importing R/task.py failed: No module named 'a_package_nobody_has' (imported in task.py:{line})"
+            f"importing R/task.py failed: ModuleNotFoundError: No module named 'a_package_nobody_has' (task.py:{line})"
         )
     name = recipe(tmp_path / "broken", task="x = 1  # mended, and of another size for the sake of the bytecode cache")
     assert resolve("task.x", recipe=name) == 1
@@ -240,10 +205,10 @@ def test_a_module_elsewhere_that_cannot_be_imported_is_told_the_same_way(
     (tmp_path / "lib").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     for module, text, message in (
-        ("misses", "import a_package_nobody_has", r"importing misses failed: No module named .*lib/misses\.py:1\)"),
-        ("raises", "x = y", r"importing raises failed: NameError: name 'y' is not defined \(.*lib/raises\.py:1\)"),
+        ("misses", "import a_package_nobody_has", r"misses failed: .*No module named .*misses\.py:1\)"),
+        ("raises", "x = y", r"raises failed: NameError.*\(raises\.py:1\)"),
         ("unread", "def (", r"cannot import .*lib/unread\.py: line 1: invalid syntax"),
-        ("ends", "raise SystemExit(3)", r"importing ends failed: SystemExit: 3 \(.*lib/ends\.py:1\)"),
+        ("ends", "raise SystemExit(3)", r"ends failed: SystemExit: 3 \(ends\.py:1\)"),
         ("ours", "from agent_r1.errors import ConfigError; raise ConfigError('as it is')", "^as it is$"),
     ):
         (tmp_path / "lib" / f"{module}.py").write_text(text, encoding="utf-8")
@@ -278,7 +243,7 @@ def test_a_recipe_depends_on_its_own_files_and_on_the_recipes_and_tools_it_may_b
     (tmp_path / "mine" / "part").mkdir()
     (tmp_path / "mine" / "part" / "c.py").write_text("", encoding="utf-8")
     own = [path for path in recipe_files(name) if path.is_relative_to(tmp_path)]
-    assert [path.name for path in own] == ["a.jinja", "b.py", "c.py", "task.py"]  # and no base.yaml
+    assert [path.name for path in own] == ["a.jinja", "b.py", "task.py", "c.py"]  # and no base.yaml
     package = RECIPES.resolve().parent
     borrowed = {package / "recipes" / "gsm8k" / "task.py", package / "tools" / "calculator.py"}  # by gsm8k_tool
     assert borrowed <= set(recipe_files(name)) & set(recipe_files("gsm8k_tool/tiny"))
@@ -300,7 +265,7 @@ def test_modules_elsewhere_that_a_config_names_bring_their_package_or_what_lies_
         return [str(path.relative_to(tmp_path / "lib")) for path in borrowed_files(names, recipe=name)]
 
     assert files(f"{alone}.demos") == sorted([f"{alone}.py", "beside.py"])
-    inside = ["__init__.py", "deep/__init__.py", "deep/world.py", "other.py"]
+    inside = ["__init__.py", "other.py", "deep/__init__.py", "deep/world.py"]
     assert files(f"{package}.deep.world.World") == [f"{package}/{path}" for path in inside]
     assert files("task.World") == files(f"{package}.deep.world.World")  # the recipe's own file only imports it
     assert files(f"{alone}.loads", "task.World", f"{alone}.demos") == files(f"{alone}.demos", "task.World")
@@ -357,7 +322,7 @@ def test_a_copy_of_a_recipe_has_the_same_files_in_the_same_order(tmp_path: Path)
     assert names[0] == names[1]
 
 
-def test_a_file_that_only_happens_to_be_called_data_is_not_run(tmp_path: Path) -> None:
-    assert data_name(recipe(tmp_path / "stray", task="", data="raise SystemExit('run')")) is None
-    assert data_name(recipe(tmp_path / "mine", task="", data="FOLDER = 'mine'  # under which they are kept")) == "mine"
+def test_the_name_of_a_recipes_data_is_in_its_data_py(tmp_path: Path) -> None:
+    assert data_name(recipe(tmp_path / "without", task="")) is None
+    assert data_name(recipe(tmp_path / "mine", task="", data="FOLDER = 'mine'")) == "mine"
     assert data_name("gsm8k_tool") == data_name("gsm8k") == "gsm8k"  # one borrows it

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from agent_r1.build.plan import build_plan, build_task, eval_collector
+from agent_r1.build.collectors import eval_collector
+from agent_r1.build.plan import build_plan
 from agent_r1.build.resolve import resolve
+from agent_r1.build.task import build_task
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError
@@ -81,9 +82,9 @@ def config(recipe: Path | str, *overrides: str) -> RunConfig:
 def play(settings: RunConfig, *texts: str) -> Trajectory:
     """The first test row, with a model whose template writes calls as Llama 3 does."""
     shown = family_renderer("llama3_json")
-    with closing(build_task(settings)) as task:
-        collect = eval_collector(settings, task, shown, ScriptedEngine([shown.encode_response(text) for text in texts]))
-        [group] = asyncio.run(collect(task.test_rows()[:1], seed=0))
+    task = build_task(settings)
+    collect = eval_collector(settings, task, shown, ScriptedEngine([shown.encode_response(text) for text in texts]))
+    [group] = asyncio.run(task.run(collect(task.test_rows()[:1], seed=0)))
     [trajectory] = group.trajectories
     return trajectory
 
@@ -159,5 +160,4 @@ def test_a_registered_format_is_inferred_too(recipe: Path) -> None:
 
 def test_a_template_without_calls_contradicts_nothing(recipe: Path) -> None:
     settings = config(recipe, "task.env_kwargs.tool_format=pythonic")
-    with closing(build_task(settings)) as task:
-        eval_collector(settings, task, renderer(), ScriptedEngine([]))
+    eval_collector(settings, build_task(settings), renderer(), ScriptedEngine([]))

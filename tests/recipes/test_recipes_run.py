@@ -18,9 +18,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.build.model import load_model
-from agent_r1.build.plan import build_plan, build_task
-from agent_r1.build.task import recipe_function
+from agent_r1.build.models.load import load_model
+from agent_r1.build.plan import build_plan
+from agent_r1.build.start import sft_trajectories
+from agent_r1.build.task import build_task, recipe_function
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, bundled_presets, bundled_recipes, load_config
 from agent_r1.guard import call
@@ -29,7 +30,6 @@ from agent_r1.runs.reader import latest_checkpoint
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.tools.python.levels import what_is_missing
-from agent_r1.train.sft import sft_trajectories
 from agent_r1.types import Group, TaskRow, Trajectory
 
 SMALL_QUICKSTART = [

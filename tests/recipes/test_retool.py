@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.build.plan import build_plan
-from agent_r1.build.recipe_data import prepare_data
+from agent_r1.build.recipe import prepare_data
 from agent_r1.config import load_config
 from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.python_env import PythonEnv

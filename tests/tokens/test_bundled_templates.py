@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.build.resolve import TEMPLATES
+from agent_r1.build.recipe import TEMPLATES
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations

@@ -14,7 +14,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.build.plan import build_plan, eval_collector, greedy_collector, load_model, train_collector
+from agent_r1.build.collectors import eval_collector, greedy_collector, train_collector
+from agent_r1.build.models.load import load_model
+from agent_r1.build.plan import build_plan
+from agent_r1.build.start import base_model, sft_trajectories, warm_start_key
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.cli.commands.train import run_training
@@ -27,8 +30,6 @@ from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.runs.outcomes import Subject
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.sft import sft_trajectories
-from agent_r1.train.start import _warm_start_key, base_model
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.engines.engine_sides import assert_logprobs_match, both, engine
@@ -191,7 +192,7 @@ def test_what_an_expert_cannot_have_written_is_told(recipe: str) -> None:
 
 def test_a_warm_start_with_another_policy_is_another_warm_start(recipe: str) -> None:
     chosen = [config(recipe, policy) for policy in SETTINGS]
-    assert len({_warm_start_key(each, base_model(each)) for each in chosen}) == len(SETTINGS)
+    assert len({warm_start_key(each, base_model(each)) for each in chosen}) == len(SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1.build.plan import build_plan, build_task
+from agent_r1.build.plan import build_plan
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.garbage import parts_set_aside
+from agent_r1.train.garbage import parts_frozen
 from tests.train.test_pipeline import MINI, console
 
 # A reward that notes how much was set aside when it was asked, and an optional failure.
@@ -63,7 +64,7 @@ def seen(recipe: Path) -> list[int]:
 def test_garbage_from_before_is_collected_and_garbage_from_inside_too() -> None:
     before = weakref.ref(Cycle())
     kept = Cycle()
-    with parts_set_aside():
+    with parts_frozen():
         assert before() is None
         assert gc.get_freeze_count() > 0
         assert not any(item is kept for item in gc.get_objects())  # no collection looks at it

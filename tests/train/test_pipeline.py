@@ -22,7 +22,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from agent_r1.build.plan import build_algorithm, build_learner, build_plan, build_sft_learner, build_task, load_model
+from agent_r1.build.learner import build_learner, build_sft_learner
+from agent_r1.build.models.load import load_model
+from agent_r1.build.plan import build_algorithm, build_plan
+from agent_r1.build.start import base_model
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.chat import answer, open_chat
 from agent_r1.cli.commands.eval import run_eval
 from agent_r1.cli.commands.sft import run_sft
@@ -35,7 +39,6 @@ from agent_r1.runs.records import read_trajectories, trajectory_to_json
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
-from agent_r1.train.start import base_model
 from tests.forked import start_program
 
 ROOT = Path(__file__).parents[2]
@@ -269,7 +272,7 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
 def test_episodes_of_an_evaluation_are_not_imitated(finished: Path) -> None:
     file = finished / "trajectories" / "eval_000002.jsonl"
     assert file.is_file()
-    with pytest.raises(ConfigError, match=r"holds episodes of an evaluation: .* trains on the rows it is judged on"):
+    with pytest.raises(ConfigError, match=r"holds evaluation episodes"):
         build_plan(mini(f"sft.trajectories={file}", "sft.demos=null"))
 
 
@@ -392,7 +395,7 @@ def test_a_missing_model_is_a_clear_error(tmp_path: Path) -> None:
     for path, message in (
         ("./nowhere", "there is no such directory, and it is not a hub id"),
         (str(tmp_path), "holds no config.json: name a Hugging Face model directory, a run or a GGUF file"),
-        (str(Path(__file__)), "is a file, and no .gguf: name a Hugging Face model directory"),
+        (str(Path(__file__)), "is a file, and not a .gguf"),
     ):
         with pytest.raises(ConfigError, match=message):
             trained(tmp_path / f"run{len(path)}", f"model.path={path}", "sft.demos=null")

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent_r1.build.plan import build_task, check_beginning
+from agent_r1.build.checks import check_start
+from agent_r1.build.start import sft_trajectories
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
 from agent_r1.runs.records import write_groups
 from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.train.sft import LOSS_WINDOW, sft_trajectories
+from agent_r1.train.sft import LOSS_WINDOW
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row, tokenizer
 
@@ -144,7 +146,7 @@ def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitate
     tmp_path: Path, name: str, given: str
 ) -> None:
     config = with_one_trajectory(tmp_path, name, given)
-    check_beginning(config)
+    check_start(config)
     assert len(imitated(config)) == 1
 
 
@@ -153,7 +155,7 @@ def test_a_folder_without_training_episodes_is_refused_before_the_run_as_it_woul
     tmp_path: Path, name: str
 ) -> None:
     config = with_one_trajectory(tmp_path, name)
-    for look in (check_beginning, imitated):
+    for look in (check_start, imitated):
         with pytest.raises(DataError) as raised:
             look(config)
         assert str(raised.value) == f"no trajectories (train_*.jsonl or train_*.jsonl.gz) at {tmp_path}"

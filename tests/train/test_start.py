@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.build.cache import put
+from agent_r1.build.models.cache import put
+from agent_r1.build.start import base_model, warm_start_key
 from agent_r1.config import RunConfig, load_config
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train import start
-from agent_r1.train.start import base_model
 
 MINI = str(Path(__file__).parents[1] / "mini")
 
@@ -30,7 +29,7 @@ def mini(*overrides: str) -> RunConfig:
 
 def key(*overrides: str) -> str:
     config = mini(*overrides)
-    return start._warm_start_key(config, base_model(config))
+    return warm_start_key(config, base_model(config))
 
 
 def test_a_model_is_made_once_per_seed(cache: Path) -> None:
@@ -107,7 +106,7 @@ def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_k
     config = load_config(str(folder), ["sft.demos=task.written"])
 
     def now() -> str:
-        return start._warm_start_key(config, "owner/model")
+        return warm_start_key(config, "owner/model")
 
     seen = [now()]
     (folder / "demos.json").write_text("two", encoding="utf-8")
@@ -118,7 +117,7 @@ def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_k
     (kept / "train.jsonl").write_text("other", encoding="utf-8")
     seen.append(now())
     assert len(set(seen)) == 4
-    monkeypatch.setattr(start, "READ_WHOLE", 2)  # of files that are large, the size is enough
+    monkeypatch.setattr("agent_r1.build.recipe.READ_WHOLE", 2)  # of files that are large, the size is enough
     large = now()
     (folder / "demos.json").write_text("three", encoding="utf-8")
     assert now() != large
@@ -144,10 +143,10 @@ def test_code_elsewhere_that_the_config_names_is_part_of_the_key(
     file.write_text("demos = World = Flow = shout = rewrite = make = print\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = mini(setting.format(module))
-    before = start._warm_start_key(config, "owner/model")
-    assert start._warm_start_key(config, "owner/model") == before
+    before = warm_start_key(config, "owner/model")
+    assert warm_start_key(config, "owner/model") == before
     file.write_text("# with another answer\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
-    assert start._warm_start_key(config, "owner/model") != before
+    assert warm_start_key(config, "owner/model") != before
 
 
 def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(
@@ -156,12 +155,12 @@ def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(
     folder = copied(tmp_path / "mine")
     monkeypatch.setenv("AGENT_R1_CACHE", str(folder / "cache"))
     config = load_config(str(folder))
-    before = start._warm_start_key(config, base_model(config))
+    before = warm_start_key(config, base_model(config))
     RunDir.create(folder / "out", config)
     (folder / "README.md").write_text("how to", encoding="utf-8")
     (folder / "run.log").write_text("said", encoding="utf-8")
     (folder / "other.yaml").write_text("base: base.yaml\ntrainer: {steps: 9}\n", encoding="utf-8")
-    assert start._warm_start_key(config, base_model(config)) == before
+    assert warm_start_key(config, base_model(config)) == before
 
 
 def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:

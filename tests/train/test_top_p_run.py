@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent_r1.build.plan import build_plan, build_task
+from agent_r1.build.plan import build_plan
+from agent_r1.build.task import build_task
 from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, load_config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +34,7 @@ class Fake:
         self._note("credit")
         return []
 
-    def update(self, credited: Sequence[CreditedTrajectory]) -> Metrics:
+    def update(self, credited: list[CreditedTrajectory]) -> Metrics:
         self._note("update")
         return {"loss": 1.0}
 
@@ -48,7 +47,7 @@ class Fake:
     def save(self, step: int) -> None:
         self._note(f"save {step}")
 
-    def report(self, step: int, groups: list[Group], credited: Sequence[CreditedTrajectory], metrics: Metrics) -> None:
+    def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None:
         assert metrics["loss"] == 1.0
         assert metrics["time/collect"] >= 0
         self._note(f"report {step}")

@@ -16,7 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.build.plan import build_engine, build_task, eval_collector, find_model, load_model
+from agent_r1.build.collectors import eval_collector
+from agent_r1.build.engine import build_engine
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.load import load_model
+from agent_r1.build.task import build_task
 from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine

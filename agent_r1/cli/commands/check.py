@@ -22,8 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from agent_r1.build.plan import Plan, train_collector
-from agent_r1.build.resolve import recipe_path
+from agent_r1.build.collectors import train_collector
+from agent_r1.build.plan import Plan
+from agent_r1.build.recipe import recipe_path
+from agent_r1.build.start import base_model, load_demos, play_demos
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
@@ -38,8 +40,6 @@ from agent_r1.tokens.formats import ToolCallFormat
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
-from agent_r1.train.sft import load_demos, play_demos
-from agent_r1.train.start import base_model
 from agent_r1.types import Group, TaskRow, ToolCallRecord, Trajectory
 
 DEMOS = "demonstrations"

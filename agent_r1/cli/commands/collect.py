@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.build.plan import Task, build_engine, find_model, load_model, train_collector
+from agent_r1.build.collectors import train_collector
+from agent_r1.build.engine import build_engine
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.load import load_model
+from agent_r1.build.task import Task
 from agent_r1.cli.commands.eval import advancing
 from agent_r1.cli.commands.sft import typed_words
 from agent_r1.cli.commands.train import seeded_start
@@ -23,7 +27,7 @@ from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.vocabulary import token_texts
-from agent_r1.train.garbage import parts_set_aside
+from agent_r1.train.garbage import parts_frozen
 from agent_r1.types import TaskRow
 
 EPISODES_PER_FILE = 4096  # an interruption loses at most this many, and this many are in memory at once
@@ -66,7 +70,7 @@ async def _collect(
     engine = build_engine(config, model)
     size = max(1, EPISODES_PER_FILE // samples)
     try:
-        with parts_set_aside(), Display(console, "collecting", total=len(rows) * samples) as display:
+        with parts_frozen(), Display(console, "collecting", total=len(rows) * samples) as display:
             collector, on_episode = train_collector(config, task, model.renderer, engine), advancing(display)
             for number, first in enumerate(range(0, len(rows), size)):
                 seed = stable_seed(config.seed, "collect", number)

@@ -9,16 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.build.plan import (
-    Model,
-    Task,
-    build_engine,
-    build_task,
-    eval_collector,
-    find_model,
-    load_model,
-    model_dtype,
-)
+from agent_r1.build.collectors import eval_collector
+from agent_r1.build.engine import build_engine
+from agent_r1.build.models.device import model_dtype
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.load import Model, load_model
+from agent_r1.build.task import Task, build_task
 from agent_r1.cli.display import Display, eval_summary, program
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import eval_failures
@@ -31,7 +27,7 @@ from agent_r1.runs.outcomes import EvalRecord, Subject, eval_file, keep, row_out
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
 from agent_r1.train.evaluate import evaluate
-from agent_r1.train.garbage import parts_set_aside
+from agent_r1.train.garbage import parts_frozen
 from agent_r1.train.trainer import EVAL_SEED
 from agent_r1.types import TaskRow
 
@@ -71,7 +67,7 @@ async def evaluate_model(
 ) -> Evaluation:
     engine = build_engine(config, model)
     try:
-        with parts_set_aside(), Display(console, "evaluating", total=len(rows) * config.eval.samples) as display:
+        with parts_frozen(), Display(console, "evaluating", total=len(rows) * config.eval.samples) as display:
             return await evaluate(
                 rows,
                 collector=eval_collector(config, task, model.renderer, engine),

@@ -9,7 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.build.plan import Task, load_model
+from agent_r1.build.models.load import load_model
+from agent_r1.build.start import base_model, warm_start
+from agent_r1.build.task import Task
 from agent_r1.cli.commands.eval import evaluate_model
 from agent_r1.cli.display import Display, eval_summary, program, warm_start_progress
 from agent_r1.cli.log import logging_to
@@ -19,8 +21,6 @@ from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.checkpoint import save_checkpoint
-from agent_r1.train.sft import warm_start
-from agent_r1.train.start import base_model
 
 
 def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, given: Sequence[str] = ()) -> Path:

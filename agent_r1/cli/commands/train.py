@@ -10,7 +10,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from agent_r1.build.plan import Plan, Task, load_model
+from agent_r1.build.learner import rehearse
+from agent_r1.build.models.load import load_model
+from agent_r1.build.plan import Plan
+from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
+from agent_r1.build.task import Task
+from agent_r1.build.trainer import build_trainer
 from agent_r1.cli.commands.eval import describe_sampling
 from agent_r1.cli.display import Display, clock, curve_picture, program, transcript_panel, warm_start_progress
 from agent_r1.cli.log import logging_to
@@ -25,11 +30,9 @@ from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
-from agent_r1.train.garbage import parts_set_aside
+from agent_r1.train.garbage import parts_frozen
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
-from agent_r1.train.start import base_model, needs_reference, reference_model, starting_model
-from agent_r1.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
     model = load_model(config, weights)
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         reference = reference_model(config, model, run.reference)
-        trainer = Trainer.build(config, run=run, plan=plan, model=model, reference=reference, display=display)
+        trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display)
         if config.task.tools:
             for problem in model.template.problems:
                 display.note(f"warning: chat template: {problem}")
@@ -80,10 +83,10 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
             await trainer.restore(load_state(checkpoint[1]))
             if done < config.trainer.steps:
                 display.note(f"continuing {run} after step {done}")
-        trainer.rehearse()
+        display.note(rehearse(config, trainer.learner))
         run.forget_after(done)
         run.write_tokens(token_texts(model.tokenizer))
-        with parts_set_aside():
+        with parts_frozen():
             if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
                 await trainer.evaluate(done)
             done = await train(

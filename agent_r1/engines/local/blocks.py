@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 Name = bytes
+BLOCK_SIZE = 32  # tokens of a sequence that are cached, and evicted, together
 START: Name = b""  # of the empty sequence
 
 

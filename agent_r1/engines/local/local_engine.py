@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from agent_r1.compiling import compile_each, repeated_layers
 from agent_r1.engines.base import Completion, Prompt, Sampling
+from agent_r1.engines.local.blocks import BLOCK_SIZE
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
 from agent_r1.engines.local.gpu.gpu_attention import Kernels
@@ -46,7 +47,6 @@ Result = TypeVar("Result")
 # Turns of the event loop before a step while nothing is in flight. An answered episode needs one to wake up and a few
 # for each task or timeout around its tool call; a turn costs some microseconds.
 SETTLE_TURNS = 32
-BLOCK_SIZE = 32  # tokens that are cached and evicted together
 POLL_SECONDS = 0.0005  # between checks whether the GPU is done; the next step is already launched, so nothing waits
 # Requests answered before the next step is planned, on a GPU. Each answer wakes an episode, whose parsing, tools and
 # rendering take about half a millisecond, while a burst takes about twenty. Answering all at once would leave the GPU

@@ -3,6 +3,8 @@
 The result is an ordinary Hugging Face directory: a Llama with random weights, and a byte-level BPE tokenizer trained on
 the text of a task. Any text is encoded and decoded exactly, while its frequent parts (the frame of a call, a name) are
 one token each: episodes stay below a hundred tokens, and copying a name means copying two.
+
+transformers is imported when a model is created, so that a dry run is quick.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_r1.data.rows import Demo
 from agent_r1.recipes.quickstart import task
 from agent_r1.tools.base import BaseTool
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -47,6 +51,9 @@ def make_tiny_model(
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=160,
@@ -92,6 +99,8 @@ def make_tokenizer(
 
 
 def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

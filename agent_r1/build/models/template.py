@@ -1,4 +1,4 @@
-"""Which tool-call format a run reads: the one that the chat template of its model writes."""
+"""Find out how the chat template of a run writes tool calls, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agent_r1.build.model_source import is_source
-from agent_r1.build.resolve import recipe_path
+from agent_r1.build.models.source import is_source
+from agent_r1.build.recipe import recipe_path
 from agent_r1.config import RunConfig
 from agent_r1.errors import DataError
 from agent_r1.tokens.formats.infer import TOOL, TemplateFormat, infer_format, template_format
@@ -18,23 +18,21 @@ from agent_r1.types import Message
 
 
 def known_template(config: RunConfig, directory: str | None) -> TemplateFormat | None:
-    """How the run's chat template writes calls; None if that needs a model that is not here yet."""
+    """Return how the run's chat template writes calls; None if that needs a model that is not here yet."""
     override = config.model.chat_template
     text = None if override is None else recipe_path(override, recipe=config.recipe).read_text("utf-8")
-    if directory is not None and not is_source(directory) and Path(directory).is_dir():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        except Exception:  # noqa: BLE001 (a damaged model is reported when it is loaded)
-            return None
-        if text is not None or tokenizer.chat_template is not None:
-            return template_format(
-                Renderer(tokenizer, chat_template=text, template_kwargs=config.model.template_kwargs)
-            )
+    if directory is None or is_source(directory) or not Path(directory).is_dir():
+        return None if text is None else _infer_from_text(text, config.model.template_kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception:  # noqa: BLE001 (a damaged model is reported when it is loaded)
         return None
-    return None if text is None else _of_text(text, config.model.template_kwargs)
+    if text is None and tokenizer.chat_template is None:
+        return None
+    return template_format(Renderer(tokenizer, chat_template=text, template_kwargs=config.model.template_kwargs))
 
 
-def _of_text(template: str, settings: dict[str, Any]) -> TemplateFormat:
+def _infer_from_text(template: str, settings: dict[str, Any]) -> TemplateFormat:
     def show(messages: list[Message], with_tools: bool) -> str:
         try:
             texts, _ = render_jinja_template(

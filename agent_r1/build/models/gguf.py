@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from agent_r1.build.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
+from agent_r1.build.models.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
 
 transformers_logging.disable_progress_bar()  # it would draw over our own display

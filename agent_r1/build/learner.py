@@ -1,0 +1,156 @@
+"""Build the learner of a run: algorithm, reward shaping, policy, critic and optimizer settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agent_r1.build.models.device import compiles_layers, model_device, model_dtype
+from agent_r1.build.models.load import Model
+from agent_r1.config import CriticConfig, LoRAConfig, RunConfig
+from agent_r1.learn.algorithms import Algorithm
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.losses import Correction, supervised_loss
+from agent_r1.learn.memory import estimate
+from agent_r1.learn.model.critic import Critic, CriticTraining
+from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
+from agent_r1.learn.optimizer import Decay, Schedule, schedule
+from agent_r1.learn.rewards import KLInReward, RewardShaper
+
+# Default tokens per pack. On a GPU, small packs are launched more slowly than they are computed.
+PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
+SFT_MIN_LR_RATIO = 0.1  # of sft.lr, at the last update
+
+
+def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
+    settings = config.algorithm
+    penalty = KLInReward(coef=settings.kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)
+    return RewardShaper(
+        process=config.rewards.process,
+        process_weight=config.rewards.process_weight,
+        overlong_limit=config.rollout.max_response_tokens,
+        overlong_buffer=algorithm.overlong_buffer,
+        overlong_penalty=algorithm.overlong_penalty,
+        kl=penalty if settings.kl_coef > 0 and settings.kl_in == "reward" else None,
+    )
+
+
+def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, reference: Model | None) -> Learner:
+    """`reference` is the policy before the first step, for the KL penalty."""
+    settings = config.learner
+    policy = _policy(config, model)
+    return Learner(
+        policy,
+        loss=algorithm.loss,
+        lr=settings.lr,
+        schedule=_schedule(config, settings.schedule, settings.warmup_steps),
+        temperature=config.rollout.temperature,
+        num_epochs=settings.num_epochs,
+        num_minibatches=settings.num_minibatches,
+        seed=config.seed,
+        target_kl=settings.target_kl,
+        kl_coef=config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=config.algorithm.kl_estimator,
+        reference=_reference(config, policy, reference),
+        entropy_coef=config.algorithm.entropy_coef,
+        own_old_logprobs=algorithm.own_old_logprobs,
+        correction=Correction(**config.correction.model_dump()) if config.correction is not None else None,
+        critic=_critic(config, policy) if algorithm.needs_critic else None,
+        **_shared_settings(config),
+    )
+
+
+def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:
+    """Build the learner of a warm start: the supervised loss, with its own learning rate and schedule."""
+    settings = config.sft
+    return Learner(
+        _policy(config, model),
+        loss=supervised_loss,
+        lr=settings.lr,
+        schedule=schedule(
+            settings.schedule, warmup_steps=settings.warmup_steps, total=num_updates, floor=SFT_MIN_LR_RATIO
+        ),
+        temperature=1.0,
+        **_shared_settings(config),
+    )
+
+
+def rehearse(config: RunConfig, learner: Learner) -> str:
+    """Check that a step fits into memory and describe what it takes. Shrinks packs if the config leaves their size."""
+    is_open = config.learner.max_tokens_per_pack is None
+    return estimate(learner, longest=config.rollout.max_context_tokens if is_open else None)
+
+
+def _policy(config: RunConfig, model: Model) -> PolicyModel:
+    return PolicyModel(
+        model.network,
+        autocast_dtype=_autocast_dtype(config),
+        fp32_head=config.model.fp32_head,
+        lora=_lora(config.lora, config.seed) if config.lora is not None else None,
+        compiled=compiles_layers(config),
+        checkpoint_activations=config.learner.activation_checkpointing,
+    )
+
+
+def _reference(config: RunConfig, policy: PolicyModel, reference: Model | None) -> PolicyModel | None:
+    if config.algorithm.kl_coef == 0:
+        return None
+    if config.lora is not None:
+        return policy.without_adapters()  # the initial policy
+    assert reference is not None
+    return PolicyModel(
+        reference.network.requires_grad_(False),
+        autocast_dtype=_autocast_dtype(config),
+        fp32_head=config.model.fp32_head,
+        compiled=compiles_layers(config),
+    )
+
+
+def _autocast_dtype(config: RunConfig) -> torch.dtype | None:
+    """None computes in float32, like the master weights."""
+    dtype = model_dtype(config)
+    return None if dtype == torch.float32 else dtype
+
+
+def _lora(settings: LoRAConfig, seed: int) -> LoRA:
+    return LoRA(
+        rank=settings.rank,
+        alpha=2.0 * settings.rank if settings.alpha is None else settings.alpha,
+        target_modules=None if settings.target_modules == "auto" else tuple(settings.target_modules),
+        seed=seed,
+    )
+
+
+def _schedule(config: RunConfig, decay: Decay, warmup_steps: int) -> Schedule:
+    learner = config.learner
+    total = config.trainer.steps * learner.num_epochs * learner.num_minibatches
+    return schedule(decay, warmup_steps=warmup_steps, total=total, floor=learner.min_lr_ratio)
+
+
+def _critic(config: RunConfig, policy: PolicyModel) -> CriticTraining:
+    settings, learner = config.critic or CriticConfig(), config.learner
+    warmup_steps = learner.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
+    return CriticTraining(
+        critic=Critic(policy, shared=settings.shared, normalize_returns=settings.normalize_returns),
+        lr=10 * learner.lr if settings.lr is None else settings.lr,
+        schedule=_schedule(config, settings.schedule or learner.schedule, warmup_steps),
+        value_clip=settings.value_clip,
+        value_coef=settings.value_coef,
+        warmup_updates=settings.warmup_updates,
+    )
+
+
+def _shared_settings(config: RunConfig) -> dict[str, Any]:
+    settings, pack_tokens = config.learner, PACK_TOKENS[model_device(config).type]
+    return {
+        "betas": settings.betas,
+        "adam_eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "max_tokens_per_pack": settings.max_tokens_per_pack or pack_tokens,
+        "max_nonfinite_updates": settings.max_nonfinite_updates,
+        "offload_optimizer": settings.offload_optimizer,
+        "prefix_sharing": settings.prefix_sharing,
+    }

@@ -1,0 +1,160 @@
+"""Load a model from a Hugging Face directory, and write it to one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from agent_r1.build.models.cache import put
+from agent_r1.build.models.device import model_device
+from agent_r1.build.models.find import find_model
+from agent_r1.build.models.source import as_directory, without_hub
+from agent_r1.build.recipe import recipe_path
+from agent_r1.config import RunConfig
+from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.guard import describe
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import TemplateReport, verify_template
+from agent_r1.train.checkpoint import Saveable
+
+transformers_logging.disable_progress_bar()  # it would overwrite our display
+
+# A model's own files; not trainer state, nor weights in formats that can run code.
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "README*")
+
+RENDERER_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Weights and tokenizer of one Hugging Face directory, with the renderer of its chat template."""
+
+    network: Any  # a transformers causal LM in float32, on the device of the run
+    tokenizer: Any
+    renderer: Renderer
+    template: TemplateReport  # what the chat template can do for an agent
+
+
+def load_model(config: RunConfig, directory: str | Path) -> Model:
+    """Load a model that `find_model` returned."""
+    device, directory = model_device(config), as_directory(str(directory))
+    tokenizer, network = _read(directory)
+    network = network.to(device)
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if positions is not None and config.rollout.max_context_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens={config.rollout.max_context_tokens} exceeds the model's {positions} positions"
+        )
+    if config.model.chat_template is not None:  # set on the tokenizer, so that it is saved with every checkpoint
+        tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
+    _check_template_kwargs(config, tokenizer)
+    renderer = Renderer(
+        tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
+    )
+    report = verify_template(renderer)
+    if not report.usable:
+        raise ConfigError(
+            f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template to a file "
+            "or to the bundled chatml_tools"
+        )
+    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=report)
+
+
+def _read(directory: str) -> tuple[Any, Any]:
+    """Read tokenizer and weights. Raises ConfigError for missing weights, which transformers would draw at random."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
+        ) from error
+    except MemoryError:  # not the fault of a file
+        raise
+    except Exception as error:  # safetensors, tokenizers and transformers raise different types for a damaged file
+        raise ConfigError(
+            f"cannot load a causal language model from {directory}: {describe(error)}. A file is damaged: fetch or "
+            "copy it again"
+        ) from error
+    for what, found in (("missing", loading["missing_keys"]), ("of the wrong shape", loading["mismatched_keys"])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in found):
+            raise ConfigError(
+                f"the causal language model in {directory} is incomplete: {len(names)} weights are {what}, first "
+                f"{names[0]}"
+            )
+    return tokenizer, network
+
+
+def save_model(model: Model, directory: Path, weights: Saveable | None = None) -> None:
+    """Write the model, with the given weights instead of its own if there are any."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (weights or model.network).save_pretrained(str(directory))
+    model.tokenizer.save_pretrained(str(directory))
+
+
+def export_model(path: str, directory: Path, report: Callable[[str], None]) -> int:
+    """Write any model that `find_model` takes as a Hugging Face directory. Returns its number of parameters."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} already exists: name a new or empty directory")
+    source = Path(as_directory(find_model(path), report))
+    if not source.is_dir():
+        report(f"fetching {path} from the hub")
+        try:
+            source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot fetch {path} from the hub: {error}{without_hub(path)}") from error
+    files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
+    if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
+        found = ", ".join(sorted(path.name for path in source.iterdir()))
+        raise DataError(f"{source} needs config.json and safetensors to be a model; it holds {found or 'nothing'}")
+    put(directory, lambda part: [shutil.copy2(file, part) for file in files])
+    return sum(_count_parameters(file) for file in directory.glob("*.safetensors"))
+
+
+def _count_parameters(weights: Path) -> int:
+    with safe_open(str(weights), framework="pt") as tensors:
+        return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())  # noqa: SIM118
+
+
+def _check_template_kwargs(config: RunConfig, tokenizer: Any) -> None:
+    """Refuse settings that the chat template never reads."""
+    given, template = config.model.template_kwargs, tokenizer.chat_template
+    if not given or not template:
+        return
+    sources = template.values() if isinstance(template, dict) else [template]
+    try:
+        read = set[str]().union(*map(_variables, sources)) - RENDERER_ARGUMENTS
+    except TemplateError:  # rendering will report it
+        return
+    unread = [name for name in given if name not in read]
+    if unread:
+        known = did_you_mean(unread[0], read - set(tokenizer.special_tokens_map))
+        raise ConfigError(f"model.template_kwargs.{unread[0]}: the chat template has no such setting.{known}")
+
+
+def _variables(template: str) -> set[str]:
+    """Return the variables that a template reads. transformers adds loop controls and a `generation` tag to Jinja."""
+    language = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found = find_undeclared_variables(language.parse(_GENERATION_TAG.sub("", template)))
+    return found - language.globals.keys() - {"raise_exception", "strftime_now"}
+
+
+def _generation_stop_ids(network: Any) -> list[int]:
+    """Return the stop tokens of the generation config, such as Qwen's <|endoftext|> and Llama's <|eom_id|>."""
+    ids = network.generation_config.eos_token_id if network.generation_config is not None else None
+    return [ids] if isinstance(ids, int) else list(ids or [])

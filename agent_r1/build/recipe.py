@@ -1,0 +1,178 @@
+"""The files of a recipe: where they are, which of them its behaviour depends on, and its data."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import yaml
+
+from agent_r1 import __version__
+from agent_r1.build.models.cache import cache_root
+from agent_r1.build.resolve import import_file, named_module, recipe_folder, resolve
+from agent_r1.config import RECIPES, RunConfig, recipe_file
+from agent_r1.data.downloads import data_dir
+from agent_r1.errors import ConfigError
+from agent_r1.guard import is_library
+from agent_r1.places import anchored
+from agent_r1.runs.reader import is_run
+
+PACKAGE = Path(__file__).resolve().parents[1]
+TEMPLATES = PACKAGE / "templates"
+TOOLS = PACKAGE / "tools"
+
+READ_WHOLE = 16 * 2**20  # bytes; larger files are identified by size and time
+CODE = (".py", ".jinja", ".j2")
+# What code reads, as opposed to documentation, logs and pictures.
+_READ = (*CODE, ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
+
+
+def recipe_path(name: str, *, recipe: str) -> Path:
+    """Find a file named in a recipe: beside its YAML, anywhere by path, or a bundled chat template by its bare name."""
+    beside, path = recipe_folder(recipe) / name, anchored(name)
+    bundled = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
+    found = next((place for place in (beside, path, bundled.get(name)) if place is not None and place.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"file {name!r} not found in {beside.parent} or at {path}, and it is not a bundled chat template "
+            f"({', '.join(sorted(bundled))})"
+        )
+    return found
+
+
+def data_name(recipe: str) -> str | None:
+    """Return the name under which the recipe's data are kept: `FOLDER` in its `data.py`."""
+    name: str | None = getattr(import_file("data", recipe=recipe), "FOLDER", None)
+    return name
+
+
+def prepare_data(
+    recipe: str, directory: Path | None, report: Callable[[str], None], source: Path | None = None
+) -> Path:
+    """Call the recipe's `data.prepare` and return the data directory, by default the one the recipe reads."""
+    if not (recipe_folder(recipe) / "data.py").is_file():
+        raise ConfigError(f"{recipe} has no data to fetch: there is no data.py in {recipe_folder(recipe)}")
+    chosen = data_dir(resolve("data.FOLDER", recipe=recipe)) if directory is None else directory
+    prepare = resolve("data.prepare", recipe=recipe)
+    if source is None:
+        prepare(chosen, report)
+    elif "source" in inspect.signature(prepare).parameters:
+        prepare(chosen, report, source=source)
+    else:
+        raise ConfigError(f"--from {source}: {recipe} reads its data unchanged; use data.path={source}")
+    return chosen
+
+
+def code_digest(names: Iterable[str], *, recipe: str) -> str:
+    """Hash the code that these names depend on, without data."""
+    return _digest_files(path for path in _files(names, recipe) if path.suffix in CODE)
+
+
+def recipe_digest(names: Iterable[str], *, recipe: str) -> str:
+    """Hash the code that these names depend on and the data beside it."""
+    return _digest_files(_files(names, recipe))
+
+
+def folder_digest(place: Path) -> str:
+    """Hash the names, sizes and times of a file or of all files in a folder."""
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    return digest(str(place.resolve()), [_signature(path) for path in files])
+
+
+def digest(*parts: object) -> str:
+    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _files(names: Iterable[str], recipe: str) -> list[Path]:
+    return [*recipe_files(recipe), *borrowed_files(names, recipe=recipe)]
+
+
+def _digest_files(files: Iterable[Path]) -> str:
+    return digest(*((path.name, _content(path)) for path in files))
+
+
+def _content(path: Path) -> object:
+    """Small files by content, so that a copy of a recipe has the same digest."""
+    try:
+        small = path.stat().st_size <= READ_WHOLE
+        return hashlib.sha256(path.read_bytes()).hexdigest() if small else _signature(path)
+    except OSError:  # unreadable files cannot matter
+        return None
+
+
+def _signature(path: Path) -> tuple[str, int, int]:
+    return path.name, path.stat().st_size, path.stat().st_mtime_ns
+
+
+def recipe_files(recipe: str) -> list[Path]:
+    """List the files that a recipe's behaviour may depend on.
+
+    These are its own files and all bundled recipes and tools, because recipes borrow from each other. YAML files that
+    describe runs are left out: their relevant settings are hashed one by one.
+    """
+    own = recipe_file(recipe).resolve()
+    found = [path for folder in (own.parent, RECIPES.resolve(), TOOLS.resolve()) for path in _walk(folder)]
+    return [path for path in dict.fromkeys(found) if path != own and not _describes_run(path)]
+
+
+def borrowed_files(names: Iterable[str], *, recipe: str) -> list[Path]:
+    """List the Python files that dotted names lead to outside the recipe, this package and installed libraries.
+
+    For the module of each name and the one that defines the object, these are all files of its top-level package, or of
+    its folder if it is in no package. Imports of these files are not followed.
+    """
+    found: list[Path] = []
+    for name in names:
+        definer = getattr(resolve(name, recipe=recipe), "__module__", None)
+        for module in (named_module(name, recipe=recipe), sys.modules.get(str(definer))):
+            file = Path(getattr(module, "__file__", None) or __file__).resolve()
+            if module is None or is_library(file) or file.is_relative_to(PACKAGE):
+                continue
+            if file.is_relative_to(recipe_folder(recipe)):
+                continue
+            folders = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", None)
+            if folders is None:
+                found += sorted(path for path in file.parent.glob("*.py") if path.is_file())
+            for folder in folders or ():
+                found += [path for path in _walk(Path(folder)) if path.suffix == ".py"]
+    return list(dict.fromkeys(found))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files that code may read, in a fixed order. Follows links, but not in circles."""
+    seen = set()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        if (place := Path(root).resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not _is_output(Path(root, name)))
+        for name in sorted(files):
+            if name.endswith(_READ) and not name.startswith((".", "README", "LICENSE")):
+                yield Path(root, name)
+
+
+def _is_output(folder: Path) -> bool:
+    """Whether a run, the cache, Python or git left the folder there."""
+    if folder.name.startswith((".", "__pycache__")) or folder.resolve() == cache_root().resolve():
+        return True
+    return (folder / "pyvenv.cfg").is_file() or is_run(folder)
+
+
+def _describes_run(path: Path) -> bool:
+    """Whether it is YAML like `base.yaml` or a preset, and not something that a task reads."""
+    if path.suffix not in (".yaml", ".yml"):
+        return False
+    try:
+        described = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
+        return False
+    return "base" in described or {"task", "model"} <= described.keys()

@@ -1,0 +1,46 @@
+"""Build the trainer of a run."""
+
+from __future__ import annotations
+
+from agent_r1.build.collectors import eval_collector, greedy_collector, train_collector
+from agent_r1.build.engine import build_engine
+from agent_r1.build.learner import build_learner, build_shaper
+from agent_r1.build.models.load import Model
+from agent_r1.build.plan import Plan
+from agent_r1.build.recipe import code_digest
+from agent_r1.build.task import named_code
+from agent_r1.config import RunConfig
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.train.trainer import Progress, Trainer
+
+
+def build_trainer(
+    config: RunConfig, *, run: RunDir, plan: Plan, model: Model, reference: Model | None, progress: Progress
+) -> Trainer:
+    """`reference` is the policy before the first step, for the KL penalty."""
+    engine = build_engine(config, model)
+    if engine.startup_seconds > 1:
+        progress.note(f"engine: ready after {engine.startup_seconds:.0f} s of compiling and capturing")
+    parts = (config, plan.task, model.renderer, engine)
+    return Trainer(
+        run=run,
+        train_rows=plan.train_rows,
+        test_rows=plan.test_rows,
+        algorithm=plan.algorithm,
+        shaper=build_shaper(config, plan.algorithm),
+        learner=build_learner(config, model, plan.algorithm, reference),
+        tokenizer=model.tokenizer,
+        engine=engine,
+        collector=train_collector(*parts),
+        greedy_collector=greedy_collector(*parts) if plan.algorithm.needs_greedy else None,
+        eval_collector=eval_collector(*parts),
+        scorer=plan.task.scorer,
+        progress=progress,
+        seed=config.seed,
+        rows_per_step=config.rollout.rows_per_step,
+        success_reward=config.task.success_reward,
+        max_error_fraction=config.rollout.max_error_fraction,
+        dump_every=config.trainer.dump_every,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        code=code_digest(named_code(config), recipe=config.recipe),
+    )

@@ -1,0 +1,213 @@
+"""Play demonstrations: the texts an expert would write, through the flow and env that RL uses.
+
+A sampler replays the texts, so the resulting steps are exactly what RL would sample and train on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from textwrap import shorten
+
+from agent_r1.data.downloads import Report
+from agent_r1.data.rows import Demo
+from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling
+from agent_r1.errors import DataError
+from agent_r1.flows.context import ContextPolicy, ContextView, Writer
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
+from agent_r1.rollout.collect import Collector
+from agent_r1.tokens.formats import FORMATS, ParsedCall
+from agent_r1.tokens.rendering import Renderer
+from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
+
+WriteSummary = Callable[[list[Message]], str | Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPlayer:
+    """Plays demonstrations. `write_summary` is needed if the context policy asks for summaries."""
+
+    make_collector: Callable[[Sampler], Collector]
+    renderer: Renderer
+    max_concurrent: int
+    write_summary: WriteSummary | None = None
+
+    async def play(self, demos: Sequence[Demo], report: Report) -> list[Trajectory]:
+        """Return the demonstrations that fit the limits. Raises DataError for one that cannot be played."""
+        gate = asyncio.Semaphore(self.max_concurrent)
+        try:
+            async with asyncio.TaskGroup() as group:  # if one cannot be played, the others stop and close their envs
+                plays = [group.create_task(self._play(index, demo, gate)) for index, demo in enumerate(demos)]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        played = [play.result() for play in plays]
+        fitting = [each for each in played if isinstance(each, Trajectory)]
+        too_long = [each for each in played if isinstance(each, _TooLong)]
+        if too_long:
+            first = too_long[0]
+            what = f"{len(too_long)} of {len(demos)} demonstrations exceed a limit"
+            example = f"the first is of row {first.row_id}: {first.limit}"
+            if 2 * len(fitting) < len(demos):
+                raise DataError(f"{what}; {example}. Raise the limit, or shorten them")
+            report(f"{what} and are left out; {example}")
+        _report_failed_calls(fitting, report)
+        return fitting
+
+    async def _play(self, index: int, demo: Demo, gate: asyncio.Semaphore) -> Trajectory | _TooLong:
+        row, texts = demo
+        replay = _Replay(self.renderer, texts)
+        collector = self.make_collector(replay)
+        collector = replace(collector, make_flow=self._with_expert(collector.make_flow, replay))
+        episode = collector.episode(Episode, f"{row.row_id}#demo{index}", index)
+        async with gate:
+            trajectory = await collector.play(row, episode)
+        name = f"demonstration {index} ({row.row_id})"
+        _check_calls(name, trajectory)  # first: a bad call may have caused other errors
+        stop = episode.limit or trajectory.stop  # a first prompt that is too long counts as a limit, not as a failure
+        if stop.is_failure:
+            raise DataError(f"{name} failed when played: {trajectory.error}")
+        actions = sum(not step.is_summary for step in trajectory.steps)
+        if stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts)):
+            limit = episode.limit_setting
+            return _TooLong(row_id=row.row_id, limit=f"rollout.{limit} is {getattr(episode.limits, limit)}")
+        if actions != len(texts):
+            raise DataError(
+                f"{name} has {len(texts)} texts but its episode ended after {actions} steps with "
+                f"{trajectory.stop.value!r}; last text: {trajectory.final_text!r}"
+            )
+        return trajectory
+
+    def _with_expert(
+        self, make_flow: Callable[[TaskRow], AgentFlowBase], replay: _Replay
+    ) -> Callable[[TaskRow], AgentFlowBase]:
+        """Let the expert write the summaries that the model would be asked for."""
+        if (write := self.write_summary) is None:
+            return make_flow
+
+        def make_expert_flow(row: TaskRow) -> AgentFlowBase:
+            flow = make_flow(row)
+            assert flow.context is not None
+            flow.context = _ExpertContext(flow.context, write, replay)
+            return flow
+
+        return make_expert_flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TooLong:
+    """A demonstration that exceeds a limit of an episode."""
+
+    row_id: str
+    limit: str
+
+
+def _failed_calls(trajectory: Trajectory) -> list[ToolCallRecord]:
+    return [call for step in trajectory.steps for call in step.calls if call.error is not None]
+
+
+def _check_calls(name: str, trajectory: Trajectory) -> None:
+    """Refuse calls of tools that do not exist and calls in another format; other calls may fail on purpose."""
+    for call in _failed_calls(trajectory):
+        if call.fault == "unknown_tool":
+            raise DataError(f"{name} calls a tool that does not exist: {call.error}")
+    if (written := _foreign_format(trajectory)) is not None:
+        raise DataError(
+            f"{name} writes its calls in the format {written!r}, which the env does not read: set "
+            f"task.env_kwargs.tool_format={written}, or write the calls in the env's format"
+        )
+
+
+def _foreign_format(trajectory: Trajectory) -> str | None:
+    """Return the format of a call that the env could not read, if another format can."""
+    for step in trajectory.steps:
+        for call in step.calls:
+            if call.fault != "malformed":
+                continue
+            text = step.action_text[slice(*call.text_span)]
+            for name, each in FORMATS.items():
+                events = each.parse(text)[1]
+                if events and all(isinstance(event, ParsedCall) for event in events):
+                    return name
+    return None
+
+
+def _report_failed_calls(played: Sequence[Trajectory], report: Report) -> None:
+    """Failed calls are not an error: some recipes show on purpose how to recover from them."""
+    failed = [(trajectory.row_id, calls[0]) for trajectory in played if (calls := _failed_calls(trajectory))]
+    if failed:
+        row_id, call = failed[0]
+        why = shorten(call.error or "", 200, placeholder=" ...")
+        report(
+            f"{len(failed)} of {len(played)} demonstrations contain calls that failed, the first (row {row_id}): "
+            f"{call.name or 'unreadable call'}: {why}"
+        )
+
+
+class _Replay:
+    """A sampler that returns the expert's texts."""
+
+    def __init__(self, renderer: Renderer, texts: Sequence[str]) -> None:
+        self._renderer = renderer
+        self._texts = iter(texts)
+        self._summary: str | None = None
+
+    def say_next(self, summary: str) -> None:
+        """Return this summary next, before the remaining texts."""
+        self._summary = summary
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        is_summary = self._summary is not None
+        text, self._summary = self._summary if is_summary else next(self._texts, None), None
+        if text is None:
+            raise DataError("the expert's texts end before the episode does: the last one must end it")
+        ids = self._renderer.encode_response(text)
+        fits = len(ids) <= sampling.max_tokens
+        if is_summary and not fits:
+            raise DataError(
+                f"context.demo_summary wrote {len(ids)} tokens, and {sampling.max_tokens} are allowed: {text[:80]!r}"
+            )
+        ids = ids[: sampling.max_tokens]
+        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop" if fits else "length")
+
+    def release(self, session: str) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertContext(ContextPolicy):
+    """A context policy whose summaries a function writes, from the whole conversation."""
+
+    policy: ContextPolicy
+    write_summary: WriteSummary
+    replay: _Replay
+
+    def begin(self, messages: list[Message]) -> None:
+        self.policy.begin(messages)
+
+    async def prepare(self, messages: list[Message], writer: Writer) -> None:
+        await self.policy.prepare(messages, _Expert(self, messages, writer))
+
+    async def show(self, messages: list[Message]) -> ContextView:
+        return await self.policy.show(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    context: _ExpertContext
+    conversation: list[Message]
+    writer: Writer
+
+    def count_tokens(self, messages: list[Message]) -> int:
+        return self.writer.count_tokens(messages)
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        made = self.context.write_summary(deepcopy(self.conversation))
+        text = await made if inspect.isawaitable(made) else made
+        if not isinstance(text, str):
+            raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a text")
+        self.context.replay.say_next(text)
+        return await self.writer.write(messages, max_tokens=max_tokens)
