@@ -1,10 +1,9 @@
 """Scoring: outcome rewards for finished trajectories.
 
-A reward is a function `reward(row, trajectory) -> float | dict`, sync or async. A dict names its components; the one
-called "reward" is what is trained on, the others are reported. A reward that raises, hangs or returns NaN fails its
-own episode, loudly, and not the run.
+A reward is a function `reward(row, trajectory) -> float | dict`, sync or async. A dict names its components: "reward"
+is trained on, the others are reported. A reward that raises, hangs or returns NaN fails its episode, not the run.
 
-Rewards of several parts: `shaping.py`. Models that score: `reward_model.py`, `classifier_reward.py`, `judge.py`.
+`rewards/` has rewards made of parts, reward models and judges.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Scorer:
     max_concurrent: int = MAX_CONCURRENT
 
     async def __call__(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups with outcome rewards filled in; trajectories that failed earlier are left as they are."""
-        # Sync rewards share the interpreter: more threads than a few would only run out each other's time.
+        """Return the groups with outcome rewards; trajectories that failed earlier stay as they are."""
+        # Sync rewards share the interpreter: with more threads they would only use up each other's time.
         gate = asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
         return list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
 
@@ -66,20 +65,20 @@ class Scorer:
 
 
 def named_components(value: Any) -> dict[str, float]:
-    """What a reward returned, as finite floats by name; a plain number is the component "reward"."""
+    """Return the result of a reward as finite floats by name; a plain number is the component "reward"."""
     named = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in named:
-        raise ValueError(f"a dict of components needs the key 'reward' (what is trained on); got {sorted(named)}")
+        raise ValueError(f"a dict of components needs the key 'reward', which is trained on; got {sorted(named)}")
     checked: dict[str, float] = {}
     for key, part in named.items():
-        if not isinstance(part, Real) or not math.isfinite(part):  # numpy's scalars are real numbers too
+        if not isinstance(part, Real) or not math.isfinite(part):  # numpy's scalars are Real
             raise ValueError(f"component {key!r} is {part!r:.80}; rewards must be finite numbers")
         checked[str(key)] = float(part)
     return checked
 
 
 def check_reward_signature(reward: Any, name: str) -> None:
-    """Say before the run, not after the first batch, that a reward cannot be called with (row, trajectory)."""
+    """Raise ConfigError before the run if a reward cannot be called with (row, trajectory)."""
     if not callable(reward):
         raise ConfigError(f"reward {name!r} is {reward!r}, not a function (row, trajectory) -> float")
     try:

@@ -136,7 +136,7 @@ def test_a_text_that_cannot_be_made_or_read_fails_its_own_episode(tmp_path: Path
     scorer = ClassifierReward(saved(tmp_path, "llama"), format=fussy, max_tokens=128)
     good, empty, bad, other = classify(scorer, ["good", "", "bad", "other"])
     assert [good, other] == pytest.approx(classify(scorer, ["good", "other"]), abs=1e-5)
-    assert "has no tokens; check what `format` returns" in str(empty)
+    assert "has no tokens" in str(empty)
     assert isinstance(bad, KeyError)
     [failed] = classify(scorer, [""])
     assert isinstance(failed, ScoringError)

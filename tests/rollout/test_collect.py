@@ -225,7 +225,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest_cause() -> None:
 def test_an_engine_that_fails_is_a_failed_episode_too() -> None:
     [trajectory] = play(collector([], make_env=echo))
     assert trajectory.stop is StopReason.ERROR
-    assert "asked for one more" in (trajectory.error or "")
+    assert "RolloutError" in (trajectory.error or "")
     assert trajectory.steps == []
 
 

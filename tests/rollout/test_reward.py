@@ -80,7 +80,7 @@ def sleeps(row: TaskRow, trajectory: Trajectory) -> float:
         (lambda row, t: math.inf, "is inf"),
         (lambda row, t: None, "is None"),
         (lambda row, t: "1", "is '1'"),
-        (lambda row, t: {"score": 1.0}, r"needs the key 'reward' .* got \['score'\]"),
+        (lambda row, t: {"score": 1.0}, r"needs the key 'reward'.* got \['score'\]"),
         (raises, "KeyError: 'no such answer'"),
         (lambda row, t: sys.exit(), "SystemExit"),
         (lambda row, t: panic(), "panic"),

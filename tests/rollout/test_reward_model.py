@@ -163,7 +163,7 @@ def test_only_the_episodes_at_fault_fail_of_a_batch(drawn: tuple[int, set[int]])
     scored = score(batched(Recorder(chokes), max_batch=count), range(count))
     assert {index for index, t in enumerate(scored) if t.stop.is_failure} == bad
     assert all(t.outcome_reward == index for index, t in enumerate(scored) if index not in bad)
-    assert all("by Recorder: KeyError: 'cannot read it'" in (scored[index].error or "") for index in bad)
+    assert all("KeyError: 'cannot read it'" in (scored[index].error or "") for index in bad)
 
 
 def test_one_bad_episode_is_found_by_halving() -> None:
@@ -176,7 +176,7 @@ def test_a_scorer_can_say_which_episode_failed() -> None:
     scorer = Recorder(lambda values, attempt: [values[0], ValueError("too long"), values[2]])
     scored = score(batched(scorer), [1, 2, 3])
     assert [t.stop.is_failure for t in scored] == [False, True, False]
-    assert "this episode could not be scored by Recorder: ValueError: too long" in (scored[1].error or "")
+    assert "Recorder could not score this episode: ValueError: too long" in (scored[1].error or "")
     assert len(scorer.batches) == 1
 
 
@@ -251,13 +251,11 @@ def test_an_episode_that_ran_out_of_time_is_left_out_of_the_next_attempt() -> No
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_batch and max_concurrent of at least 1"):
+    with pytest.raises(ConfigError, match="max_batch=0"):
         BatchedReward(Recorder(), max_batch=0)
-    with pytest.raises(ConfigError, match=r"whole numbers.* got 2.5"):
-        BatchedReward(Recorder(), max_batch=2.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="attempts must be at least 1"):
+    with pytest.raises(ConfigError, match="attempts=0"):
         BatchedReward(Recorder(), attempts=0)
-    with pytest.raises(ConfigError, match=r"seconds_per_attempt positive .* got 3, nan"):
+    with pytest.raises(ConfigError, match="seconds_per_attempt=nan"):
         BatchedReward(Recorder(), seconds_per_attempt=math.nan)
     for scorer in (object(), Recorder):
         with pytest.raises(ConfigError, match=r"an object with a method score\(items\), got <"):
@@ -276,7 +274,7 @@ def test_waits_grow_and_do_not_touch_the_seeded_random_numbers(monkeypatch: pyte
     before = random.getstate()
     monkeypatch.setattr(asyncio, "sleep", no_sleep)
     with pytest.raises(ScoringError, match="it failed after 4 attempts; the last: TransientError: busy"):
-        asyncio.run(Attempts(4, 1.0, 1.0).run(busy, who="it"))
+        asyncio.run(Attempts(4, 1.0, 1.0).run(busy, name="it"))
     # 1, 2, 4 seconds, each times a half to one and a half; the third on top of what the server asked for
     assert 0.5 <= waits[0] <= 1.5
     assert 1 <= waits[1] <= 3

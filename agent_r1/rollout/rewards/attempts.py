@@ -1,7 +1,4 @@
-"""Asking a service that may be slow, busy or gone for a moment: repeated attempts, and what they share.
-
-Used by the rewards that ask a model, `reward_model.py` and `judge.py`. Not known here: what is asked.
-"""
+"""Ask a service that may be slow, busy or briefly gone: repeated attempts, and objects shared by concurrent calls."""
 
 from __future__ import annotations
 
@@ -17,79 +14,80 @@ from agent_r1.guard import TimedOut, describe
 
 T = TypeVar("T")
 
-_JITTER = random.Random()  # its own stream: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # a stream of its own: waiting must not change what a seeded run samples
 
 
 class ScoringError(AgentR1Error, RuntimeError):
-    """A model could not score an episode; the episode fails with it, the run goes on."""
+    """A model could not score an episode. The episode fails; the run continues."""
 
 
 class OutOfAttempts(ScoringError):
-    """Every attempt failed in a way that may pass: the fault lies with who was asked, not with what was asked."""
+    """All attempts failed; the service is at fault, not the request."""
 
 
 class TransientError(ScoringError):
-    """This attempt failed, the next may not. A scorer raises it to be asked again."""
+    """This attempt failed, the next may not. Scorers raise it to be asked again."""
 
     def __init__(self, message: str, *, wait_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.wait_seconds = wait_seconds  # at least, before the next attempt
 
 
-# Of OSError only these: a missing model file will be missing again.
+# Not every OSError: a missing model file will be missing again.
 TRANSIENT: tuple[type[Exception], ...] = (TransientError, TimedOut, TimeoutError, ConnectionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """How often and how long to try. Waits grow as 1, 2, 4, ... times `backoff_seconds`, by chance up to half off."""
+    """How often and how long to try. Waits are about 1, 2, 4, ... times `backoff_seconds`."""
 
     attempts: int
     seconds: float  # per attempt
     backoff_seconds: float
 
     def __post_init__(self) -> None:
-        if not (self.attempts >= 1 and self.seconds > 0 and self.backoff_seconds >= 0):  # nor NaN
+        if not (self.attempts >= 1 and self.seconds > 0 and self.backoff_seconds >= 0):  # refuses NaN too
             raise ConfigError(
-                "attempts must be at least 1, seconds_per_attempt positive and backoff_seconds not negative: "
-                f"got {self.attempts}, {self.seconds} and {self.backoff_seconds}"
+                f"attempts={self.attempts}, seconds_per_attempt={self.seconds}, backoff_seconds={self.backoff_seconds}:"
+                " need at least 1 attempt, a positive time and no negative wait"
             )
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], *, who: str) -> T:
-        """The result of the first attempt that succeeds, or OutOfAttempts. Other errors are not repeated."""
+    async def run(self, attempt: Callable[[], Awaitable[T]], *, name: str) -> T:
+        """Return the result of the first attempt that succeeds. Only `TRANSIENT` errors are retried."""
         for number in range(self.attempts):
             try:
                 return await attempt()
             except TRANSIENT as error:
                 if number + 1 == self.attempts:
-                    tried = f"{self.attempts} attempt{'s' if self.attempts > 1 else ''}"
-                    raise OutOfAttempts(f"{who} failed after {tried}; the last: {describe(error)}") from error
-                # Never all at once again: those that failed together would only fail together once more.
+                    message = f"{name} failed after {self.attempts} attempts; the last: {describe(error)}"
+                    raise OutOfAttempts(message) from error
+                # Jitter, so that requests that failed together do not return together.
                 pause = self.backoff_seconds * 2**number * _JITTER.uniform(0.5, 1.5)
                 await asyncio.sleep(pause + (error.wait_seconds if isinstance(error, TransientError) else 0.0))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 class PerLoop(Generic[T]):
-    """One T for all overlapping calls of an event loop: made for the first of them, closed after the last."""
+    """One object shared by all overlapping calls in an event loop: made for the first, closed after the last."""
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> None:
         self._make = make
         self._close = close
-        self._shared: dict[asyncio.AbstractEventLoop, tuple[T, set[object]]] = {}
+        self._shared: dict[asyncio.AbstractEventLoop, T] = {}
+        self._users: dict[asyncio.AbstractEventLoop, int] = {}
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[T]:
-        loop, user = asyncio.get_running_loop(), object()
+        loop = asyncio.get_running_loop()
         if loop not in self._shared:
-            self._shared[loop] = (self._make(), set())
-        shared, users = self._shared[loop]
-        users.add(user)
+            self._shared[loop], self._users[loop] = self._make(), 0
+        shared = self._shared[loop]
+        self._users[loop] += 1
         try:
             yield shared
         finally:
-            users.remove(user)
-            if not users:
-                del self._shared[loop]
+            self._users[loop] -= 1
+            if self._users[loop] == 0:
+                del self._shared[loop], self._users[loop]
                 if self._close is not None:
                     await self._close(shared)

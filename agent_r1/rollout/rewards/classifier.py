@@ -2,8 +2,7 @@
 
     reward = BatchedReward(ClassifierReward("path/to/model", device="cuda"))
 
-What it reads of an episode is `format`'s choice. Not known here: how episodes come together in batches, and what
-happens to those that fail (`reward_model.py`).
+`format` chooses what it reads of an episode. `reward_model.py` makes batches and handles failures.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from agent_r1.types import Message, TaskRow, Trajectory
 
 
 def final_exchange(row: TaskRow, trajectory: Trajectory) -> list[Message]:
-    """The row's prompt and the last thing the policy said, as a conversation."""
+    """Return the row's prompt and the last response as a conversation."""
     return [*row.prompt, {"role": "assistant", "content": trajectory.final_text}]
 
 
 class ClassifierReward:
-    """A Hugging Face sequence-classification model, as reward models are published: its one output is the score.
+    """A Hugging Face sequence-classification model: its only output, or the probability of `label`, is the score.
 
-    Of a model with several labels, the probability of `label` is. The model is loaded where the object is made, before
-    any time limit runs. One batch at a time is computed, in a thread: leave `BatchedReward.max_concurrent` at 1.
+    The model is loaded when the object is created, before any time limit. One batch at a time is computed, in a thread:
+    leave `BatchedReward.max_concurrent` at 1.
 
-    No message can forge a turn: text in it that spells a special token stays text. In a string, which `format` writes
-    token by token itself, special tokens count, also those the policy wrote: prefer messages, or strip them there.
+    In messages, text that spells a special token stays text, so no message can forge a turn. In a string, special
+    tokens count, including those that the policy wrote: prefer messages, or strip them in `format`.
     """
 
     def __init__(
         self,
         path: str,  # a folder or a hub id
         *,
-        format: Callable[[TaskRow, Trajectory], str | list[Message]] = final_exchange,  # messages: by its template
+        format: Callable[[TaskRow, Trajectory], str | list[Message]] = final_exchange,  # messages are templated
         device: str = "cpu",
-        max_tokens: int = 4096,  # a longer text loses its beginning: the answer is at the end
+        max_tokens: int = 4096,  # longer texts lose their beginning, not the answer
         max_batch: int = 16,  # texts per forward pass
         label: int | None = None,
     ) -> None:
@@ -54,7 +53,7 @@ class ClassifierReward:
         self._model, self._tokenizer = _load(path, device)
         labels = self._model.config.num_labels
         if (label is None and labels != 1) or (label is not None and not 0 <= label < labels):
-            raise ConfigError(f"{path} has {labels} labels, got label={label}; give the index of the one to score by")
+            raise ConfigError(f"{path} has {labels} labels, got label={label}; give the index of one of them")
         places = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         if max_tokens > places:
             raise ConfigError(f"{path} reads at most {places} tokens, got max_tokens={max_tokens}; lower it")
@@ -75,7 +74,7 @@ class ClassifierReward:
             return scores
         except asyncio.CancelledError:
             given_up.set()
-            await asyncio.wait({work})  # only then is the model free
+            await asyncio.wait({work})  # until the model is free
             raise
 
     def _scores(self, items: Sequence[Item], given_up: Event) -> list[float | Exception]:
@@ -87,7 +86,7 @@ class ClassifierReward:
                     return []
                 try:
                     ids[index] = self._token_ids(self._format(row, trajectory))
-                except Exception as error:  # noqa: BLE001 (a text that cannot be made or read is its episode's failure)
+                except Exception as error:  # noqa: BLE001 (only this episode fails)
                     scores[index] = error
             shortest_first = sorted(ids, key=lambda index: len(ids[index]))
             for start in range(0, len(ids), self._max_batch):
@@ -102,23 +101,23 @@ class ClassifierReward:
         ids: list[int]
         if isinstance(text, str):
             ids = self._tokenizer(text, truncation=True, max_length=self._max_tokens)["input_ids"]
-        else:  # the template writes the special tokens, and between the pieces of a look-alike there is none
+        else:  # only the template writes special tokens; look-alikes in messages are cut into pieces
             pieces = self._tokenizer.apply_chat_template(self._special.defuse(text), tokenize=False).split(CUT)
             encoded = (self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces if piece)
             ids = [token for piece in encoded for token in piece][-self._max_tokens :]
         if not ids:
-            raise ScoringError("the text of this episode has no tokens; check what `format` returns")
+            raise ScoringError("the text of this episode has no tokens: check `format`")
         return ids
 
     def _forward(self, ids: list[list[int]]) -> list[float]:
         import torch
 
-        # On the right, whatever the tokenizer prefers: what comes after a text cannot shift its positions.
         config = self._model.config.get_text_config()
         given = config.pad_token_id
-        # Decoders are read at the last id that is not the padding. A model without one is read at its very last.
-        pad = given if given is not None else _absent(ids)
+        # Decoders are read at the last id that is not padding; without a pad id, use one that does not occur.
+        pad = given if given is not None else _absent_id(ids)
         longest = max(map(len, ids))
+        # Padding on the right does not shift positions.
         tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=self._model.device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=self._model.device)
         config.pad_token_id = pad
@@ -132,7 +131,7 @@ class ClassifierReward:
         return as_floats
 
 
-def _absent(ids: list[list[int]]) -> int:
+def _absent_id(ids: list[list[int]]) -> int:
     present = {token for row in ids for token in row}
     return next(token for token in range(len(present) + 1) if token not in present)
 

@@ -1,12 +1,10 @@
-"""Models that score: what one has to offer, and how concurrent episodes reach it in batches.
+"""Reward models: concurrent episodes reach a model in batches.
 
     reward = BatchedReward(my_model, max_batch=32)
 
-A `BatchScorer` turns finished episodes into numbers, many at a time. `BatchedReward` makes a reward function of it: it
-gathers the episodes that are being scored at once, limits and repeats attempts, and of a batch that fails finds the
-episodes at fault. Nothing is kept of an event loop after its last call.
-
-Not known here: any model (`classifier_reward.py` is one) and the time limit of the whole, `task.reward_seconds`.
+A `BatchScorer` turns finished episodes into numbers, many at a time; `classifier.py` has one. `BatchedReward` makes it
+a reward function: it batches episodes, limits and repeats attempts, and finds the episodes that make a batch fail.
+`task.reward_seconds` limits the whole.
 """
 
 from __future__ import annotations
@@ -29,25 +27,25 @@ Item = tuple[TaskRow, Trajectory]
 
 
 class BatchScorer(Protocol):
-    """A model that scores. Raise TransientError (or a timeout or connection error) to be asked again.
+    """A model that scores. Raise TransientError, or a timeout or connection error, to be asked again.
 
-    An attempt whose time is up is cancelled. The next one begins when it has ended: end when the model is free.
+    An attempt that runs out of time is cancelled, and the next one starts when it has ended.
     """
 
     async def score(self, items: Sequence[Item]) -> Sequence[float | Exception]:
-        """Per item, in order: a finite number, or the exception that this item alone failed with."""
+        """Return, per item, a finite number or the exception that this item failed with."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedReward:
-    """A reward function: concurrent calls reach the scorer together."""
+    """A reward function whose concurrent calls reach the scorer together."""
 
     scorer: BatchScorer
     _: KW_ONLY
     max_batch: int = 32
     max_wait_seconds: float = 0.05  # for a batch to fill, after its first episode
-    max_concurrent: int = 1  # batches at the scorer at once; the time of an attempt runs only then
+    max_concurrent: int = 1  # batches at the scorer at once; waiting for one does not count as an attempt's time
     attempts: int = 3
     seconds_per_attempt: float = 8.0
     backoff_seconds: float = 0.5
@@ -56,14 +54,13 @@ class BatchedReward:
     def __post_init__(self) -> None:
         if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
             raise ConfigError(f"BatchedReward needs an object with a method score(items), got {self.scorer!r:.80}")
-        whole = isinstance(self.max_batch, int) and isinstance(self.max_concurrent, int)
-        if not (whole and self.max_batch >= 1 and self.max_concurrent >= 1 and self.max_wait_seconds >= 0):
+        if not (self.max_batch >= 1 and self.max_concurrent >= 1 and self.max_wait_seconds >= 0):
             raise ConfigError(
-                "BatchedReward needs max_batch and max_concurrent of at least 1, whole numbers, and max_wait_seconds "
-                f"not negative: got {self.max_batch}, {self.max_concurrent} and {self.max_wait_seconds}"
+                f"BatchedReward: max_batch={self.max_batch} and max_concurrent={self.max_concurrent} must be at least "
+                f"1, and max_wait_seconds={self.max_wait_seconds} not negative"
             )
-        patience = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
-        object.__setattr__(self, "_queues", PerLoop(lambda: _Queue(self, patience), _Queue.close))
+        attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
+        object.__setattr__(self, "_queues", PerLoop(lambda: _Queue(self, attempts), _Queue.close))
 
     async def __call__(self, row: TaskRow, trajectory: Trajectory) -> float:
         async with self._queues.use() as queue:
@@ -80,8 +77,8 @@ class _Episode:
 class _Queue:
     """The episodes of one event loop that are being scored."""
 
-    def __init__(self, settings: BatchedReward, patience: Attempts) -> None:
-        self._scorer, self._patience = settings.scorer, patience
+    def __init__(self, settings: BatchedReward, attempts: Attempts) -> None:
+        self._scorer, self._attempts = settings.scorer, attempts
         self._name = type(settings.scorer).__name__
         self._batcher: Batcher[_Episode, float | Exception] = Batcher(
             self._run_batch,
@@ -108,9 +105,9 @@ class _Queue:
         return [episode.score for episode in batch]
 
     async def _score(self, batch: list[_Episode]) -> None:
-        """Score a batch. If it fails with what another attempt would not cure, score its halves to find the culprit."""
+        """Score a batch. If it fails for good, score its halves to find the episode at fault."""
         try:
-            await self._patience.run(lambda: self._attempt(batch), who=f"scorer {self._name}")
+            await self._attempts.run(lambda: self._attempt(batch), name=f"scorer {self._name}")
         except Exception as error:  # noqa: BLE001 (raised to the episodes at fault)
             if len(batch) > 1 and not isinstance(error, OutOfAttempts):
                 middle = len(batch) // 2
@@ -127,7 +124,7 @@ class _Queue:
         ended = asyncio.Event()
         try:
             scores = await guarded(
-                self._ask([episode.item for episode in wanted], ended), seconds=self._patience.seconds
+                self._ask([episode.item for episode in wanted], ended), seconds=self._attempts.seconds
             )
         except TimedOut:
             await ended.wait()  # a cancelled scorer may still be computing: the next attempt's time must not run yet
@@ -153,7 +150,6 @@ class _Queue:
         if isinstance(score, Real) and math.isfinite(score):
             return float(score)
         if isinstance(score, Exception):
-            failure = ScoringError(f"this episode could not be scored by {self._name}: {describe(score)}")
+            failure = ScoringError(f"{self._name} could not score this episode: {describe(score)}")
             return failure.with_traceback(score.__traceback__)
-        wrong = f"scorer {self._name} returned {score!r:.80} for this episode; scores must be finite numbers"
-        return ScoringError(wrong)
+        return ScoringError(f"{self._name} returned {score!r:.80} for this episode; scores must be finite numbers")
