@@ -53,13 +53,13 @@ async def steps_per_second(make: MakeEnv, steps: int) -> float:
     return EPISODES * steps / seconds
 
 
-def measure(world: type[Trivial], pools: dict[str, EnvPool]) -> dict[str, dict[str, float]]:
+def measure(runner: asyncio.Runner, world: type[Trivial], pools: dict[str, EnvPool]) -> dict[str, dict[str, float]]:
     ways: dict[str, MakeEnv] = {"in the event loop": world, "in threads": lambda: InThread(world())}
     ways |= {name: lambda pool=pool: pool.env(world, world.__name__, {}) for name, pool in pools.items()}  # type: ignore[misc]
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(REPEATS):
         for name, make in ways.items():
-            rates[name].append(asyncio.run(steps_per_second(make, STEPS[world])))
+            rates[name].append(runner.run(steps_per_second(make, STEPS[world])))
     return {
         name: {
             "steps_per_second": round(statistics.median(found)),
@@ -85,9 +85,10 @@ def main() -> None:
     arguments = parser.parse_args()
     pools = {f"{count} process{'es' * (count > 1)}": EnvPool(processes=count, step_seconds=60) for count in PROCESSES}
     load = os.getloadavg()[0]
-    worlds = {name: measure(world, pools) for world, name in NAMES.items()}
-    for pool in pools.values():
-        pool.close()
+    with asyncio.Runner() as runner:  # a pool belongs to one event loop
+        worlds = {name: measure(runner, world, pools) for world, name in NAMES.items()}
+        for pool in pools.values():
+            pool.close()
     result: dict[str, Any] = {
         "command": "python -m benchmarks.env_workers",
         **machine(),

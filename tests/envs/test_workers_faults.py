@@ -1,14 +1,10 @@
-"""Worker processes for environments, where something goes wrong: killed, crashed, hanging, leaking, talking nonsense.
-
-Whatever happens, only the episode that did it fails, and the rest goes on.
-"""
+"""Environments that crash, hang, leak or send nonsense in a worker process fail only their own episode."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +15,6 @@ from typing import Any
 import pytest
 
 from agent_r1.envs.processes import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvRaised, EnvStartError, process
-from agent_r1.errors import ConfigError
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
 from tests.envs.worker_envs import (
@@ -70,17 +65,14 @@ def fail_sometimes(folder: str, bad: set[int]) -> None:
         fail_to_prepare()
 
 
-# One that crashes
-
-
 @pytest.mark.parametrize(
     ("trick", "how"),
     [
         ("die", r"was ended by signal 9 \(Killed\)"),
         ("segfault", r"was ended by signal 11 \(Segmentation fault\)"),
-        ("exit", "ended itself with exit status 3"),
-        ("garbage", r"sent what is no answer \(a frame of 4294967295 bytes\) and was killed"),
-        ("forge", r"sent what is no answer \(number 0 where \d+ of \d+ have come\) and was killed"),
+        ("exit", "exited with status 3"),
+        ("garbage", r"sent something that is not an answer \(a frame of \d+ bytes\) and was killed"),
+        ("forge", r"sent something that is not an answer \(answer 0 instead of \d+\) and was killed"),
     ],
 )
 def test_a_crash_fails_its_episode_and_the_next_one_has_a_new_process(pool: EnvPool, trick: str, how: str) -> None:
@@ -99,18 +91,15 @@ def test_a_crash_fails_its_episode_and_the_next_one_has_a_new_process(pool: EnvP
     run(crashed())
 
 
-def test_a_crash_says_in_the_log_where(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_where_a_process_crashed(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EnvCrashed, match="during reset"):
-        asyncio.run(pool.env(Counting, "counting", {}).reset(row("here", question="segfault")))
+        run(pool.env(Counting, "counting", {}).reset(row("here", question="segfault")))
     assert "during reset of Counting of row 'here'" in caplog.text
     assert "in _segfault" in caplog.text  # its Python stack
 
 
-# One that hangs
-
-
 @pytest.mark.parametrize("trick", ["hang", "hang in c"])
-def test_what_hangs_is_killed_and_its_neighbours_go_on(
+def test_a_hanging_env_is_killed_and_the_others_continue(
     impatient: EnvPool, trick: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "TRACE_SECONDS", 60.0)  # this machine may be busy
@@ -127,43 +116,39 @@ def test_what_hangs_is_killed_and_its_neighbours_go_on(
     assert "in _hang" in caplog.text  # where it hung
 
 
-def test_the_first_import_of_its_module_is_not_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes first would pay for it, and then the next one, in a process that has imported nothing either."""
+def test_importing_an_env_may_take_longer_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = "import sys, time\nfrom tests.envs.worker_envs import Counting\nclass Late(Counting): pass\n"
-    late += 'if "agent_r1.envs.processes.inside" in sys.modules: time.sleep(1.5)\n'
-    (tmp_path / "late_world.py").write_text(late, encoding="utf-8")
+    late += 'if "agent_r1.envs.processes.worker" in sys.modules: time.sleep(1.5)\n'
+    (tmp_path / "late_env.py").write_text(late, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     own = EnvPool(processes=1, step_seconds=0.5)
-    env = own.env(__import__("late_world").Late, "late", {})
-    assert asyncio.run(env.reset(row())).messages == [{"role": "user", "content": "r: 0"}]
+    env = own.env(__import__("late_env").Late, "late", {})
+    assert run(env.reset(row())).messages == [{"role": "user", "content": "r: 0"}]
     own.close()
 
 
-def test_waiting_for_neighbours_is_not_hanging(impatient: EnvPool) -> None:
+def test_waiting_for_other_episodes_does_not_count_as_hanging(impatient: EnvPool) -> None:
     async def queued() -> None:
         envs = [await started(impatient, Counting, str(number)) for number in range(11)]
-        # 11 calls of 0.2 s one after the other: the last one has its answer after 2.2 s, and took 0.2 s
+        # 11 calls of 0.2 s in a row: the last answer comes after 2.2 s, but its call took 0.2 s
         shown = await asyncio.gather(*(env.step(action("slow")) for env in envs))
         assert len({item.info["pid"] for item in shown}) == 1
 
     run(queued())
 
 
-def test_a_busy_event_loop_is_not_a_hanging_env(impatient: EnvPool) -> None:
+def test_a_busy_event_loop_does_not_count_as_hanging(impatient: EnvPool) -> None:
     async def blocked() -> None:
         env = await started(impatient, Counting, "r")
         asked = asyncio.create_task(env.step(action("1")))
         await asyncio.sleep(0)
-        os.system("sleep 2.3")  # the answer is there long before we look
+        os.system("sleep 2.3")  # the answer comes long before it is read
         assert (await asked).reward == 0.5
 
     run(blocked())
 
 
-# One that leaks
-
-
-def test_a_process_that_has_grown_takes_no_new_episodes_and_ends_with_its_last(narrow: EnvPool) -> None:
+def test_a_process_above_memory_mb_takes_no_new_episodes_and_ends_with_its_last(narrow: EnvPool) -> None:
     async def leaked() -> None:
         leaky = await started(narrow, Counting, "leaky")
         beside = await started(narrow, Counting, "beside", 1)
@@ -185,8 +170,8 @@ def test_a_process_that_has_grown_takes_no_new_episodes_and_ends_with_its_last(n
     run(leaked())
 
 
-def test_there_are_twice_as_many_processes_at_most(caplog: pytest.LogCaptureFixture) -> None:
-    """Where memory_mb is less than what the env needs, every process has outgrown it with its first episode."""
+def test_there_are_at_most_twice_as_many_processes(caplog: pytest.LogCaptureFixture) -> None:
+    """memory_mb is less than the env needs, so every process outgrows it with its first episode."""
     own = EnvPool(processes=1, step_seconds=60, memory_mb=100)
 
     async def grown() -> None:
@@ -197,34 +182,25 @@ def test_there_are_twice_as_many_processes_at_most(caplog: pytest.LogCaptureFixt
 
     run(grown())
     own.close()
-    assert "Library takes that much for its first reset" in caplog.text
-    assert "raise task.workers.memory_mb=100" in caplog.text
+    assert "more than task.workers.memory_mb=100" in caplog.text
 
 
 def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
     async def grabbed() -> None:
         greedy, beside = await started(narrow, Counting, "greedy"), await started(narrow, Counting, "beside", 2)
-        with pytest.raises(EnvOutOfMemory, match=r"it may take 512 MiB, twice task.workers.memory_mb=256"):
+        with pytest.raises(EnvOutOfMemory, match=r"512 MiB, twice task.workers.memory_mb=256"):
             await greedy.step(action("grab"))  # 4 GiB
         assert (await beside.step(action("end"))).reward == 2.0
 
     run(grabbed())
 
 
-# One that talks nonsense
-
-
 @pytest.mark.parametrize(
     ("trick", "error", "message"),
     [
         ("no transition", TypeError, "Counting.step returned dict .* instead of Transition"),
-        (
-            "function",
-            TypeError,
-            r"Counting returned function <.*lambda.*> in info\['moves'\]\[0\]\['apply'\], which cannot",
-        ),
-        ("deep", TypeError, r"in info\['inner'\].*cannot be sent from a worker process: it is nested more than 96"),
-        ("longer", TypeError, "Counting returned Longer .* which cannot be sent"),
+        ("function", TypeError, "Counting returned something that cannot be sent from a worker process: function <"),
+        ("deep", TypeError, "cannot be sent from a worker process: maximum recursion depth"),
         ("huge", ValueError, r"Counting returned \d+ bytes; at most \d+"),
         ("raise", KeyError, "no such move"),
         ("custom", ValueError, "odd"),
@@ -233,7 +209,7 @@ def test_one_step_cannot_take_all_memory(narrow: EnvPool) -> None:
         ("interrupt", Escaped, "KeyboardInterrupt"),
     ],
 )
-def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
+def test_a_bad_answer_fails_its_episode_and_the_process_continues(
     pool: EnvPool, trick: str, error: type[Exception], message: str
 ) -> None:
     async def answered() -> None:
@@ -244,7 +220,7 @@ def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
             await bad.step(action(trick))
         await bad.close()
         unborn = pool.env(Counting, "counting", {})
-        with pytest.raises((error, TypeError)):  # TypeError, as none of them is an observation
+        with pytest.raises((error, TypeError)):  # TypeError: none of them is an observation
             await unborn.reset(row(question=trick))
         await unborn.close()
         last = await beside.step(action("end"))
@@ -253,48 +229,33 @@ def test_a_bad_answer_fails_its_episode_and_the_process_goes_on(
     run(answered())
 
 
-def test_what_an_env_raises_keeps_its_name_and_where_it_was_raised(pool: EnvPool) -> None:
+def test_an_exception_keeps_its_name_and_place(pool: EnvPool) -> None:
     async def raised() -> Exception:
         env = await started(pool, Counting, "custom")
         with pytest.raises(ValueError, match="odd") as failed:
             await env.step(action("custom"))
         return failed.value
 
-    error = asyncio.run(raised()).with_traceback(None)  # which is this test's
+    error = run(raised()).with_traceback(None)  # which is this test's
     assert re.fullmatch(r"Custom: odd \(worker_envs\.py:\d+\)", str(explain(error)))
 
 
-@pytest.mark.parametrize("trick", ["bomb", "bomb inside"])
-def test_a_pickle_from_a_process_is_never_loaded_here(tmp_path: Path, trick: str) -> None:
-    """Each in a pool of its own, whose process it leaves changed."""
-
+@pytest.mark.parametrize(("trick", "error"), [("bomb", EnvCrashed), ("bomb inside", TypeError), ("liar", TypeError)])
+def test_a_pickle_from_a_process_is_never_loaded_here(tmp_path: Path, trick: str, error: type[Exception]) -> None:
     async def bombed() -> Transition | Exception:
         env = await started(own, Counting, str(tmp_path / "made"))
         return await outcome(env.step(action(trick)))
 
     own = EnvPool(processes=1, step_seconds=60)
     try:
-        assert isinstance(asyncio.run(bombed()), EnvCrashed if trick == "bomb" else TypeError)
+        assert isinstance(run(bombed()), error)
     finally:
         own.close()
     assert not (tmp_path / "made").exists()
 
 
-def test_an_answer_makes_no_object_but_those_an_env_answers_with() -> None:
-    async def lied() -> None:
-        env = await started(own, Counting, "liar")
-        with pytest.raises(TypeError, match="cannot decode what the env returned: KeyError: 'Popen'"):
-            await env.step(action("liar"))
-
-    own = EnvPool(processes=1, step_seconds=60)
-    try:
-        asyncio.run(lied())
-    finally:
-        own.close()
-
-
 @pytest.mark.parametrize("trick", ["stop loop", "exit later"])
-def test_an_env_that_stops_the_event_loop_fails_nobody(pool: EnvPool, trick: str) -> None:
+def test_an_env_that_stops_the_event_loop_of_its_process_fails_no_episode(pool: EnvPool, trick: str) -> None:
     async def stopped() -> None:
         calm, bomb = await started(pool, Counting, "calm", 4), await started(pool, Counting, "bomb", 1)
         before = await pid_of(calm)
@@ -306,17 +267,14 @@ def test_an_env_that_stops_the_event_loop_fails_nobody(pool: EnvPool, trick: str
     run(stopped())
 
 
-# Processes that do not start
-
-
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
         (fail_to_prepare, "ImportError: no module named 'castle'"),
-        (partial(os._exit, 5), "ended itself with exit status 5"),
+        (partial(os._exit, 5), "exited with status 5"),
     ],
 )
-def test_processes_that_do_not_start_are_not_tried_for_ever(prepare: Any, message: str) -> None:
+def test_after_three_bad_starts_in_a_row_no_more_are_tried(prepare: Any, message: str) -> None:
     own = EnvPool(processes=2, step_seconds=60, prepare=prepare)
 
     async def asked() -> list[Any]:
@@ -324,16 +282,16 @@ def test_processes_that_do_not_start_are_not_tried_for_ever(prepare: Any, messag
         resets = [outcome(env.reset(row())) for env in envs]  # type: ignore[arg-type]
         return [*await asyncio.gather(*resets), await outcome(own.env(Counting, "c", {}).reset(row()))]  # type: ignore[arg-type]
 
-    for failed in asyncio.run(asked()):
+    for failed in run(asked()):
         assert isinstance(failed, EnvStartError)
-        assert "processes for envs in a row did not start; the last one: " in str(failed)
+        assert "env processes in a row did not start" in str(failed)
         assert message in str(failed)
     assert own._hosts == []
     own.close()
 
 
-def test_bad_starts_that_are_not_in_a_row_are_borne(tmp_path: Path) -> None:
-    """Bad, bad, good; bad, bad, good: three in a row are too many, and there are never more than two."""
+def test_bad_starts_that_are_not_in_a_row_are_tolerated(tmp_path: Path) -> None:
+    """Bad, bad, good; bad, bad, good: never three in a row."""
     own = EnvPool(processes=1, step_seconds=60, prepare=partial(fail_sometimes, str(tmp_path), {0, 1, 3, 4}))
 
     async def asked() -> None:
@@ -346,37 +304,14 @@ def test_bad_starts_that_are_not_in_a_row_are_borne(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [str(number) for number in range(6)]
 
 
-def test_without_another_process_those_there_are_host_more(caplog: pytest.LogCaptureFixture) -> None:
-    own = EnvPool(processes=2, step_seconds=60)
-
-    async def crowded() -> None:
-        first = await started(own, Counting, "first")
-        before = len(os.listdir("/proc/self/fd"))
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, hard))  # a process needs 6 at its start
-            second = await started(own, Counting, "second")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert len(os.listdir("/proc/self/fd")) == before
-        assert await pid_of(second) == await pid_of(first)
-
-    run(crowded())
-    own.close()
-    assert "another process for envs cannot be started, so the others host more" in caplog.text
-
-
-def test_modules_of_the_working_directory_do_not_get_in_the_way(
+def test_workers_do_not_import_modules_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('not the json you meant')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     own = EnvPool(processes=1, step_seconds=60)
-    assert asyncio.run(play(own.env(Counting, "counting", {}), ["1"]))
+    assert run(play(own.env(Counting, "counting", {}), ["1"]))
     own.close()
-
-
-# When the parent goes
 
 
 PARENT = """
@@ -391,7 +326,7 @@ async def main(trick):
     await first.reset(row())
     await second.reset(row())
     with_child = (await first.step(action("child"))).info
-    if os.fork() == 0:  # what a fork does at its end is none of the pool's business
+    if os.fork() == 0:  # the end of a fork must not end the processes
         sys.exit(0)
     os.wait()
     other = (await second.step(action("0"))).info
@@ -404,7 +339,7 @@ asyncio.run(main(sys.argv[1]))
 
 @pytest.mark.parametrize("trick", ["hang in c", "raise"])
 def test_nothing_is_left_when_the_parent_ends(trick: str) -> None:
-    """Killed while an env hangs in a place where Python cannot be interrupted; or by itself."""
+    """Killed while an env hangs where Python cannot be interrupted, or by an exception."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, trick],
@@ -423,9 +358,3 @@ def test_nothing_is_left_when_the_parent_ends(trick: str) -> None:
     parent.wait(30)
     parent.stdout.close()
     assert wait_until(lambda: not any(map(is_alive, pids)))
-
-
-def test_settings_are_checked_for_every_env_and_not_only_for_the_first_of_a_kind(impatient: EnvPool) -> None:
-    impatient.env(Counting, "counting", {"start": 1})
-    with pytest.raises(ConfigError, match=r"env_kwargs\.start of Counting must be a whole number, not str '3'"):
-        impatient.env(Counting, "counting", {"start": "3"})

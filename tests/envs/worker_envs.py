@@ -1,4 +1,4 @@
-"""Worlds for tests of worker processes: one that does what it is told to, and how to play it."""
+"""Environments for tests of worker processes, and helpers to play them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from agent_r1 import BaseTool, tool
 from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.processes import EnvPool, WorkerEnv, inside
-from agent_r1.envs.processes.channel import HEADER, Answer, write_answer
+from agent_r1.envs.processes import EnvPool, WorkerEnv, worker
+from agent_r1.envs.processes.protocol import HEADER, Answer, write_answer
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Transition
-from tests.envs.worker_values import Bomb, Custom, Longer, Unprintable
+from tests.envs.worker_values import Bomb, Custom, Unprintable
 
 MIB = 1 << 20
 STARTED: list[WorkerEnv] = []
+RUNNER = asyncio.Runner()
+T = TypeVar("T")
 
 
 @tool
@@ -42,7 +44,7 @@ class Double(BaseTool):
 
 
 class Counting(AgentEnv):
-    """Adds up numbers, and tells the sum and who it is. A word that is no number is done, see `TRICKS`."""
+    """Adds up numbers, and shows the sum and its process. Words perform one of the `TRICKS`."""
 
     hoard: list[bytearray] = []  # noqa: RUF012 (a leak)
 
@@ -86,7 +88,7 @@ class Sure(Counting):
 
 
 class Fickle(Counting):
-    """Says that it is deterministic, and is not."""
+    """Claims to be deterministic, and is not."""
 
     deterministic = True
 
@@ -95,7 +97,7 @@ class Fickle(Counting):
 
 
 class Unordered(Sure):
-    """Shows a set of words as it comes."""
+    """Shows a set of words in iteration order."""
 
     def shown(self) -> Observation:
         words = {f"{self.total} {number}" for number in range(20)}
@@ -103,7 +105,7 @@ class Unordered(Sure):
 
 
 class Stalling(Sure):
-    """Hangs in every step as soon as there is a certain file."""
+    """Hangs in every step once a certain file exists."""
 
     def __init__(self, flag: str) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class Stalling(Sure):
 
 
 class Library(Counting):
-    """Needs 100 MiB, which all episodes of a process share."""
+    """Loads 100 MiB that all episodes of a process share."""
 
     async def reset(self, row: TaskRow) -> Observation:
         if not Library.hoard:
@@ -149,7 +151,7 @@ async def _hang(env: Counting) -> Any:
 
 
 async def _hang_in_c(env: Counting) -> Any:
-    """Holding the lock of the interpreter, so that no thread of the process can do anything about it."""
+    """Holds the interpreter lock, so no thread of the process can interrupt it."""
     ctypes.PyDLL(None).sleep(3600)
 
 
@@ -177,17 +179,12 @@ async def _deep(env: Counting) -> Any:
     return Transition(observation=env.shown(), info=info)
 
 
-async def _longer(env: Counting) -> Any:
-    return Longer(observation=env.shown())
-
-
 async def _values(env: Counting) -> Any:
-    """All that can be sent back."""
+    """Everything that can be sent back."""
     call = ToolCallRecord(name="go", arguments={"to": "north"}, result="ok", text_span=(0, 2), info={"n": np.int64(3)})
     info: Any = {
         "pair": (1, ("a", None)),
         7: "seven",
-        "$": "a dollar",
         "half": "\ud800",
         "array": [np.float32(0.5), np.True_],
     }
@@ -230,32 +227,32 @@ async def _garbage(env: Counting) -> Any:
 
 
 async def _forge(env: Counting) -> Any:
-    """As a fork would that had learned to answer."""
+    """Write an answer to the socket, as a fork could."""
     _write_to_sockets(write_answer(Answer(number=0, body=b"null")))
     return Transition(observation=env.shown())
 
 
 async def _bomb(env: Counting) -> Any:
-    """A pickle where an answer belongs. It goes off in whoever unpickles it."""
+    """Send a pickle instead of an answer. It creates a directory when it is loaded."""
     data = pickle.dumps(Bomb(env.row_id))
     _write_to_sockets(HEADER.pack(len(data)) + data)
     return Transition(observation=env.shown())
 
 
 async def _bomb_inside(env: Counting) -> Any:
-    """In place of what the env returned."""
-    vars(inside)["dump"] = lambda *_: pickle.dumps(Bomb(env.row_id))
+    """Send a pickle as the returned value."""
+    vars(worker)["dump"] = lambda *_: pickle.dumps(Bomb(env.row_id))
     return Transition(observation=env.shown())
 
 
 async def _liar(env: Counting) -> Any:
-    """JSON of something else than an answer has."""
-    vars(inside)["dump"] = lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'
+    """Send JSON that is not a transition."""
+    vars(worker)["dump"] = lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'
     return Transition(observation=env.shown())
 
 
 def _write_to_sockets(data: bytes) -> None:
-    """To all there are, as code that guesses descriptors would."""
+    """Write to all sockets, as code that guesses descriptors would."""
     for fd in range(3, 64):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -265,13 +262,13 @@ def _write_to_sockets(data: bytes) -> None:
 
 
 async def _fork(env: Counting) -> Any:
-    """And let both go on."""
+    """Let both processes continue."""
     os.fork()
     return Transition(observation=env.shown())
 
 
 async def _fork_in_c(env: Counting) -> Any:
-    """Python is not told."""
+    """Fork without Python noticing."""
     ctypes.PyDLL(None).fork()
     return Transition(observation=env.shown())
 
@@ -283,7 +280,7 @@ async def _fork_and_leave(env: Counting) -> Any:
 
 
 async def _fork_and_stay(env: Counting) -> Any:
-    """With every descriptor there is, as Python is not told."""
+    """Fork without Python noticing, so the child keeps all descriptors."""
     child = ctypes.PyDLL(None).fork()
     if child == 0:
         time.sleep(3600)
@@ -303,11 +300,6 @@ async def _custom(env: Counting) -> Any:
     raise Custom("odd", 2)
 
 
-async def _wait(env: Counting) -> Any:
-    await asyncio.sleep(0.05)
-    return Transition(observation=env.shown(), reward=7.0)
-
-
 async def _slow(env: Counting) -> Any:
     time.sleep(0.2)
     return Transition(observation=env.shown(), info={"pid": os.getpid()})
@@ -324,7 +316,7 @@ async def _new_tools(env: Counting) -> Any:
 
 
 async def _child(env: Counting) -> Any:
-    """Start a process of its own, as envs with servers do."""
+    """Start a process, as envs with servers do."""
     child = await asyncio.create_subprocess_exec("sleep", "3600")
     return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child.pid})
 
@@ -341,7 +333,6 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "no transition": _no_transition,
     "function": _function,
     "deep": _deep,
-    "longer": _longer,
     "values": _values,
     "unprintable": _unprintable,
     "stop loop": _stop_loop,
@@ -360,7 +351,6 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "fork and die": _fork_and_die,
     "raise": _raise,
     "custom": _custom,
-    "wait": _wait,
     "slow": _slow,
     "print": _print,
     "new tools": _new_tools,
@@ -377,7 +367,7 @@ def action(text: str) -> Action:
 
 
 async def play(env: AgentEnv, texts: Sequence[str], *, row_id: str = "r") -> list[Observation | Transition]:
-    """All that is shown, until the texts run out."""
+    """Return everything that is shown, until the texts run out."""
     try:
         return [await env.reset(row(row_id)), *[await env.step(action(text)) for text in texts]]
     finally:
@@ -385,7 +375,7 @@ async def play(env: AgentEnv, texts: Sequence[str], *, row_id: str = "r") -> lis
 
 
 def without_info(shown: Sequence[Observation | Transition]) -> list[object]:
-    """What can be compared: who answered is no part of the answer."""
+    """Return what can be compared: `info` names the process."""
     return [
         (item.observation, item.reward, item.terminated) if isinstance(item, Transition) else item for item in shown
     ]
@@ -406,21 +396,21 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return done
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """And close what the test has started."""
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run in the event loop that all tests share, as a pool belongs to one, and close the envs of `started`."""
 
-    async def closing() -> None:
+    async def closing() -> T:
         try:
-            await work
+            return await work
         finally:
             while STARTED:
                 await STARTED.pop().close()
 
-    asyncio.run(closing())
+    return RUNNER.run(closing())
 
 
 async def started(pool: EnvPool, cls: type[AgentEnv], row_id: str, *numbers: int) -> WorkerEnv:
-    """An env in the middle of an episode."""
+    """Return an env in the middle of an episode."""
     env = pool.env(cls, cls.__name__, {})
     STARTED.append(env)
     await env.reset(row(row_id))

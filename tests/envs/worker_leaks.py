@@ -1,4 +1,4 @@
-"""Worlds that take memory when they are told to, for tests of worker processes with a limit."""
+"""Environments that take memory, for tests of worker processes with a limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ KEPT: list[object] = []
 
 
 class Hungry(Counting):
-    """`keep 50` takes 50 MiB for ever, `use 50` for the length of the call; `claim 50` keeps them and never writes to
-    them; `fill` takes all there is, bit by bit."""
+    """`keep 50` leaks 50 MiB, `use 50` takes them for one call, `claim 50` leaks them without writing to them, `fill`
+    takes all memory in small parts."""
 
     async def step(self, action: Action) -> Transition:
         verb, _, size = action.text.partition(" ")
@@ -37,7 +37,7 @@ class SureHungry(Hungry):
 
 
 class Growing(SureHungry):
-    """Needs 300 MiB to add 7 as soon as there is a certain file."""
+    """Needs 300 MiB to add 7 once a certain file exists."""
 
     def __init__(self, flag: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The pool of a test file. Apart from the worlds, which worker processes import, and which need no pytest there."""
+"""The pool of a test file. Not in `worker_envs.py`, which worker processes import without pytest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from agent_r1.envs.processes import EnvPool
 
 
 def pool_of(processes: int) -> Any:
-    """A fixture for all tests of a file, each of which has an event loop of its own. With one process everybody is
-    everybody's neighbour."""
+    """Return a fixture for all tests of a file. With one process, all episodes share it."""
 
     @pytest.fixture(scope="module")
     def pool() -> Iterator[EnvPool]:

@@ -1,22 +1,20 @@
-"""What is awkward to send to another process, or to have back from one."""
+"""Values that are awkward to send back from a worker process."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from agent_r1.types import Transition
-
 
 class Custom(ValueError):
-    """Takes two arguments and remembers one, so it cannot be made again of what it says."""
+    """Cannot be created from its text: takes two arguments and keeps one."""
 
     def __init__(self, first: str, second: int) -> None:
         super().__init__(first)
 
 
 class Bomb:
-    """Whoever unpickles it makes a file."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -25,22 +23,6 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-class Longer(Transition):
-    """More than a transition."""
-
-
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
-
-
-class Once(str):
-    """Can be sent once, and then no more."""
-
-    __slots__ = ("was_sent",)
-
-    def __reduce__(self) -> Any:
-        if hasattr(self, "was_sent"):
-            raise TypeError("once is enough")
-        self.was_sent = True
-        return str, (str(self),)

@@ -1,14 +1,14 @@
-"""`EnvPool`: environments that live in worker processes, spoken to from an event loop.
+"""`EnvPool`: environments that live in worker processes.
 
-An episode is hosted by the process with the fewest; a process hosts many and calls them one at a time. A process that
-dies or hangs takes down the one episode whose call was running. The others it hosted are played again elsewhere where
-their class says `deterministic = True`, and fail as `EnvLost` where it does not. Processes are started when they are
-needed, replaced when they are missed, and end with the pool or with this process, however it ends.
+A new episode goes to the process with the fewest; a process hosts many and serves their calls one at a time. A process
+that dies or hangs fails the one episode whose call was running. The others are replayed elsewhere if their class sets
+`deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when they die,
+and end with the pool or with this process, however it ends.
 
-A process that is full says nothing about who filled it: whoever asks next is refused. So its episodes are played again
-elsewhere, the one whose calls have taken most in a process of its own: what fills that as well is the culprit.
+The episode that is refused memory is not necessarily the one that leaks. So the episodes of a full process are replayed
+elsewhere, and the one whose calls took the most memory gets its own process: if it fills that one too, it fails.
 
-Nothing belongs to an event loop but calls under way, so a pool serves one loop after another.
+A pool belongs to the event loop that uses it first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from agent_r1.envs.base import AgentEnv, check_settings, make_env
-from agent_r1.envs.processes.channel import (
+from agent_r1.envs.processes.hosts import Call, Host, HostedEnv, Method
+from agent_r1.envs.processes.process import WorkerProcess, end_all
+from agent_r1.envs.processes.protocol import (
     Answer,
     Close,
     EnvCrashed,
@@ -34,179 +37,158 @@ from agent_r1.envs.processes.channel import (
     EnvLost,
     EnvOutOfMemory,
     EnvStartError,
-    Given,
+    Message,
     Play,
     Start,
     dump_env,
-    write_message,
 )
-from agent_r1.envs.processes.front import WorkerEnv, front_class
-from agent_r1.envs.processes.hosting import Call, Host, Hosted, out_of_memory, read_reply
-from agent_r1.envs.processes.process import WorkerProcess, end_all
-from agent_r1.envs.processes.watchdog import Watch
+from agent_r1.envs.processes.values import load, load_error
+from agent_r1.envs.processes.worker_env import WorkerEnv, front_class
 from agent_r1.errors import ConfigError
-from agent_r1.guard import describe
-from agent_r1.types import Observation, TaskRow, Transition
+from agent_r1.guard import blame, describe, explain
+from agent_r1.types import Action, Observation, TaskRow, Transition
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-START_SECONDS = 60.0  # to start Python and import what is ours, or what is the env's, on a busy machine
-MAX_BAD_STARTS = 3  # in a row, before no more are tried
-MAX_REPLAYS = 3  # of one episode whose process dies of nobody, or fills up: who knows what it does there
-MAX_ALIVE = 2  # times `processes`, with those that have outgrown `memory_mb` and those for one episode
+START_SECONDS = 60.0  # to start Python, or to import an env's module, on a busy machine
+MAX_BAD_STARTS = 3  # in a row
+MAX_REPLAYS = 3  # of an episode whose process died between calls, or was filled by it
+MAX_ALIVE = 2  # times `processes`, including retired processes and those with one suspect
 HARD_LIMIT = 2  # times memory_mb: beyond it the system refuses memory
-
-Value = TypeVar("Value", Observation, Transition)
 
 
 class EnvPool:
-    """At most `processes` take new episodes; one that has outgrown `memory_mb` only finishes those it has, as long as
-    there are not too many of these."""
+    """At most `processes` take new episodes; one that has outgrown `memory_mb` only finishes those it has."""
 
     def __init__(
         self,
         *,
         processes: int,
-        step_seconds: float,  # one `reset` or `step` may take so long
+        step_seconds: float,  # time limit of one `reset` or `step`
         memory_mb: int | None = None,
         prepare: Callable[[], object] | None = None,  # called first in every process, so it must be picklable
     ) -> None:
         if memory_mb is not None and not os.path.exists("/proc/self/statm"):
-            raise ConfigError("memory_mb needs Linux: elsewhere the memory of a process is not known. Leave it out")
+            raise ConfigError(f"memory_mb={memory_mb} needs Linux. Leave it out on this system")
         self._processes = processes
         self._step_seconds = step_seconds
         self._memory_mb = memory_mb
         self._limit = f"{HARD_LIMIT * (memory_mb or 0)} MiB, twice task.workers.memory_mb={memory_mb}"
         self._start = Start(prepare=prepare, max_bytes=None if memory_mb is None else HARD_LIMIT * memory_mb * MIB)
         self._numbers = count()
-        self._known: set[tuple[object, ...]] = set()  # kinds of envs that can be made
-        self._advised: set[type[AgentEnv]] = set()
+        self._known: set[tuple[object, ...]] = set()  # kinds of envs that can be created
         self._bad_starts = 0
         self._start_error: str | None = None
-        self.forgotten: deque[Hosted] = deque()
+        self.forgotten: deque[HostedEnv] = deque()
         self._hosts: list[Host] = []
         self._ending: list[WorkerProcess] = []
-        self._watch = Watch(self, self._hosts, seconds=min(1.0, step_seconds / 10))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._owner = os.getpid()
-        # Also at the end of the program. Must not hold `self`.
-        self._finalizer = weakref.finalize(self, _shut, self._hosts, self._ending, self._owner)
+        # Also at the end of the program.
+        self._finalizer = weakref.finalize(self, _end, self._hosts, self._ending, self._owner)
 
     def env(self, cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> WorkerEnv:
-        """An env of this class and these settings; ConfigError if it cannot be made. Costs no process yet."""
+        """Return an env of this class; ConfigError if it cannot be created. Starts no process yet."""
         check_settings(cls, name, kwargs)
         kind = (cls, *sorted(kwargs))
         if kind not in self._known:
-            make_env(cls, name, kwargs)  # which costs little: what costs begins in `reset`
+            make_env(cls, name, kwargs)  # cheap: expensive work belongs in `reset`
             self._known.add(kind)
-        hosted = Hosted(number=next(self._numbers), cls=cls, made=dump_env(cls, name, kwargs))
+        hosted = HostedEnv(number=next(self._numbers), cls=cls, made=dump_env(cls, name, kwargs))
         return front_class(cls)(self, hosted)
 
     def close(self) -> None:
-        """End all processes; who waits for one is told. May be called twice."""
+        """End all processes and fail pending calls. May be called twice."""
         if os.getpid() != self._owner:
             return
-        self._watch.close()
+        if self._timer is not None:
+            self._timer.cancel()
         for host in self._hosts:
             for call in host.calls:
                 call.deliver(error=EnvFault("the pool of env processes was closed"))
         self._finalizer()
 
-    # What episodes ask for
-
-    async def play(self, hosted: Hosted, given: Given, kind: type[Value]) -> Value:
-        """One `reset` or `step`."""
-        if hosted.closed or not self._finalizer.alive:
-            raise RuntimeError(f"{hosted} was called after {'it' if hosted.closed else 'its pool'} had been closed")
+    async def play(self, hosted: HostedEnv, method: Method, given: TaskRow | Action) -> Any:
+        """Call `reset` or `step` in the process of the env."""
+        if hosted.is_closed or not self._finalizer.alive:
+            raise RuntimeError(f"{hosted} was called after {'it' if hosted.is_closed else 'its pool'} was closed")
+        if hosted.latest is not None and hosted.latest.is_awaited:
+            raise RuntimeError(f"{hosted} was called before its last call was answered: await one call at a time")
+        self._enter()
+        if (host := hosted.host) is not None and host.process.is_dead:
+            host.process.read()
+            self._on_lost(host)  # moves the episode, or sets its fault
         if hosted.fault is not None:
             raise hosted.fault
-        if hosted.latest is not None and hosted.latest.is_awaited:
-            raise RuntimeError(
-                f"{hosted} was called while its {hosted.latest} was not answered yet: await one call before the next"
-            )
-        self._enter()
         while self.forgotten:
             self.leave(self.forgotten.popleft())
         if isinstance(given, TaskRow):
             hosted.row_id = given.row_id
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = self._call(hosted, given, future=future)
-        self._ask(hosted, [call])
+        call = self._call(hosted, method, pickle.dumps(given, pickle.HIGHEST_PROTOCOL), future=future)
+        self._send(hosted, [call])
         hosted.latest = call
-        value = await future
-        if not isinstance(value, kind):  # user code runs in the process, so it can send anything
-            raise TypeError(f"what {hosted} returned is {type(value).__name__} here, where {kind.__name__} belongs")
-        return value
+        return await future
 
-    def leave(self, hosted: Hosted) -> None:
-        """The episode is over. If a call of it was cancelled and still runs, nobody waits for that either."""
-        host, hosted.host, hosted.closed = hosted.host, None, True
-        if host is None or not self._finalizer.alive:
-            return
-        self._enter()
-        del host.hosted[hosted.number]
-        if not self._sent(host, Call(message=Close(episode=hosted.number), seconds=self._step_seconds, hosted=hosted)):
-            self.on_broken(host)
+    def leave(self, hosted: HostedEnv) -> None:
+        """Close the env. Returns immediately; the worker closes it after calls that were cancelled but still run."""
+        host, hosted.host, hosted.is_closed = hosted.host, None, True
+        if host is not None and self._finalizer.alive:
+            self._enter()
+            del host.hosted[hosted.number]
+            host.send(self._close(hosted))
 
     def _enter(self) -> None:
         if os.getpid() != self._owner:
-            raise RuntimeError(
-                "an EnvPool cannot be used in a fork of the program that made it: make another one there"
-            )
-        self._watch.enter(asyncio.get_running_loop())
+            raise RuntimeError("an EnvPool cannot be used in a fork of the program: create another one there")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError("an EnvPool belongs to one event loop, and another one is running")
+        self._look_later()
 
     def _call(
-        self, hosted: Hosted, given: Given, *, expected: str = "", future: asyncio.Future[Any] | None = None
+        self,
+        hosted: HostedEnv,
+        method: Method,
+        given: bytes,
+        *,
+        expected: str = "",
+        future: asyncio.Future[Any] | None = None,
     ) -> Call:
-        message = Play(episode=hosted.number, given=given, expected=expected)
+        message = Play(episode=hosted.number, method=method, given=given, expected=expected)
         return Call(message=message, seconds=self._step_seconds, hosted=hosted, future=future)
 
-    def _ask(self, hosted: Hosted, calls: list[Call]) -> None:
-        """All of them of one process. EnvFault: it cannot be played any more."""
-        while True:
-            host = hosted.host or self._place(apart=hosted.is_apart)
-            if hosted.host is None:
-                calls[0] = self._making(host, calls[0])
-            if self._sent(host, *calls):
-                host.take_in(hosted)
-                return
-            self.on_broken(host)
-            if hosted.fault is not None:
-                raise hosted.fault
+    def _close(self, hosted: HostedEnv) -> Call:
+        return Call(message=Close(episode=hosted.number), seconds=self._step_seconds, hosted=hosted)
 
-    def _making(self, host: Host, call: Call) -> Call:
-        """The first call of an episode to a process, which may have to import the class first."""
-        hosted, message = call.hosted, call.message
-        assert hosted is not None
-        assert isinstance(message, Play)
-        imports = hosted.cls not in host.imported
-        seconds = self._step_seconds + (START_SECONDS if imports else 0)
-        return replace(call, message=replace(message, made=hosted.made), seconds=seconds, imports=imports)
-
-    def _sent(self, host: Host, *calls: Call) -> bool:
-        """False if nobody is there. Raises what pickle does where one of them cannot be sent; then none was."""
-        frames = b"".join(write_message(call.message) for call in calls)
-        try:
-            host.process.send(frames)
-        except OSError:
-            return False
-        if not host.calls:
-            host.began = time.monotonic()
-        host.calls.extend(calls)
-        self._watch.attach(host)
-        self._watch.look_soon()
-        return True
-
-    # Processes: where episodes go, and what comes back
+    def _send(self, hosted: HostedEnv, calls: list[Call]) -> None:
+        """Send calls to the process of an env, or to a new one for it. Raises `EnvStartError`."""
+        host = hosted.host
+        if host is None:
+            host = self._choose_host(apart=hosted.is_apart)
+            first = calls[0]
+            assert isinstance(first.message, Play)
+            first.message = replace(first.message, made=hosted.made)
+            first.imports = hosted.cls not in host.imported
+            first.seconds = self._step_seconds + (START_SECONDS if first.imports else 0)
+            hosted.host = host
+            host.hosted[hosted.number] = hosted
+            host.imported.add(hosted.cls)
+        for call in calls:
+            host.send(call)
 
     @property
     def _is_crowded(self) -> bool:
         return len(self._hosts) + len(self._ending) >= MAX_ALIVE * self._processes
 
-    def _place(self, *, apart: bool) -> Host:
-        """The process with the fewest episodes, or another one if all have some and there may be more. `apart`: another
-        one in any case."""
-        shared = [] if apart else [host for host in self._hosts if not host.is_apart]
+    def _choose_host(self, *, apart: bool) -> Host:
+        """Return the process with the fewest episodes, or start one if all have some and there may be more. `apart`:
+        start one in any case."""
+        shared = [host for host in self._hosts if not (apart or host.is_apart or host.process.is_dead)]
         least = min(shared, key=lambda host: host.load, default=None)
         if least is not None:
             able = sum(not host.is_retired for host in shared)
@@ -215,234 +197,196 @@ class EnvPool:
                 return least
         if self._start_error is not None:
             raise EnvStartError(self._start_error)
+        host = Host(is_apart=apart, is_retired=apart)
         try:
-            host = Host(process=WorkerProcess(), is_apart=apart, is_retired=apart)
+            host.process = WorkerProcess(on_answer=partial(self._on_answer, host), on_lost=partial(self._on_lost, host))
         except OSError as error:
-            if least is None:
-                raise EnvStartError(f"a process for envs cannot be started: {error}") from error
-            logger.warning("another process for envs cannot be started, so the others host more: %s", error)
-            return least
+            raise EnvStartError(f"a process for envs cannot be started: {error}") from error
         self._hosts.append(host)
-        self._sent(host, Call(message=self._start, seconds=START_SECONDS))  # if not, the next message finds out
+        host.send(Call(message=self._start, seconds=START_SECONDS, imports=True))
         return host
 
-    def on_readable(self, host: Host) -> None:
-        for answer in host.process.receive():
-            if answer.number != host.answers or not host.calls:
-                host.process.distrust(
-                    f"number {answer.number} where {host.answers} of {host.answers + len(host.calls)} have come"
-                )
-                break
-            if answer.failed and not host.has_started:
-                host.start_problem = answer.traceback
-                host.process.is_open = False
-                break
-            self._answered(host, answer)
-            if host not in self._hosts:  # it was full
-                return
-        if host.process.is_open:
-            self._tidy(host)
-        else:
-            self._died(host)
+    # What comes back
 
-    def _answered(self, host: Host, answer: Answer) -> None:
-        call, taken_before = host.calls.popleft(), host.data_bytes
-        # If half of the memory was free, the failing call itself asked for too much.
+    def _on_answer(self, host: Host, answer: Answer) -> None:
+        if host not in self._hosts:
+            return
+        if not host.calls:
+            raise ValueError("an answer without a call")
+        # If half of the memory was free, a call that gets none has asked for too much.
         was_full = host.is_half_full(self._start.max_bytes) and not host.is_apart
-        host.count(call, answer)
-        hosted = call.hosted
-        if hosted is None:
-            self._bad_starts = 0
+        taken_mb = host.data_bytes // MIB
+        if not host.has_started and answer.failed:
+            host.start_problem = answer.traceback
+            self._lose(host)
             return
-        self._weigh(host, hosted, answer.resident_bytes // MIB)
-        reply, error = read_reply(answer)
-        if answer.out_of_memory and self._memory_mb is not None:
-            if was_full and self._overflowed(host, call):
-                return
-            error = out_of_memory(host, call, error, limit=self._limit, taken_mb=taken_before // MIB)
-        hosted.has_past = True
-        if error is not None:
-            if hosted.fault is None:  # else it was said
-                logger.warning("%s of %s failed\n%s", call, hosted, answer.traceback or describe(error))
-            hosted.has_failed = True
-            if isinstance(error, EnvLost | EnvOutOfMemory):
-                hosted.fault = error = hosted.fault or error
-        if reply is not None:
-            assert isinstance(call.message, Play)
-            if hosted.can_replay:
-                hosted.history.append((call.message.given, answer.digest))
-            if reply.tool_schemas is not None:
-                hosted.schemas = reply.tool_schemas
-        call.deliver(value=reply.value if reply is not None else None, error=error)
-
-    def _weigh(self, host: Host, hosted: Hosted, resident_mb: int) -> None:
-        if self._memory_mb is None or resident_mb <= self._memory_mb or host.is_retired:
-            return
-        host.is_retired = True
-        logger.warning("an env process has grown to %d MiB: no new episodes", resident_mb)
-        if host.answers == 2:  # its start and one reset
-            logger.warning(
-                "%s takes that much for its first reset, so no process will do for long: raise "
-                "task.workers.memory_mb=%d",
-                hosted.cls.__name__,
-                self._memory_mb,
-            )
-
-    def _tidy(self, host: Host) -> None:
-        if host.hosted or host.calls:
-            return
-        self._watch.detach(host)
-        if host.is_retired:
+        call = host.take_answer(answer)
+        if not host.has_started:
+            host.has_started, self._bad_starts = True, 0
+        self._check_size(host, answer.resident_bytes // MIB)
+        if call.hosted is not None:
+            self._deliver(host, call, call.hosted, answer, taken_mb=taken_mb, was_full=was_full)
+        if host in self._hosts and host.is_retired and not host.hosted and not host.calls:
             self._hosts.remove(host)
             host.process.end()
             self._ending.append(host.process)
-            self._watch.look_soon()
 
-    # Faults
+    def _check_size(self, host: Host, resident_mb: int) -> None:
+        if self._memory_mb is not None and resident_mb > self._memory_mb and not host.is_retired:
+            host.is_retired = True
+            size = f"{resident_mb} MiB, more than task.workers.memory_mb={self._memory_mb}"
+            logger.warning("an env process has grown to %s: no new episodes", size)
 
-    def on_look(self) -> None:
-        """Find what has died unheard, and kill what hangs. A call counts from when those before it were answered, not
-        from when it was asked for."""
+    def _deliver(
+        self, host: Host, call: Call, hosted: HostedEnv, answer: Answer, *, taken_mb: int, was_full: bool
+    ) -> None:
+        value, error = self._read(hosted, call.message, answer)
+        if answer.out_of_memory and self._memory_mb is not None:
+            if was_full and self._empty(host, hosted, call):
+                return
+            fault = EnvOutOfMemory(
+                f"{call.message} got no memory: the process of {len(host.hosted)} episodes had taken {taken_mb} of "
+                f"{self._limit}. Raise the limit, or look for what {hosted.cls.__name__} keeps"
+            )
+            if error is not None:
+                failure = explain(error)
+                blame(fault, failure.source, failure.place)
+            error = fault
+        hosted.was_answered = True
+        if error is not None:
+            if hosted.fault is None:  # else it was logged
+                logger.warning("%s of %s failed\n%s", call.message, hosted, answer.traceback or describe(error))
+            hosted.has_failed = True
+            if isinstance(error, EnvFault):
+                hosted.fault = error = hosted.fault or error
+        call.deliver(value=value, error=error)
+
+    def _read(self, hosted: HostedEnv, message: Message, answer: Answer) -> tuple[object, Exception | None]:
+        """Return the value or the error of an answer. An answer that cannot be decoded fails only its own episode."""
+        try:
+            if answer.failed:
+                return None, load_error(answer.body)
+            if not isinstance(message, Play):
+                return None, None
+            value, schemas = load(answer.body, Observation if message.method == "reset" else Transition)
+        except ValueError as error:
+            return None, TypeError(str(error))
+        if hosted.can_replay and not message.expected:
+            hosted.history.append((message.method, message.given, answer.digest))
+        if schemas is not None:
+            hosted.schemas = schemas
+        return value, None
+
+    def _empty(self, host: Host, hosted: HostedEnv, refused: Call) -> bool:
+        """Move replayable episodes off a full process; False if the one that was refused memory cannot move.
+
+        Each time, one episode gets its own process for good or has used up a replay, so this ends.
+        """
+        host.is_retired = True
+        if not hosted.can_replay or hosted.host is not host:
+            return False
+        leaving = [each for each in host.hosted.values() if each.can_replay]
+        heaviest = max(host.hosted.values(), key=lambda each: each.grown_bytes)
+        suspect = heaviest if heaviest in leaving else hosted
+        took = f"{heaviest} had taken most, {heaviest.grown_bytes // MIB} MiB"
+        reason = f"the process of the env was full ({self._limit}), and {took}"
+        logger.warning("%s; %d of %d episodes are replayed elsewhere", reason, len(leaving), len(host.hosted))
+        waiting = host.release(leaving)
+        waiting[hosted].insert(0, refused)
+        if host.hosted:
+            for each in leaving:
+                host.send(self._close(each))
+        else:
+            self._hosts.remove(host)
+            host.process.kill()
+        num_apart = sum(each.is_apart for each in self._hosts)
+        suspect.is_apart = suspect is heaviest and num_apart < self._processes and not self._is_crowded
+        suspect.replays += not suspect.is_apart
+        for each, calls in waiting.items():
+            self._move(each, calls, reason)
+        return True
+
+    # Processes that die or hang
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(min(1.0, self._step_seconds / 10), self._look)
+
+    def _look(self) -> None:
+        """Find processes that hang, and those that died although something keeps their channel open. A call counts
+        from when those before it were answered."""
+        self._timer = None
         for host in [host for host in self._hosts if host.calls]:
-            # Asked before it is read: what a dead process has answered is all there. Of one that seems to hang the
-            # answer may be there, too: perhaps it was this loop that took its time.
-            is_dead = host.process.is_dead
+            is_dead = host.process.is_dead  # asked before it is read: what a dead process has sent is all there
             if host in self._hosts and (is_dead or host.is_overdue):
-                self.on_readable(host)
+                host.process.read()  # perhaps it was this loop that took its time
                 if host in self._hosts and (is_dead or host.is_overdue):
-                    self._died(host, hung=not is_dead)
+                    self._lose(host, hung=not is_dead)
         self._ending[:] = [process for process in self._ending if not process.has_ended()]
         if self._ending or any(host.calls for host in self._hosts):
-            self._watch.look_soon()
+            self._look_later()
 
-    def on_broken(self, host: Host) -> None:
-        """Nothing can be sent to it. What it answered before its end still counts."""
-        self.on_readable(host)
+    def _on_lost(self, host: Host) -> None:
         if host in self._hosts:
-            self._died(host)
+            self._lose(host)
 
-    def _died(self, host: Host, *, hung: bool = False) -> None:
-        """Its answers have all been read, so the oldest call left is the one it died of."""
+    def _lose(self, host: Host, *, hung: bool = False) -> None:
+        """Kill a process and move its episodes, except the one whose call runs: the oldest without an answer."""
         self._hosts.remove(host)
-        self._watch.detach(host)
         how = host.process.kill(ask_where=hung)
         running = host.calls[0] if host.calls else None
-        culprit = running.hosted if running is not None else None
-        what = f"{running} of {culprit}" if culprit is not None else "no call" if host.has_started else "its start"
+        culprit = None if running is None else running.hosted
+        what = "no call" if running is None else f"{running.message}{culprit and f' of {culprit}'}"
         logger.warning("an env process %s during %s; printed last:\n%s", how, what, host.process.tail)
         if not host.has_started:
-            self._started_badly(host.start_problem or f"it {how}\n{host.process.tail}")
+            self._bad_starts += 1
+            if self._bad_starts >= MAX_BAD_STARTS:
+                problem = host.start_problem or f"it {how}\n{host.process.tail}"
+                self._start_error = f"{self._bad_starts} env processes in a row did not start; the last one: {problem}"
         if running is not None and culprit is not None:
-            culprit.fault = EnvCrashed(f"the process of the env {how} during {running}")
+            culprit.host = None
+            culprit.fault = EnvCrashed(f"the process of the env {how} during {running.message}")
             if hung:
                 also = f", and {START_SECONDS:g} for imports" if running.imports else ""
                 limit = f"{running.seconds:g} s (task.workers.step_seconds{also})"
-                culprit.fault = EnvHung(f"{running} took longer than {limit}, and its process was killed")
+                culprit.fault = EnvHung(f"{running.message} took longer than {limit}, and its process was killed")
         reason = f"the process of the env {'was killed, because it hung' if hung else how} during {what}"
-        # All of them, before one is moved, which may find the next process dead.
-        waiting = host.let_go([hosted for hosted in host.hosted.values() if hosted is not culprit])
-        if culprit is not None:
-            culprit.host = None
-        _abandon(host, reason)
+        # All of them before one is moved, which may find the next process dead.
+        waiting = host.release([hosted for hosted in host.hosted.values() if hosted is not culprit])
+        for call in host.calls:
+            if call.hosted is not None:  # the culprit, or an env that was closed during a call
+                call.deliver(error=call.hosted.fault or EnvLost(reason))
         for hosted, calls in waiting.items():
-            hosted.replays += culprit is None and hosted.has_past
+            hosted.replays += culprit is None and hosted.was_answered
             self._move(hosted, calls, reason)
 
-    def _overflowed(self, host: Host, call: Call) -> bool:
-        """It had no memory left for a call; False if that has to be borne. Else all who can be played again leave, and
-        if nobody stays, the process is ended.
-
-        Each time somebody is set apart, for good, or has been played again once more: it comes to an end.
-        """
-        assert call.hosted is not None
-        host.is_retired = True
-        if not call.hosted.can_replay or call.hosted.host is not host:
-            if not call.hosted.closed:  # else nothing is lost
-                self._advise(call.hosted.cls)
-            return False
-        leaving = [hosted for hosted in host.hosted.values() if hosted.can_replay]
-        heaviest = max(host.hosted.values(), key=lambda hosted: hosted.grown_bytes)
-        suspect = heaviest if heaviest in leaving else call.hosted
-        reason = (
-            f"the process of the env was full ({self._limit}), and of those that it hosted {heaviest} had taken most: "
-            f"{heaviest.grown_bytes // MIB} MiB"
-        )
-        logger.warning("%s; %d of %d episodes are played again elsewhere", reason, len(leaving), len(host.hosted))
-        waiting = host.let_go(leaving)
-        waiting[call.hosted].insert(0, call)
-        if host.hosted:
-            closes = [Close(episode=hosted.number) for hosted in leaving]
-            self._sent(host, *(Call(message=close, seconds=self._step_seconds) for close in closes))
-        else:
-            self._hosts.remove(host)
-            self._watch.detach(host)
-            host.process.kill()
-            _abandon(host, reason)
-        num_apart = sum(host.is_apart for host in self._hosts)
-        suspect.is_apart = suspect is heaviest and num_apart < self._processes and not self._is_crowded
-        suspect.replays += not suspect.is_apart
-        for hosted, calls in waiting.items():
-            self._move(hosted, calls, reason)
-        return True
-
-    def _advise(self, cls: type[AgentEnv]) -> None:
-        """Of what would have saved an episode of it. Once."""
-        if not cls.deterministic and cls not in self._advised:
-            self._advised.add(cls)
-            logger.warning(
-                "an episode of %s was lost through no fault of its own. If the same row and actions show the same in "
-                "any process, say `deterministic = True` in the class: then such episodes are played again elsewhere",
-                cls.__name__,
-            )
-
-    def _started_badly(self, problem: str) -> None:
-        self._bad_starts += 1
-        if self._bad_starts >= MAX_BAD_STARTS:
-            self._start_error = f"{self._bad_starts} processes for envs in a row did not start; the last one: {problem}"
-
-    def _move(self, hosted: Hosted, waiting: list[Call], reason: str) -> None:
-        """To another process, with the calls that had not begun: also those that nobody waits for any more, or the env
-        would not be where its flow believes it is."""
+    def _move(self, hosted: HostedEnv, waiting: list[Call], reason: str) -> None:
+        """Replay an episode in another process, then send the calls that had not begun. Cancelled ones too: the flow
+        believes that they were played."""
+        waiting = [call for call in waiting if isinstance(call.message, Play) and not call.message.expected]
         try:
-            calls = self._past(hosted, reason)
+            self._check_movable(hosted, reason)
+            replayed = [self._call(hosted, method, given, expected=mark) for method, given, mark in hosted.history]
+            if calls := replayed + waiting:
+                self._send(hosted, calls)
+        except EnvFault as fault:
+            hosted.fault = fault
             for call in waiting:
-                if isinstance(call.message, Play) and not call.message.expected:
-                    calls.append(self._call(hosted, call.message.given, future=call.future))
-            if calls:
-                self._ask(hosted, calls)
-        except Exception as error:  # noqa: BLE001 (its neighbours have to be moved, too)
-            lost = EnvLost(f"{reason}; {hosted.cls.__name__} cannot be sent to another: {describe(error)}")
-            hosted.fault = error if isinstance(error, EnvFault) else lost
-            for call in waiting:
-                call.deliver(error=hosted.fault)
+                call.deliver(error=fault)
 
-    def _past(self, hosted: Hosted, reason: str) -> list[Call]:
-        """What has to be asked for to have the env where it was. EnvFault: there is no such thing."""
+    def _check_movable(self, hosted: HostedEnv, reason: str) -> None:
         name = hosted.cls.__name__
         if hosted.fault is not None:
             raise hosted.fault
-        if hosted.has_past and not hosted.can_replay:
-            self._advise(hosted.cls)
-            unsaid = "its class does not say deterministic = True"
-            why = "a call of it has failed" if hosted.cls.deterministic else unsaid
-            raise EnvLost(f"{reason}; {name} cannot be played again, as {why}")
+        if hosted.was_answered and not hosted.can_replay:
+            why = "an earlier call failed" if hosted.cls.deterministic else "set deterministic = True if it can be"
+            raise EnvLost(f"{reason}; {name} was not replayed: {why}")
         if hosted.replays > MAX_REPLAYS:
-            raise EnvLost(f"{reason}; {name} was played again {MAX_REPLAYS} times already")
-        return [self._call(hosted, given, expected=expected) for given, expected in hosted.history]
+            raise EnvLost(f"{reason}; {name} was replayed {MAX_REPLAYS} times already")
 
 
-def _abandon(host: Host, reason: str) -> None:
-    """It has ended: whoever still waits for it is told."""
-    for call in host.calls:
-        if call.hosted is not None:  # the culprit, or one that was closed while a call was under way
-            call.deliver(error=call.hosted.fault or EnvLost(reason))
-
-
-def _shut(hosts: list[Host], ending: list[WorkerProcess], owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the program does not own them
-        return
-    for host in hosts:
-        host.process.end()
-    end_all([*(host.process for host in hosts), *ending])
-    hosts.clear()
-    ending.clear()
+def _end(hosts: list[Host], ending: list[WorkerProcess], owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the program does not own the processes
+        end_all([*(host.process for host in hosts), *ending])
+        hosts.clear()
+        ending.clear()

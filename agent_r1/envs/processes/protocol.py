@@ -1,0 +1,175 @@
+"""Messages between a pool and its worker processes, and the faults of these processes.
+
+A frame is a length and its bytes. The worker trusts its parent, so messages to it are pickled. The parent does not
+trust the worker, which runs user code, so answers are JSON: a line about the call, then the env's return value
+(`values.py`). The two are separate, so that an unreadable value fails only its episode.
+
+Every message is answered once and in order: the oldest message without an answer is the one that runs. Answers are
+numbered, because an env or its fork could write to the socket and forge one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any, Literal
+
+from agent_r1.envs.base import AgentEnv
+from agent_r1.errors import ConfigError
+from agent_r1.tools.base import BaseTool, FunctionTool
+from agent_r1.types import Observation, Transition
+
+HEADER = struct.Struct("!Q")
+MAX_BYTES = 64 << 20  # per answer: no model reads an observation of this size
+
+
+class EnvFault(Exception):
+    """An episode failed because of its worker process, not because of the env itself."""
+
+
+class EnvLost(EnvFault):
+    """Another episode took down the process, and this one could not be replayed elsewhere."""
+
+
+class EnvCrashed(EnvFault):
+    """The process ended during a call of this episode."""
+
+
+class EnvHung(EnvFault):
+    """A call of this episode took longer than `step_seconds`, and its process was killed."""
+
+
+class EnvOutOfMemory(EnvFault):
+    """A call of this episode was refused memory."""
+
+
+class EnvStartError(EnvFault):
+    """Worker processes do not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message to a process."""
+
+    prepare: Callable[[], object] | None  # called before any env is created
+    max_bytes: int | None  # limit of private memory
+
+    def __str__(self) -> str:
+        return "start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """A call of `reset` or `step`."""
+
+    episode: int
+    method: Literal["reset", "step"]
+    given: bytes  # the pickled row or action
+    made: bytes = b""  # class and settings (`dump_env`), with the first call of an episode to a process
+    expected: str = ""  # in a replay: digest of the answer that another process gave
+
+    def __str__(self) -> str:
+        return f"{self.method} (replayed)" if self.expected else self.method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    episode: int
+
+    def __str__(self) -> str:
+        return "close"
+
+
+Message = Start | Play | Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    number: int  # of the message, counted by the process from 0
+    body: bytes  # JSON: value and tool schemas after a Play, the exception after a failure, else null
+    failed: bool = False
+    traceback: str = ""  # of a failure, for the log
+    digest: str = ""  # of the observation, if the env can be replayed
+    out_of_memory: bool = False  # the failure is that the system refused memory
+    resident_bytes: int = 0  # memory of the process now
+    data_bytes: int = 0  # memory of the process as its limit counts it
+
+
+_HEADER_FIELDS = {each.name: type(each.default) for each in fields(Answer) if each.name != "body"} | {"number": int}
+
+
+def write_message(message: Message) -> bytes:
+    return _write_frame(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def write_answer(answer: Answer) -> bytes:
+    header = {name: getattr(answer, name) for name in _HEADER_FIELDS}
+    return _write_frame(json.dumps(header).encode() + b"\n" + answer.body)
+
+
+def read_answer(data: bytes) -> Answer:
+    """Decode an answer. Raises ValueError if it is not one."""
+    header, _, body = data.partition(b"\n")
+    try:
+        found = json.loads(header)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != _HEADER_FIELDS:
+        raise ValueError(f"not an answer; it begins with {header[:80]!r}")
+    return Answer(body=body, **found)
+
+
+def _write_frame(data: bytes) -> bytes:
+    return HEADER.pack(len(data)) + data
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """Take the complete frames out of a buffer. Raises ValueError if it does not begin with a frame."""
+    while len(buffer) >= HEADER.size:
+        (size,) = HEADER.unpack_from(buffer)
+        if size > MAX_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        end = HEADER.size + size
+        if len(buffer) < end:
+            return
+        data = bytes(buffer[HEADER.size : end])
+        del buffer[:end]
+        yield data
+
+
+def digest(value: Observation | Transition) -> str:
+    """Hash what the policy and its reward depend on; not `info` and `calls`, which hold times."""
+    seen: tuple[object, ...] = (value,)
+    if isinstance(value, Transition):
+        seen = (value.observation, value.reward, value.terminated, value.stop)
+    return hashlib.blake2b(repr(seen).encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def dump_env(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> bytes:
+    """Pickle the class by name and the settings by value. Raises ConfigError if one of them cannot be sent."""
+    written = io.BytesIO()
+    try:
+        _Pickler(written, pickle.HIGHEST_PROTOCOL).dump((cls, kwargs))
+    except Exception as error:  # a setting's own __reduce__ may raise anything
+        raise ConfigError(f"env {name!r} cannot be sent to worker processes (task.workers): {error}") from error
+    return written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionTool):
+            return value.function.__qualname__  # the name of the tool in its module; the function itself has none
+        if isinstance(value, BaseTool):
+            raise pickle.PicklingError(
+                f"tool {value.name!r} is an object that all episodes share. Use a function with @tool, or leave out "
+                "task.workers: tools do not need it"
+            )
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__; move it to a module")
+        return NotImplemented
