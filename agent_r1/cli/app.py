@@ -140,13 +140,15 @@ def train_command(
     config = load_config(recipe, overrides or ())  # before torch is imported, so that a misspelt key fails at once
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.train import run_training
     from agent_r1.runs.run_dir import RunDir
 
     plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:
         print_training_plan(config, plan, console)
         return
+
+    from agent_r1.cli.commands.train import run_training  # imports transformers
+
     directory = RunDir.create(run or _new_run_path(config), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _report_signals():
@@ -165,12 +167,14 @@ def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
         raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has already done {done} steps; set more")
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.train import run_training
 
     plan = build_plan(config, resume=done is not None)
     if dry_run:
         print_training_plan(config, plan, console, done=done)
         return
+
+    from agent_r1.cli.commands.train import run_training
+
     if changes:
         with directory.locked():
             directory.update_config(config)
@@ -184,7 +188,6 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     config = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.sft import run_sft
     from agent_r1.runs.run_dir import RunDir
 
     if config.sft.demos is None and config.sft.trajectories is None:
@@ -193,6 +196,9 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     if dry_run:
         print_warm_start_plan(config, plan, console)
         return
+
+    from agent_r1.cli.commands.sft import run_sft
+
     directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
     with _report_signals():
         run_sft(config, plan.task, directory, console, given=overrides or ())

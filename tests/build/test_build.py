@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +116,15 @@ def test_a_sound_recipe_becomes_a_plan(recipe: Recipe) -> None:
     plan = build_plan(recipe.config("task.train_count=7", "eval.rows=3", "task.env_kwargs={high: 9}"))
     assert [row.prompt[0]["content"] for row in plan.test_rows] == ["test 0", "test 1", "test 2"]
     assert len(plan.train_rows) == 7
+
+
+def test_a_plan_for_a_model_that_the_recipe_creates_does_not_import_transformers() -> None:
+    code = (
+        "import sys; from agent_r1.config import load_config; from agent_r1.build.plan import build_plan; "
+        "build_plan(load_config('quickstart')); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_an_env_used_by_another_file_can_still_be_named(recipe: Recipe) -> None:
