@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.guard import is_library
 from agent_r1.types import ToolCallRecord
 
@@ -23,7 +25,8 @@ MAX_STEPS = 2000  # per thread, so that a long computation does not hit the tool
 _PACKAGE = Path(__file__).parents[1]
 _OURS = [_PACKAGE / part for part in ("envs", "flows", "tokens", "tools/base.py", "tools/runner.py", "guard.py")]
 
-State = Mapping[str, Mapping[str, Any]]  # by tool, then by name of the row's value
+State = dict[str, Any]  # the row's values, by a description of name and tool
+Calls = Sequence[Sequence[ToolCallRecord]]  # of each step
 
 
 class _Turns:
@@ -79,8 +82,8 @@ class _Turns:
 
 
 @contextmanager
-def taking_turns() -> Iterator[None]:
-    """Threads started in this context alternate after every instruction of the tools' own code."""
+def interleave_threads() -> Iterator[None]:
+    """Let threads started in this context alternate after every instruction of the tools' own code."""
     before = threading.gettrace()
     threading.settrace(_Turns().trace)
     try:
@@ -89,53 +92,54 @@ def taking_turns() -> Iterator[None]:
         threading.settrace(before)
 
 
-def overlapping(calls: Sequence[Sequence[ToolCallRecord]], parallel: frozenset[str]) -> list[str]:
-    """The parallel tools whose calls could overlap: two or more such calls in one step."""
+def find_overlapping(calls: Calls, parallel: frozenset[str]) -> list[str]:
+    """Return the parallel tools whose calls could overlap: two or more such calls in one step."""
     steps = [[call.name for call in step if call.name in parallel] for step in calls]
     return sorted({name for step in steps if len(step) > 1 for name in step})
 
 
-def different_results(
-    in_order: Sequence[Sequence[ToolCallRecord]], at_once: Sequence[Sequence[ToolCallRecord]]
+def find_difference(
+    calls: Calls, parallel_calls: Calls, states: Sequence[State], parallel_states: Sequence[State]
 ) -> str | None:
-    for index, (one, other) in enumerate(zip(in_order, at_once, strict=False)):
+    """Compare a sequential play with a parallel one: results of calls, then the tool states at the end."""
+    for index, (one, other) in enumerate(zip(calls, parallel_calls, strict=False)):
         for place, (first, second) in enumerate(zip(one, other, strict=False)):
             if first.result != second.result:
-                return (
-                    f"call {place} of step {index} ({first.name}) returns {second.result[:100]!r} in parallel and "
-                    f"{first.result[:100]!r} in order"
-                )
+                results = f"{second.result[:100]!r} in parallel and {first.result[:100]!r} in order"
+                return f"call {place} of step {index} ({first.name}) returns {results}"
+    begin, end = states
+    parallel_begin, parallel_end = parallel_states
+    for key, value in end.items():
+        if begin[key] == value and parallel_begin[key] == parallel_end[key]:
+            continue  # no play changed it, so it may differ between them, as the name of a session does
+        if begin[key] != parallel_begin[key]:
+            return f"{key} is shared by episodes: create a new one for each env"
+        if value != parallel_end[key]:
+            return f"{key} ends as {str(parallel_end[key])[:100]} in parallel and as {str(value)[:100]} in order"
     return None
 
 
-def different_states(before: tuple[State, State], after: tuple[State, State]) -> str | None:
-    """Compare the tool states of the sequential play with those of the parallel one; `before` and `after` hold both.
-    Values that neither play changed may differ, such as session names."""
-    for tool, values in after[0].items():
-        for key, value in values.items():
-            if all(old[tool][key] == new[tool][key] for old, new in zip(before, after, strict=True)):
-                continue
-            if before[0][tool][key] != before[1][tool][key]:
-                return f"{key!r} of tool {tool!r} is shared by episodes: create a new one for each env"
-            if value != after[1][tool][key]:
-                return (
-                    f"{key!r} of the row ends as {str(after[1][tool][key])[:100]} in parallel and as "
-                    f"{str(value)[:100]} in order"
-                )
-    return None
+def copy_state(env: AgentEnv) -> State:
+    """Copy the row's values of a ToolEnv into comparable ones."""
+    state = env.state if isinstance(env, ToolEnv) else {}
+    return {
+        f"{key!r} of tool {tool!r}": _to_plain(value) for tool, values in state.items() for key, value in values.items()
+    }
 
 
-def plain(value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Copy a state into comparable values: objects become their attributes, if they have any."""
+def _to_plain(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Copy a value; objects become their attributes, if they have any."""
     if id(value) in inside:
         return "..."
     inside = (*inside, id(value))
     if isinstance(value, Mapping):
-        return {key: plain(item, inside) for key, item in value.items()}
+        return {key: _to_plain(item, inside) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, inside) for item in value]
+        return [_to_plain(item, inside) for item in value]
     if isinstance(value, set | frozenset):
         return set(value)
     if isinstance(value, str | int | float | bool | None):
         return value
-    return {type(value).__name__: plain(vars(value), inside)} if hasattr(value, "__dict__") else type(value).__name__
+    return (
+        {type(value).__name__: _to_plain(vars(value), inside)} if hasattr(value, "__dict__") else type(value).__name__
+    )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ ROW = TaskRow(
 
 
 class Growing(AgentEnv):
-    """Repeats what it is told, three times; the base of envs with one fault each."""
+    """Repeats the actions; the base of envs with one fault each."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -48,7 +49,7 @@ class Random(Growing):
 
     def reply(self, text: str) -> str:
         Random.made += 1
-        return f"{Random.made}"
+        return "the same " * 100 + f"number {Random.made}" + " and more" * 100
 
 
 class RandomReward(Growing):
@@ -77,7 +78,7 @@ class LeakingExtra(Leaking):
 
 
 class Judging(Leaking):
-    """Allowed to see the answer, and keeps it to itself; reads it as a number."""
+    """May see the answer and does not show it; reads it as a number."""
 
     sees_ground_truth = True
 
@@ -125,7 +126,7 @@ def test_good_envs_pass() -> None:
     env_check(lambda: ToolEnv(tools=[add]), actions=(call, "<tool_call>", "3", "never played: the env has answered"))
 
 
-def test_who_passes_and_does_not_say_whether_it_is_deterministic_is_advised_to() -> None:
+def test_a_class_that_does_not_set_deterministic_gets_a_warning() -> None:
     class Says(Growing):
         deterministic = True
 
@@ -145,33 +146,29 @@ def test_who_passes_and_does_not_say_whether_it_is_deterministic_is_advised_to()
         env_check(Says)
         env_check(type("Heir", (Says,), {}))
         env_check(Denies)
-        env_check(lambda: ToolEnv(tools=[pick]))  # whose class is not theirs to change
+        env_check(lambda: ToolEnv(tools=[pick]))  # the user cannot change its class
 
 
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Random, "not deterministic for row 'r1': same actions, different observation 1"),
-        (RandomReward, r"not deterministic for row 'r1': same actions, but rewards \[1.0, 2.0\] and \[3.0, 4.0\]"),
+        (Random, "not deterministic for row 'r1': .* observation 1: .* number \\d and .* number \\d"),
+        (RandomReward, r"not deterministic for row 'r1': .* rewards \[1.0, 2.0\] and \[3.0, 4.0\]"),
         (Leaking, f"observation 1 shows the answer to the policy: .*{CANARY}"),
         (LeakingExtra, f"observation 1 shows the answer to the policy: .*{CANARY}"),
-        (Aliasing, "observation 0 changed after it was given"),
+        (Aliasing, "observation 0 changed"),
         (ClosesOnce, "ClosesOnce.close failed the second time: AttributeError"),
-        (WrongSpan, r"step 0 returned a call at \(0, 99\) of a text of 1 characters"),
+        (WrongSpan, r"step 0 returned a call at \(0, 99\)"),
+        (ChangesRow, "the env changed the prompt of row 'r1'"),
     ],
 )
-def test_a_broken_env_is_told_which_rule_it_breaks(env: type[AgentEnv], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        env_check(env)
+def test_the_rule_that_an_env_breaks_is_named(env: type[AgentEnv], message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as raised:
+        env_check(env, replace(ROW, prompt=list(ROW.prompt)))
+    assert len(str(raised.value)) < 700
 
 
-def test_an_env_that_changes_its_row_is_caught() -> None:
-    row = TaskRow(prompt=[{"role": "user", "content": "x"}], row_id="r2")
-    with pytest.raises(AssertionError, match="the env changed the prompt of row 'r2'"):
-        env_check(ChangesRow, row)
-
-
-def test_an_env_may_use_up_its_settings_as_each_episode_has_its_own() -> None:
+def test_an_env_may_change_its_settings_because_each_episode_has_its_own() -> None:
     class Bag(Growing):
         deterministic = True
 
@@ -185,7 +182,7 @@ def test_an_env_may_use_up_its_settings_as_each_episode_has_its_own() -> None:
     env_check(Bag, TaskRow(prompt=ROW.prompt, env_kwargs={"items": ["a", "b", "c"]}))
 
 
-def test_a_tool_that_tells_the_answer_is_caught_through_its_env() -> None:
+def test_a_tool_that_shows_the_answer_is_caught() -> None:
     class Oracle(ToolEnv):
         async def reset(self, row: TaskRow) -> Observation:
             @tool
@@ -232,7 +229,7 @@ class Plain(BaseTool):
         return str(self.calls)
 
 
-def test_a_broken_tool_is_told_which_rule_it_breaks() -> None:
+def test_the_rule_that_a_tool_breaks_is_named() -> None:
     class Spaced(Plain):
         name = "not a name"
 
@@ -251,7 +248,7 @@ def test_a_broken_tool_is_told_which_rule_it_breaks() -> None:
     broken: list[tuple[BaseTool, dict[str, Any], str]] = [
         (Spaced(), {"x": 1}, "tool name 'not a name' must be"),
         (Unwritten(), {"x": 1}, "the schema of tool 'plain' is not JSON"),
-        (Settable(), {"x": 1}, "the model of tool 'plain' could set 'x'"),
+        (Settable(), {"x": 1}, "the model could set 'x' of tool 'plain'"),
         (Careless(), {"x": 1}, "accepts an argument that its schema does not have"),
         (Plain(), {"y": 1}, "refuses the example arguments"),
         (Plain(), {"x": -1}, "fails on the example arguments .* negative"),
@@ -263,11 +260,8 @@ def test_a_broken_tool_is_told_which_rule_it_breaks() -> None:
         tool_check(Plain(), {"x": 1}, deterministic=True)
 
 
-# Parallel calls
-
-
 def deposits(function: Callable[..., Any], *, parallel: bool) -> ToolEnv:
-    """An env with a fresh account of 0, for a tool that puts money on it."""
+    """Return an env with a fresh account of 0, for a tool that puts money on it."""
     return ToolEnv(tools=[tool(name="deposit", parallel=parallel)(function)], tools_kwargs={"account": {"balance": 0}})
 
 
@@ -314,22 +308,22 @@ THREE = "".join(FORMATS["hermes"].write_call("deposit", {"amount": amount}) for 
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (deposit_in_lines, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
-        (deposit_in_place, r"'account' of the row ends as {'balance': \d} in parallel and as {'balance': 7} in order"),
-        (deposit_async, "'account' of the row ends as {'balance': 4} in parallel and as {'balance': 7} in order"),
+        (deposit_in_lines, r"'account' .* {'balance': \d} in parallel and as {'balance': 7} in order"),
+        (deposit_in_place, r"'account' .* {'balance': \d} in parallel and as {'balance': 7} in order"),
+        (deposit_async, "'account' .* {'balance': 4} in parallel and as {'balance': 7} in order"),
         (deposit_and_tell, r"call \d of step 0 \(deposit\) returns '\d' in parallel and '\d' in order"),
     ],
 )
-def test_an_update_that_parallel_calls_lose_is_found_and_its_tool_named(
-    function: Callable[..., Any], problem: str
-) -> None:
-    with pytest.raises(AssertionError, match=f"tool 'deposit' is declared parallel, but .*: {problem}"):
+def test_an_update_that_parallel_calls_lose_is_found(function: Callable[..., Any], problem: str) -> None:
+    with pytest.raises(AssertionError, match=f"calls of 'deposit' behave differently: {problem}"):
         asyncio.run(check_env(lambda: deposits(function, parallel=True), ROW, [THREE]))
     asyncio.run(check_env(lambda: deposits(function, parallel=False), ROW, [THREE]))
 
 
 def test_a_parallel_tool_that_locks_what_it_changes_passes() -> None:
+    before = threading.gettrace()
     asyncio.run(check_env(lambda: deposits(deposit_with_lock, parallel=True), ROW, [THREE]))
+    assert threading.gettrace() is before
 
 
 def test_a_parallel_tool_that_breaks_when_calls_overlap_is_named() -> None:
@@ -342,63 +336,12 @@ def test_a_parallel_tool_that_breaks_when_calls_overlap_is_named() -> None:
         return "done"
 
     calls = "".join(FORMATS["hermes"].write_call("take", {"amount": 1}) for _ in range(2))
-    with pytest.raises(
-        AssertionError, match=r"tool 'take' is declared parallel, but .* IndexError: pop from empty list"
-    ):
+    with pytest.raises(AssertionError, match=r"calls of 'take' .* IndexError: pop from empty list"):
         asyncio.run(check_env(lambda: ToolEnv(tools=[take], tools_kwargs={"purse": [1]}), ROW, [calls]))
 
 
-def test_a_state_that_envs_share_is_told_from_a_lost_update() -> None:
+def test_a_state_that_envs_share_is_distinguished_from_a_lost_update() -> None:
     account = {"balance": 0}
     deposit = tool(name="deposit", parallel=True)(deposit_with_lock)
     with pytest.raises(AssertionError, match="'account' of tool 'deposit' is shared by episodes"):
         asyncio.run(check_env(lambda: ToolEnv(tools=[deposit], tools_kwargs={"account": account}), ROW, [THREE]))
-
-
-def test_the_search_for_lost_updates_leaves_no_trace_behind() -> None:
-    before = threading.gettrace()
-    asyncio.run(check_env(lambda: deposits(deposit_with_lock, parallel=True), ROW, [THREE]))
-    assert threading.gettrace() is before
-
-
-# What differs
-
-
-class LongAndRandom(Growing):
-    """Says much that is always the same, and then something else each time."""
-
-    made = 0
-
-    def reply(self, text: str) -> str:
-        LongAndRandom.made += 1
-        return "the same " * 100 + f"number {LongAndRandom.made}" + " and more" * 100
-
-
-class RandomText(LongAndRandom):
-    async def reset(self, row: TaskRow) -> Observation:
-        return Observation(text=self.reply(""))
-
-
-class RandomLength(Growing):
-    made = 0
-
-    async def reset(self, row: TaskRow) -> Observation:
-        RandomLength.made += 1
-        return Observation(messages=[{"role": "user", "content": "x"}] * RandomLength.made)
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (
-            LongAndRandom,
-            r"different observation 1: message 1, from character 9\d\d on: \.\.\..* number \d and .* number \d",
-        ),
-        (RandomText, r"different observation 0: from character 907 on: \.\.\..* number \d and .* number \d"),
-        (RandomLength, r"message 1, from character 0 on: \(nothing\) and {'role': 'user', 'content': 'x'}"),
-    ],
-)
-def test_the_place_where_two_observations_differ_is_shown(env: type[AgentEnv], message: str) -> None:
-    with pytest.raises(AssertionError, match=message) as raised:
-        asyncio.run(check_env(env, ROW, ["hello"]))
-    assert len(str(raised.value)) < 700
