@@ -25,17 +25,21 @@ from agent_r1.types import Group as EpisodeGroup
 from agent_r1.types import Trajectory
 
 BARS = "▁▂▃▄▅▆▇█"
+SILENT_SECONDS = 20.0  # without a terminal, print progress within a step after this time
 
 
 class Display:
-    """Progress of one stage (warm start, training, evaluation). Use as a context manager."""
+    """Progress of one stage (warm start, training, evaluation). Use as a context manager.
+
+    A terminal gets a live display; elsewhere one line is printed per step, and one now and then within long steps.
+    """
 
     def __init__(self, console: Console, title: str, *, total: int, done: int = 0) -> None:
         self._console = console
         self._title = title
         self._total, self._first, self._done = total, done, done
-        self._began = time.monotonic()
-        self._line = Text("starting ...", style="dim")
+        self._began = self._phase_began = self._printed = time.monotonic()
+        self._line = Text("loading and building ...", style="dim")
         self._history: list[float] = []
         self._episodes = Text("")
         self._progress = Progress(
@@ -59,11 +63,14 @@ class Display:
         self._progress.update(self._task, total=total)
 
     def episodes(self, finished: int, total: int) -> None:
-        """Progress inside a step."""
-        self._episodes = Text(f"episodes {finished}/{total}", style="dim")
-        self._refresh()
+        """Report progress within a training step."""
+        self._within(f"episodes {finished}/{total}", finished, total)
 
-    def advance(self, done: int) -> None:
+    def evaluating(self, finished: int, total: int, success: float) -> None:
+        """Report progress within an evaluation."""
+        self._within(f"evaluated {finished}/{total}  success so far {success:.1%}", finished, total)
+
+    def advance(self, done: int, *_: object) -> None:
         """Move the bar of a stage whose steps print no lines."""
         self._done = done
         self._progress.update(self._task, completed=done)
@@ -74,30 +81,39 @@ class Display:
         self.update(step, step_summary(metrics), value=metrics["success"])
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
+        self._episodes = Text("")
         self.note(f"step {step:4d}  held-out success {eval_summary(metrics)}")
 
     def update(self, done: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
         """Move the bar and print one line; `value` extends the small curve."""
-        self._done = done
         self._history.append(value)
+        self._episodes = Text("")
+        self.advance(done)
         left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
         self._line = Text(f"{summary}  {left}")
-        self._episodes = Text("")
-        self._progress.update(self._task, completed=done)
         if self._console.is_terminal:
             self._refresh()
         else:
-            line = f"{self._title} {done}/{self._total}  {summary}  {left}"
-            self._console.print(Text(line), soft_wrap=True)
+            self.note(f"{self._title} {done}/{self._total}  {summary}  {left}")
 
     def note(self, text: str) -> None:
         """Print a line that stays on screen above the live part."""
+        self._printed = time.monotonic()
         self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
 
     def seconds_left(self) -> float:
-        steps = self._done - self._first
-        spent = time.monotonic() - self._began
-        return spent / steps * (self._total - self._done) if steps else 0.0
+        return _seconds_left(self._began, self._done - self._first, self._total - self._first)
+
+    def _within(self, text: str, finished: int, total: int) -> None:
+        now = time.monotonic()
+        if finished <= 1:
+            self._phase_began = now
+        if finished > 1:
+            text = f"{text}  {clock(_seconds_left(self._phase_began, finished - 1, total - 1))} left"
+        self._episodes = Text(text, style="dim")
+        self._refresh()
+        if not self._console.is_terminal and now - self._printed > SILENT_SECONDS:
+            self.note(text)
 
     def _refresh(self) -> None:
         if self._console.is_terminal:
@@ -106,6 +122,10 @@ class Display:
     def _render(self) -> RenderableType:
         curve = Text(sparkline(self._history[-60:]), style="green")
         return Group(self._progress, self._line, curve, self._episodes)
+
+
+def _seconds_left(began: float, done: int, total: int) -> float:
+    return (time.monotonic() - began) / done * (total - done) if done else 0.0
 
 
 def warm_start_progress(display: Display, *, may_end_early: bool) -> Callable[[int, int, Metrics], None]:

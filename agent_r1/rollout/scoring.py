@@ -37,11 +37,18 @@ class Scorer:
     timeout: float  # seconds per trajectory, from the moment its turn comes
     max_concurrent: int = MAX_CONCURRENT
 
-    async def __call__(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with outcome rewards; trajectories that failed earlier stay as they are."""
-        # Sync rewards share the interpreter: with more threads they would only use up each other's time.
-        gate = asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
+    async def __call__(self, groups: Sequence[Group], gate: asyncio.Semaphore | None = None) -> list[Group]:
+        """Return the groups with outcome rewards; trajectories that failed earlier stay as they are.
+
+        Calls that overlap share a `gate`.
+        """
+        gate = gate or self.gate()
         return list(await asyncio.gather(*(self._score_group(group, gate) for group in groups)))
+
+    def gate(self) -> asyncio.Semaphore:
+        """Return a semaphore that limits how many rewards are computed at once."""
+        # Sync rewards share the interpreter: with more threads they would only use up each other's time.
+        return asyncio.Semaphore(self.max_concurrent if is_async(self.reward) else SYNC_THREADS)
 
     async def _score_group(self, group: Group, gate: asyncio.Semaphore) -> Group:
         scored = await asyncio.gather(*(self._score(group.row, trajectory, gate) for trajectory in group.trajectories))

@@ -1,15 +1,20 @@
-"""Evaluation: the same flow as training, greedy or k samples, on a panel of rows."""
+"""Evaluation: the same flow as training, greedy or k samples, on a fixed set of rows (a panel)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 
 from agent_r1.data.panels import panel_hash
-from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
+from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.metrics import rollout_metrics, success_estimate
+from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.run_dir import Evaluation
-from agent_r1.types import TaskRow
+from agent_r1.types import Group, TaskRow
+
+OnProgress = Callable[[int, int, float], None]  # episodes scored, episodes in all, success so far
 
 
 async def evaluate(
@@ -20,10 +25,31 @@ async def evaluate(
     success_reward: float,
     seed: int,
     max_error_fraction: float,
-    on_episode: OnEpisode | None = None,
+    on_progress: OnProgress,
 ) -> Evaluation:
-    panel = panel_hash(rows)  # first: rows that cannot be part of one are found before they are played
-    groups = await scorer(await collector(rows, seed=seed, on_episode=on_episode))
+    """Play and score all rows. Groups are scored as they finish, so that success is known along the way."""
+    panel = panel_hash(rows)  # first: finds rows that cannot be part of a panel before they are played
+    scored: dict[int, Group] = {}
+    gate, total, successes = scorer.gate(), len(rows) * collector.group_size, 0
+    on_progress(0, total, 0.0)
+
+    async def score(position: int, group: Group) -> None:
+        nonlocal successes
+        [scored[position]] = await scorer([group], gate)
+        successes += sum(is_success(trajectory, success_reward) for trajectory in scored[position].trajectories)
+        played = len(scored) * collector.group_size
+        on_progress(played, total, successes / played)
+
+    scoring: list[asyncio.Task[None]] = []
+    try:
+        async with aclosing(collector.stream(rows, seed=seed)) as finished:
+            async for position, group in finished:
+                scoring.append(asyncio.create_task(score(position, group)))
+        await asyncio.gather(*scoring)
+    finally:
+        for task in scoring:
+            task.cancel()
+    groups = [scored[position] for position in range(len(rows))]
     check_failures(groups, max_error_fraction)
     metrics = rollout_metrics(groups, success_reward=success_reward)
     metrics |= success_estimate(groups, success_reward=success_reward)

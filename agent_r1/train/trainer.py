@@ -35,6 +35,7 @@ class Progress(Protocol):
 
     def note(self, text: str) -> None: ...
     def episodes(self, finished: int, total: int) -> None: ...
+    def evaluating(self, finished: int, total: int, success: float) -> None: ...
     def step(self, step: int, metrics: Metrics) -> None: ...
     def evaluation(self, step: int, metrics: Metrics) -> None: ...
 
@@ -141,7 +142,6 @@ class Trainer:
     async def evaluate(self, step: int) -> None:
         self._rng = rng_state()
         seed = stable_seed(self.seed, EVAL_SEED)
-        counter = self._episode_counter(len(self.test_rows) * self.eval_collector.group_size)
         self.last_evaluation = await evaluate(
             self.test_rows,
             collector=self.eval_collector,
@@ -149,7 +149,7 @@ class Trainer:
             max_error_fraction=self.max_error_fraction,
             success_reward=self.success_reward,
             seed=seed,
-            on_episode=counter,
+            on_progress=self.progress.evaluating,
         )
         self.run.write_evaluation(step, self.last_evaluation)
         self._rng = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -226,3 +227,16 @@ def test_hints_name_the_program_as_it_can_be_called(monkeypatch: pytest.MonkeyPa
     assert program() == "agent-r1"  # the one on the path
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "b" / "agent-r1")])
     assert program() == "b/agent-r1"  # one in a virtual environment that is not active
+
+
+def test_an_evaluation_shows_episodes_done_success_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent_r1.cli.display.SILENT_SECONDS", -1.0)  # so that every call prints a line
+    console = Console(file=io.StringIO(), width=80)
+    with Display(console, "training", total=2) as display:
+        for finished, success in ((0, 0.0), (1, 1.0), (50, 0.5)):
+            display.evaluating(finished, 200, success)
+        display.episodes(3, 8)
+    first, _, later, step = printed(console).splitlines()
+    assert first == "evaluated 0/200  success so far 0.0%"
+    assert re.fullmatch(r"evaluated 50/200  success so far 50.0%  \d+:\d\d left", later)
+    assert step.startswith("episodes 3/8")

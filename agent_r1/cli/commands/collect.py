@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import count
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +14,6 @@ from agent_r1.build.engine import build_engine
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
 from agent_r1.build.task import Task
-from agent_r1.cli.commands.eval import advancing
 from agent_r1.cli.commands.sft import typed_words
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.cli.display import Display, clock, errors_summary, program
@@ -28,7 +28,7 @@ from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.garbage import parts_frozen
-from agent_r1.types import TaskRow
+from agent_r1.types import TaskRow, Trajectory
 
 EPISODES_PER_FILE = 4096  # an interruption loses at most this many, and this many are in memory at once
 
@@ -64,30 +64,35 @@ async def _collect(
     config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console, given: Sequence[str]
 ) -> Outcomes:
     began, outcomes, samples = time.monotonic(), Outcomes(), config.rollout.group_size
-    start = await seeded_start(config, task, console)
-    model = load_model(config, start)
-    run.write_tokens(token_texts(model.tokenizer))
-    engine = build_engine(config, model)
     size = max(1, EPISODES_PER_FILE // samples)
-    try:
-        with parts_frozen(), Display(console, "collecting", total=len(rows) * samples) as display:
-            collector, on_episode = train_collector(config, task, model.renderer, engine), advancing(display)
-            for number, first in enumerate(range(0, len(rows), size)):
-                seed = stable_seed(config.seed, "collect", number)
-                played = await collector(rows[first : first + size], seed=seed, on_episode=on_episode)
-                groups = await task.scorer(played)
-                check_failures(groups, config.rollout.max_error_fraction)
-                run.write_trajectories("train", number, groups)
-                metrics = rollout_metrics(groups, success_reward=task.success_reward)
-                run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})
-                by_row = {group.row.row_id: group.trajectories for group in groups}
-                outcomes |= row_outcomes(by_row, success_reward=task.success_reward)
-                success = metrics["success"]
-                display.update(
-                    len(outcomes) * samples, f"success {success:.1%}{errors_summary(metrics)}", value=success
-                )
-    finally:
-        await engine.close()
+    start = await seeded_start(config, task, console)
+    with Display(console, "collecting", total=len(rows) * samples) as display:
+        model = load_model(config, start)
+        run.write_tokens(token_texts(model.tokenizer))
+        engine = build_engine(config, model)
+        collector = train_collector(config, task, model.renderer, engine)
+        finished = count(1)
+
+        def on_episode(_: Trajectory) -> None:
+            display.advance(done := next(finished))
+            display.episodes(done, len(rows) * samples)
+
+        try:
+            with parts_frozen():
+                for number, first in enumerate(range(0, len(rows), size)):
+                    seed = stable_seed(config.seed, "collect", number)
+                    played = await collector(rows[first : first + size], seed=seed, on_episode=on_episode)
+                    groups = await task.scorer(played)
+                    check_failures(groups, config.rollout.max_error_fraction)
+                    metrics = rollout_metrics(groups, success_reward=task.success_reward)
+                    run.write_trajectories("train", number, groups)
+                    run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})
+                    by_row = {group.row.row_id: group.trajectories for group in groups}
+                    outcomes |= row_outcomes(by_row, success_reward=task.success_reward)
+                    summary = f"success {metrics['success']:.1%}{errors_summary(metrics)}"
+                    display.update(len(outcomes) * samples, summary, value=metrics["success"])
+        finally:
+            await engine.close()
     # The policy that was sampled: its own words change it least.
     imitate = f"sft {typed_words(config, given)} sft.trajectories={run}{_min_reward(config)} model.path={start}"
     _conclude(config, run, outcomes, console, imitate=imitate, seconds=time.monotonic() - began)

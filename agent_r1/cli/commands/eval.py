@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from agent_r1.build.collectors import eval_collector
 from agent_r1.build.engine import build_engine
 from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.find import find_model
-from agent_r1.build.models.load import Model, load_model
+from agent_r1.build.models.load import load_model
 from agent_r1.build.task import Task, build_task
 from agent_r1.cli.display import Display, eval_summary, program
 from agent_r1.cli.log import logging_to
@@ -22,7 +21,6 @@ from agent_r1.cli.signals import interruptible
 from agent_r1.config import EvalConfig, RunConfig
 from agent_r1.data.panels import panel_hash
 from agent_r1.places import shown
-from agent_r1.rollout.collect import OnEpisode
 from agent_r1.runs.outcomes import EvalRecord, Subject, eval_file, keep, row_outcomes, stem_of
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
@@ -51,7 +49,7 @@ async def _eval(
     subject = Subject.of(config.model_dump(mode="json"), model=where, panel=panel_hash(rows), dtype=dtype)
     stem = name or stem_of(model or path)
     eval_file(run.evals, subject, name=name, stem=stem)  # refuses a taken name before anything is played
-    result = await evaluate_model(config, task, rows, load_model(config, path), console)
+    result = await evaluate_model(config, task, rows, path, console)
     outcomes = row_outcomes(
         {group.row.row_id: group.trajectories for group in result.groups}, success_reward=task.success_reward
     )
@@ -63,28 +61,30 @@ async def _eval(
 
 
 async def evaluate_model(
-    config: RunConfig, task: Task, rows: Sequence[TaskRow], model: Model, console: Console
+    config: RunConfig, task: Task, rows: Sequence[TaskRow], directory: str | Path, console: Console
 ) -> Evaluation:
-    engine = build_engine(config, model)
-    try:
-        with parts_frozen(), Display(console, "evaluating", total=len(rows) * config.eval.samples) as display:
-            return await evaluate(
-                rows,
-                collector=eval_collector(config, task, model.renderer, engine),
-                scorer=task.scorer,
-                max_error_fraction=config.rollout.max_error_fraction,
-                success_reward=task.success_reward,
-                seed=stable_seed(config.seed, EVAL_SEED),
-                on_episode=advancing(display),
-            )
-    finally:
-        await engine.close()
+    """Load a model as a user would, and evaluate it. A network prepared for learning may differ, and have adapters."""
+    with Display(console, "evaluating", total=len(rows) * config.eval.samples) as display:
+        model = load_model(config, directory)
+        engine = build_engine(config, model)
 
+        def show(finished: int, total: int, success: float) -> None:
+            display.advance(finished)
+            display.evaluating(finished, total, success)
 
-def advancing(display: Display) -> OnEpisode:
-    """A callback that counts finished episodes on the display."""
-    finished = count(1)
-    return lambda _: display.advance(next(finished))
+        try:
+            with parts_frozen():
+                return await evaluate(
+                    rows,
+                    collector=eval_collector(config, task, model.renderer, engine),
+                    scorer=task.scorer,
+                    max_error_fraction=config.rollout.max_error_fraction,
+                    success_reward=task.success_reward,
+                    seed=stable_seed(config.seed, EVAL_SEED),
+                    on_progress=show,
+                )
+        finally:
+            await engine.close()
 
 
 def describe_sampling(settings: EvalConfig) -> str:

@@ -39,8 +39,7 @@ async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, giv
     base, rows = base_model(config), task.test_rows()
 
     async def evaluate_on_disk(step: int, model: str | Path) -> None:
-        # Loaded as a user would: a network prepared for learning is different and may have adapters.
-        run.write_evaluation(step, await evaluate_model(config, task, rows, load_model(config, model), console))
+        run.write_evaluation(step, await evaluate_model(config, task, rows, model, console))
 
     await evaluate_on_disk(0, base)
     path, updates = await _imitate(config, task, base, run, console)
@@ -59,8 +58,8 @@ async def _sft(config: RunConfig, task: Task, run: RunDir, console: Console, giv
 
 async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir, console: Console) -> tuple[Path, int]:
     """Return the checkpoint of the warm start and the number of updates it took."""
-    model = load_model(config, base)
     with Display(console, "warm start", total=1) as display:
+        model = load_model(config, base)
         show = warm_start_progress(display, may_end_early=config.sft.target_loss is not None)
 
         def on_update(update: int, total: int, metrics: Metrics) -> None:

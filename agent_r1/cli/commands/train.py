@@ -72,8 +72,8 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         start = done = checkpoint[0]
         # Adapters continue on the weights they were made for; a checkpoint has them merged already.
         weights = run.reference if config.lora is not None else checkpoint[1]
-    model = load_model(config, weights)
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
+        model = load_model(config, weights)
         reference = reference_model(config, model, run.reference)
         trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display)
         if config.task.tools:
@@ -109,10 +109,10 @@ def _eval_due(config: RunConfig, step: int) -> bool:
 
 
 async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
-    """Where training begins. Seeds again afterwards, so that a cached warm start leaves the same random streams."""
+    """Return where training begins. Seeds again at the end: a cached warm start must leave the same random streams."""
     seed_all(config.seed)
-    base = base_model(config)
     with Display(console, "warm start", total=1) as display:
+        base = base_model(config)
         on_update = warm_start_progress(display, may_end_early=config.sft.target_loss is not None)
         start = await starting_model(config, task, base, on_update=on_update, report=display.note)
     seed_all(config.seed)
