@@ -1,10 +1,10 @@
-"""Our advantages, losses and gradients against those of TRL, on the same tensors.
+"""Compare our advantages, losses and gradients with those of TRL, on the same tensors.
 
     python -m benchmarks.against_trl         # results/against_trl.json and the table of docs/algorithms/parity.md
 
-Real `GRPOTrainer` and `RLOOTrainer` objects run their own code from rewards to loss (`_generate_and_score_completions`,
-`_compute_loss`). Two things are replaced: episodes come from the case instead of a model, and so do log-probs. Fails
-if a difference is above the tolerance, or if what is said to differ by design does not.
+Real `GRPOTrainer` and `RLOOTrainer` objects run their code from rewards to loss (`_generate_and_score_completions`,
+`_compute_loss`); only episodes and log-probs come from the case instead of a model. Fails if a difference is above the
+tolerance, or if something that differs by design does not.
 
 Needs `pip install trl==1.16.0 datasets`. This version of TRL has no PPO.
 """
@@ -41,14 +41,14 @@ from benchmarks.parity import (
 )
 from benchmarks.parity_cases import Case
 
-ATTEMPTS, ROWS = 4, 16  # TRL's groups are of one size
+ATTEMPTS, ROWS = 4, 16  # TRL's groups have equal sizes
 HORIZON = 256
 ONE_STEP = ("one step", "stale, one step", "on-policy, one step")
 ALL = ("one step", "several steps", "success or failure", "one token", "stale", "on-policy")
 
 
 class FromCase:
-    """A trainer whose episodes and log-probs are those of a case."""
+    """A trainer that takes episodes and log-probs from a case."""
 
     case: Case
     logprobs_R: Tensor
@@ -90,7 +90,7 @@ def rollout(prompts: Sequence[Any], trainer: FromCase) -> dict[str, Any]:
 
 @cache
 def model_folder() -> str:
-    """TRL loads the reference model from where the model is from."""
+    """TRL loads the reference model from the same folder as the model."""
     folder = tempfile.TemporaryDirectory()
     TINY.model().network(dtype=torch.float32, device=torch.device("cpu")).save_pretrained(folder.name)
     make_tokenizer(TINY.vocabulary).save_pretrained(folder.name)
@@ -103,7 +103,7 @@ KEPT: list[Any] = []  # folders live as long as the program
 
 @cache
 def trainer(kind: str, **settings: Any) -> Any:
-    """With the defaults of TRL but for what is named."""
+    """With TRL's defaults, except for `settings`."""
     config, make = (trl.GRPOConfig, GRPO) if kind == "grpo" else (trl.RLOOConfig, RLOO)
     own = {"num_iterations": 2, "steps_per_generation": 1}  # so that there are old log-probs
     correction = {name: settings.pop(name) for name in list(settings) if name.startswith("vllm_")}
@@ -132,7 +132,7 @@ def trainer(kind: str, **settings: Any) -> Any:
     )
     made.model.train()
     made.current_gradient_accumulation_steps = 1
-    if correction:  # the part of vLLM that is not generation
+    if correction:  # the part of vLLM other than generation
         made.use_vllm = made.vllm_importance_sampling_correction = True
         made._last_loaded_step = made.state.global_step  # vLLM would have these weights
         for name, value in correction.items():
@@ -156,7 +156,7 @@ def trl_advantages(case: Case, kind: str = "grpo", **settings: Any) -> Outcome:
 
 
 def trl_loss(case: Case, advantages_R: Tensor | None, kind: str = "grpo", **settings: Any) -> Outcome:
-    """On TRL's own advantages if none are given."""
+    """On TRL's advantages if none are given."""
     made, inputs = scored(case, kind, **settings)
     if advantages_R is not None:  # one per episode
         starts = torch.tensor([sum(sizes) for sizes in case.sizes]).cumsum(0)
@@ -170,7 +170,7 @@ def trl_loss(case: Case, advantages_R: Tensor | None, kind: str = "grpo", **sett
     return differentiate(case.logprobs_R, loss)
 
 
-# What is compared.
+# The comparisons.
 
 
 def compare_losses(
@@ -182,7 +182,7 @@ def compare_losses(
     kinds: Sequence[str] = ALL,
     note: str = "",
 ) -> Comparison:
-    """The same advantages on both sides, ours."""
+    """With our advantages on both sides."""
     algorithm = get_algorithm(name, **ours)
     clip: dict[str, Any] = {
         "epsilon": algorithm.settings.get("clip_low", 0.2),
@@ -300,7 +300,7 @@ def kl_row(estimator: KLEstimator, note: str, **theirs: Any) -> Comparison:
 
 
 def end_to_end(name: str, note: str, kinds: Sequence[str] = ALL, **theirs: Any) -> Comparison:
-    """Rewards in; the loss on each side's own advantages out."""
+    """From rewards to the loss, each side with its own advantages."""
     algorithm = get_algorithm(name)
     return Comparison(
         algorithm=name,
@@ -312,7 +312,7 @@ def end_to_end(name: str, note: str, kinds: Sequence[str] = ALL, **theirs: Any) 
     )
 
 
-# Where the definitions differ on purpose.
+# Where the definitions differ by design.
 
 
 def difference(

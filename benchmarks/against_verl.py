@@ -1,9 +1,9 @@
-"""Our advantages, losses and gradients against those of verl, on the same tensors.
+"""Compare our advantages, losses and gradients with those of verl, on the same tensors.
 
     python -m benchmarks.against_verl        # results/against_verl.json and the tables of docs/algorithms/parity.md
 
-Calls verl's own functions (`verl_side.py`): advantage estimators, policy losses, rollout correction, KL penalties and
-value loss. Fails if a difference is above the tolerance, or if what is said to differ by design does not.
+Calls verl's functions (`verl_side.py`): advantage estimators, policy losses, rollout correction, KL penalties and value
+loss. Fails if a difference is above the tolerance, or if something that differs by design does not.
 
 Needs `pip install --no-deps verl==0.9.1` and `pip install "transformers<5.11" tensordict==0.10.0 ray hydra-core
 codetiming torchdata pandas datasets peft dill pylatexenc pillow tensorboard cachetools fastapi uvicorn TransferQueue`.
@@ -41,7 +41,7 @@ ADVANTAGES: dict[str, tuple[Estimator, str]] = {
     "steppo": (verl.step_gae, "verl's `gae`, given each step as one token"),
     "gigpo": (lambda case: verl.by_group(case, "grpo"), "`step_weight: 0`; verl does not compare equal states"),
 }
-# What verl has no counterpart of is switched off, and shown below as a difference.
+# Features without a counterpart in verl are switched off, and listed below as differences.
 _GAE: dict[str, Any] = {"gamma": 1.0, "bootstrap_truncated": False}
 SETTINGS: dict[str, dict[str, Any]] = {"ppo": _GAE, "steppo": _GAE, "gigpo": {"step_weight": 0.0}}
 WITH_PROCESS = (*USUAL, "process rewards")
@@ -83,7 +83,7 @@ def advantage_rows() -> list[Comparison]:
 def loss_row(
     name: str, *, changed: str = "", kinds: Sequence[str] = USUAL, note: str = "", **settings: Any
 ) -> Comparison:
-    """The same advantages on both sides, ours."""
+    """With our advantages on both sides."""
     algorithm = get_algorithm(name, **{**SETTINGS.get(name, {}), **settings})
     return Comparison(
         algorithm=name,
@@ -197,7 +197,7 @@ def kl_and_critic_rows() -> list[Comparison]:
     ]
 
 
-# Where the definitions differ on purpose.
+# Where the definitions differ by design.
 
 
 def advantage_difference(

@@ -1,19 +1,18 @@
-"""The native ALFWorld engine against the official one, and how fast it is.
+"""Compare the native ALFWorld engine with the official one, and measure its speed.
 
     python -m benchmarks.alfworld compare --data DIR --python PY --state FILE     # results/alfworld_engine.json
     python -m benchmarks.alfworld walkthroughs --data DIR                         # every walkthrough wins
     python -m benchmarks.alfworld speed --data DIR                                # results/alfworld_speed.json
 
-DIR is a folder or an archive with the released games (`game.tw-pddl`). PY is a Python that has the official engine
+DIR is a folder or an archive with the released games (`game.tw-pddl`). PY is a Python with the official engine
 (`pip install textworld fast-downward-textworld`), which `alfworld_official.py` puts behind a pipe.
 
 `compare` plays every game three times in both engines. The first play is random; the second follows the game's
-walkthrough, looks around on the way, and goes on at random when it has won; the third provokes the oddities that
-random play seldom comes upon. After the start and after every command the answer, the
-whole list of admissible commands and the won flag must be the same. Random commands are drawn by verb, so that rare
-ones are not rare here; some are not admissible. What was found is appended to FILE game by game: a comparison that was
-stopped goes on where it stopped, and `--games N` is the first N games of an order that takes turns among splits and
-kinds of task.
+walkthrough, looks around on the way, and continues at random after winning; the third provokes oddities that random
+play rarely finds. After the start and after every command, the answer, the list of admissible commands and the won flag
+must be equal. Random commands are drawn by verb, so that rare verbs are tried too; some are not admissible. Results are
+appended to FILE game by game, so a stopped comparison can be continued. `--games N` takes the first N games of an order
+that alternates between splits and task types.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OFFICIAL = Path(__file__).with_name("alfworld_official.py")
 RANDOM_STEPS, STEPS_AFTER_WIN = 30, 4
 CHANCE_TO_LOOK, CHANCE_OF_NONSENSE = 0.4, 0.06
 SPEED_GAMES, SPEED_STEPS = 200, 30
-# How often a verb is tried where it can be; whatever is not named here: 4.
+# Relative frequency of a verb; 4 for verbs not listed.
 WEIGHTS = {"go": 5.0, "close": 2.0, "examine": 2.0, "look": 2.0, "inventory": 0.5, "help": 0.05}
 NONSENSE = ("", "LOOK", "go to  desk 1", "go to nowhere 1", "put it down", "take", "open the door", "examine agent1 ")
 
@@ -51,7 +50,7 @@ Play = list[str]  # commands
 
 
 class Releases:
-    """The released files, kept compressed: an archive can be read only from one end to the other."""
+    """The released files, kept compressed because an archive can only be read sequentially."""
 
     def __init__(self, source: Path) -> None:
         found = data.source_in(source)
@@ -64,7 +63,7 @@ class Releases:
         return content
 
     def order(self) -> list[str]:
-        """Round and round among the kinds of task of every split; within one, by the hash of the name."""
+        """Alternate between the task types of every split; within one, order by the hash of the name."""
         kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name in sorted(self._content, key=lambda name: sha256(name.encode()).hexdigest()):
             kinds[name.split("/")[0], data.task_type_of(name)].append(name)
@@ -89,7 +88,7 @@ def random_command(world: World, rng: random.Random) -> str:
 
 
 class Recorded:
-    """One play of our engine: the commands, and what it says to them."""
+    """One play of our engine: the commands and its answers."""
 
     def __init__(self, game: Game, rng: random.Random) -> None:
         self.world = World(game)
@@ -114,7 +113,7 @@ class Recorded:
             self.say(command)
 
     def provoke(self) -> None:
-        """What random play seldom comes upon: see the oddities in `engine.py`."""
+        """Try what random play rarely finds: the oddities in `engine.py`."""
         game, able = self._game, self._game.abilities
         places = [(thing, place) for place, things in game.contents.items() for thing in things]
         often = Counter(thing for thing, _ in places)
@@ -143,7 +142,7 @@ class Recorded:
             self._carry(meal, plate, plate)
 
     def _carry(self, thing: int, place: int, other: int) -> None:
-        """Take a thing from one receptacle, put it into another if it may lie there, and look on the way."""
+        """Take an object from one receptacle, put it into another if possible, and look on the way."""
         names = self._game.names
         self._reach(place)
         self.say(f"take {names[thing]} from {names[place]}")
@@ -180,7 +179,7 @@ def planned(game: Game, walkthrough: Sequence[str], rng: random.Random) -> list[
 
 
 class Official:
-    """The official engine in a process of its own."""
+    """The official engine in a separate process."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -226,7 +225,7 @@ def compared(name: str, releases: Releases, official: Official, seed: int) -> di
 
 
 def differences(plays: list[Play], ours: list[list[Said]], theirs: list[list[Said]]) -> Iterator[dict[str, Any]]:
-    """The first of each play: what comes after it may only follow from it."""
+    """The first difference of each play; later ones may only be consequences."""
     for play, mine, official in zip(plays, ours, theirs, strict=True):
         for step, (one, other) in enumerate(zip(mine, official, strict=True)):
             if one != other:
@@ -267,7 +266,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def resumed(path: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """The records of a state file by game, the last of each; half a line at its end is cut off."""
+    """The last record of each game in a state file; an incomplete last line is removed."""
     if not path.is_file():
         return {}
     content = path.read_bytes()
@@ -275,7 +274,7 @@ def resumed(path: Path, seed: int) -> dict[str, dict[str, Any]]:
     if whole != content:
         path.write_bytes(whole)
     records = [json.loads(line) for line in whole.splitlines()]
-    others = {record.get("seed", 0) for record in records} - {seed}  # the first records had none, and were of seed 0
+    others = {record.get("seed", 0) for record in records} - {seed}  # records without a seed are of seed 0
     if others:
         raise SystemExit(f"{path} is of seed {min(others)}, not {seed}: give another --state, or --seed {min(others)}")
     return {record["game"]: record for record in records}
@@ -313,7 +312,7 @@ def walkthroughs(args: argparse.Namespace) -> None:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """CPU seconds, of one core. A step is an answer, the won flag and the whole list of admissible commands."""
+    """CPU seconds of one core. A step gives an answer, the won flag and the list of admissible commands."""
     file = data.games_file(str(args.data))
     entries = data.entries("train", file)[:SPEED_GAMES]
     took: dict[str, float] = defaultdict(float)
@@ -363,7 +362,7 @@ def main(words: Iterable[str] | None = None) -> None:
         command.add_argument("--data", type=Path, required=True, help="folder or archive of released games")
         command.add_argument("--games", type=int, help="the first so many; by default all")
         if name == "compare":
-            command.add_argument("--python", required=True, help="a Python that has textworld")
+            command.add_argument("--python", required=True, help="a Python with textworld")
             command.add_argument("--state", type=Path, required=True, help="JSON lines, one per game that was compared")
             command.add_argument("--workers", type=int, default=1)
             command.add_argument("--minutes", type=float, help="stop after so many")

@@ -1,10 +1,10 @@
-"""What the two warm starts of the recipe alfworld are made of: how often and how fast the explorer solves a game, and
-how many tokens episodes have.
+"""The demonstrations of the recipe alfworld: how often and how fast the explorer solves games, and how many tokens
+episodes have.
 
     python -m benchmarks.alfworld_demos explorer --data DIR
     python -m benchmarks.alfworld_demos tokens --data DIR --tokenizer MODEL [--episodes N]
 
-DIR is what `data.path` takes; MODEL what `model.path` takes.
+DIR is a value for `data.path`, MODEL one for `model.path`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agent_r1.types import Message, Observation
 SPLITS = ("train", "valid_seen", "valid_unseen")
 STEPS = (30, 50)
 EPISODES, RANDOM_EPISODES = 400, 200
-READABLE = 8192  # tokens that SmolLM2 can read
+READABLE = 8192  # context of SmolLM2
 
 
 def explorer(args: argparse.Namespace) -> None:

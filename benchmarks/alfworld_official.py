@@ -1,14 +1,14 @@
-"""The official ALFWorld engine behind a pipe: games and commands in, what it says out, one JSON document per line.
+"""The official ALFWorld engine behind a pipe: games and commands in, answers out, one JSON document per line.
 
-    python benchmarks/alfworld_official.py < plays.jsonl      # a Python that has textworld and fast-downward-textworld
+    python benchmarks/alfworld_official.py < plays.jsonl      # a Python with textworld and fast-downward-textworld
 
-In:  {"game": the content of a game.tw-pddl, "plays": [[command, ...], ...]}; every play starts the game anew.
+In:  {"game": the content of a game.tw-pddl, "plays": [[command, ...], ...]}; every play restarts the game.
 Out: [[[answer, admissible commands, won], ...], ...]: for every play, after the start and after each command.
 
-It needs nothing of this project, so it runs in an environment of its own. Objects get the names that ALFWorld's
-`AlfredDemangler` gives them. What is slow in TextWorld and cannot change what is said is done once instead of again and
-again: the translation of a problem, the one more translation that only its planner needs, the parsing of the same few
-grammar rules, and deep copies of what nobody changes. Everything that decides what is said is TextWorld's own.
+It imports nothing of this project, so it can run in a separate environment. Objects get the names of ALFWorld's
+`AlfredDemangler`. Slow parts of TextWorld that cannot change an answer run only once: translating a problem, a second
+translation that only the planner needs, parsing the same few grammar rules, and deep copies of constant data.
+Everything that affects the answers is TextWorld's code.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def spare_repeated_work() -> None:
     translate = functools.lru_cache(maxsize=1)(fast_downward.pddl2sas)
 
     def pddl2sas(domain: str, problem: str, *, verbose: bool = False, optimize: bool = False) -> Any:
-        return (None, "") if optimize else translate(domain, problem)  # the optimized one is the planner's
+        return (None, "") if optimize else translate(domain, problem)  # the optimized one is for the planner
 
     fast_downward.pddl2sas = pddl2sas
-    textgen._parse_and_convert = _remembered(textgen._parse_and_convert, 4096)  # copied: symbols are given contexts
-    pddl_logic._parse_and_convert = _remembered(pddl_logic._parse_and_convert, 64)  # of whole grammars: large
-    textgen.copy_context = _shallow  # what is in a context is never changed in place
+    textgen._parse_and_convert = _remembered(
+        textgen._parse_and_convert, 4096
+    )  # copied, because contexts are added to symbols
+    pddl_logic._parse_and_convert = _remembered(pddl_logic._parse_and_convert, 64)  # large: whole grammars
+    textgen.copy_context = _shallow  # contents of a context are never changed in place
     Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(Rule.parse_conjunctive_query)
 
 
@@ -56,7 +58,7 @@ def _shallow(context: dict[str, Any]) -> dict[str, Any]:
 
 
 def demangled(ids: Iterable[str]) -> dict[str, str]:
-    """ALFWorld's names: the kind of thing and a number, given from the highest down in the order of the ids."""
+    """ALFWorld's names: the type of an object and a number, counting down in the order of the ids."""
     ordered = sorted(ids)
     kinds = {word: word.split("_bar_", 1)[0] + ("basin" if "basin" in word else "") for word in ordered}
     left = Counter(kind for word, kind in kinds.items() if "_bar_" in word)

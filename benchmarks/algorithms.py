@@ -1,10 +1,10 @@
-"""The quickstart trained by every algorithm of the table, from the same warm start per seed.
+"""Train the quickstart with every algorithm, from the same warm start per seed.
 
     python -m benchmarks.algorithms                  # all algorithms, seeds 0, 1, 2; writes results/algorithms.json
     python -m benchmarks.algorithms --draw           # docs/algorithms.png and the table, from that file
 
-A name alone is the vetted algorithm: every run is the recipe as it is, with `algorithm.name` changed. Runs share the
-machine (`--workers` at a time, one core each), so times compare with each other, not with a machine of one's own.
+Every run is the unchanged recipe with another `algorithm.name`. Runs share the machine (`--workers` at a time, one core
+each), so compare times only with each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PICTURE = Path(__file__).parents[1] / "docs" / "algorithms.png"
 def measure(
     recipe: str, names: Sequence[str], seeds: Sequence[int], workers: int, overrides: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """What has been measured so far, again after each run."""
+    """Yield the results so far after each run."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
 
@@ -38,11 +38,11 @@ def measure(
             environment = {"AGENT_R1_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
             return Job(name=name, seed=seed, words=("train", recipe, *words), environment=environment)
 
-        # Warm starts first, one per seed: all algorithms of a seed then find it in the cache.
+        # Warm starts first, one per seed, so that all algorithms of a seed find it in the cache.
         warm = [job("warm", seed, *overrides, "trainer.steps=0", "eval.rows=1") for seed in seeds]
         for _ in as_they_end(warm, lambda job: {"run": job.run(folder)}, workers):
             pass
-        order = sorted(names, key=lambda name: not ALGORITHMS[name].needs_critic)  # long ones first
+        order = sorted(names, key=lambda name: not ALGORITHMS[name].needs_critic)  # long runs first
         jobs = [job(name, seed, f"algorithm.name={name}", *overrides) for name in order for seed in seeds]
         for runs in as_they_end(jobs, lambda job: play(job, folder), workers):
             yield {"workers": workers, "overrides": list(overrides), "runs": runs}
@@ -63,7 +63,7 @@ def play(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown: held-out success before and after, per seed."""
+    """Held-out success before and after, per seed, as markdown."""
     seeds = sorted({run["seed"] for run in runs})
     before = {run["seed"]: run["held_out"][0][1] for run in runs}
     lines = [

@@ -1,12 +1,11 @@
-"""What `collect` is measured against: all episodes of a batch in lock step, one `model.generate` per turn.
+"""The baseline for `collect`: all episodes of a batch in lockstep, one `model.generate` per turn.
 
     render every active episode -> one generate for all of them -> all their tools -> wait for the slowest -> again
 
-This is the loop one writes first, in its two forms. `FreshPrefill` gives each turn the whole prompts anew;
-`CarriedCache` keeps the keys and values of the batch from turn to turn. Both are written to be fast: finished episodes
-leave the batch, and the calls of a turn run concurrently. `generate` runs on the event loop's own thread: no tool is at
-work during it, so another thread would have nothing to do meanwhile. Prompts, tools and limits are those of
-`collect`; the log-probs that training needs are not computed here, which is in the baseline's favour.
+This is the loop one writes first, in two forms. `FreshPrefill` computes whole prompts each turn; `CarriedCache` keeps
+the keys and values of the batch between turns. Both are written to be fast: finished episodes leave the batch, and the
+calls of a turn run concurrently. `generate` runs on the event loop's thread, since no tool runs at that time. Prompts,
+tools and limits are those of `collect`. Log-probs are not computed, which favours the baseline.
 
 Shape suffixes: B = active episodes, L = columns of the batch so far.
 """
@@ -32,7 +31,7 @@ from agent_r1.types import Action, Observation, StopReason, TaskRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One episode as all sides report it: what was seen and sampled, id by id, and why it ended."""
+    """One episode as all sides report it: prompt and response ids, and why it ended."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -44,15 +43,15 @@ class Played:
 
 
 class Responder(Protocol):
-    """Samples one turn of a batch; made anew for each batch, so it may keep what belongs to it."""
+    """Samples the turns of one batch, and may keep its state."""
 
     def respond(self, episodes: Sequence[int], prompts: Sequence[list[int]]) -> list[list[int]]:
-        """One response for each prompt; `episodes` numbers them, ascending, and only ever loses members."""
+        """One response per prompt. `episodes` are their numbers, ascending; a turn never has more than the last one."""
         ...
 
 
 class FreshPrefill:
-    """Every turn computes its whole prompts."""
+    """Computes whole prompts each turn."""
 
     def __init__(self, network: Any, sampling: Sampling) -> None:
         self._network = network
@@ -67,11 +66,11 @@ class FreshPrefill:
 
 
 class CarriedCache:
-    """Keys and values stay from turn to turn; a turn computes only what its prompts add.
+    """Keeps keys and values between turns; a turn computes only what its prompts add.
 
-    All rows share their columns, so a turn ends for everybody where its longest response does and starts where its
-    longest addition does. What lies between a shorter response and its next addition is a hole: hidden by the
-    attention mask, and skipped by the positions, which `generate` counts along that mask.
+    All rows share their columns, so a turn ends where its longest response does and starts where its longest addition
+    does. The gap between a shorter response and its next addition is hidden by the attention mask and skipped by the
+    positions, which `generate` derives from the mask.
     """
 
     def __init__(self, network: Any, sampling: Sampling) -> None:
@@ -80,7 +79,7 @@ class CarriedCache:
         self._settings = generation_settings(network, sampling)
         self._cache = DynamicCache(config=network.config)
         self._episodes: list[int] = []
-        self._seen: list[list[int]] = []  # by row of the batch: prompt and response so far
+        self._seen: list[list[int]] = []  # prompt and response so far, by row of the batch
         self._ids_BL = torch.zeros(0, 0, dtype=torch.int64)
         self._mask_BL = self._ids_BL
 
@@ -118,7 +117,7 @@ class CarriedCache:
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """An episode under way."""
+    """A running episode."""
 
     env: AgentEnv
     observation: Observation
@@ -130,7 +129,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoop:
-    """Plays rows in lock step. Its limits mean what they mean to `agent_r1.flows.episode.Episode`."""
+    """Plays rows in lockstep, with the limits of `agent_r1.flows.episode.Episode`."""
 
     make_responder: Callable[[], Responder]
     make_env: Callable[[TaskRow], AgentEnv]
@@ -148,7 +147,7 @@ class TurnLoop:
             if not active:
                 break
             responses = responder.respond(active, [attempts[index].prompts[-1] for index in active])
-            # The turn barrier: nobody goes on before the slowest tool has answered.
+            # The turn barrier: wait for the slowest tool.
             await asyncio.gather(
                 *(self._act(attempts[index], ids) for index, ids in zip(active, responses, strict=True))
             )
@@ -190,7 +189,7 @@ class TurnLoop:
 
 
 def generation_settings(network: Any, sampling: Sampling) -> GenerationConfig:
-    # Said in full: the defaults of `generate` include a top-k of 50.
+    # In full, since the defaults of `generate` include a top-k of 50.
     drawing = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(
         max_new_tokens=sampling.max_tokens,
@@ -210,7 +209,7 @@ def left_padded(rows: Sequence[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def cut_at_stop(sampled_BL: Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
-    """Each row up to its first stop id, that one included: what follows is padding."""
+    """Each row up to and including its first stop id; the rest is padding."""
     rows = []
     for row in sampled_BL.tolist():
         end = next((index + 1 for index, token in enumerate(row) if token in stop_ids), len(row))

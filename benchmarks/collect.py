@@ -1,29 +1,28 @@
-"""Response tokens per second of `collect`, against turn-synchronous loops over `model.generate`, as tools get slower.
+"""Response tokens per second of `collect` and of turn-synchronous loops over `model.generate`, by tool latency.
 
     python -m benchmarks.collect               # writes results/collect.json and docs/collect.png
 
 Three sides play the same rows of the quickstart with the same warm-started model, settings and tools:
 
-    collect    our Collector on our LocalEngine: every episode advances when its own tool has answered
-    carried    all episodes in lock step, keys and values kept from turn to turn
-    afresh     all episodes in lock step, whole prompts computed anew each turn
+    collect    our Collector on our LocalEngine: every episode continues when its own tool has answered
+    carried    all episodes in lockstep, keys and values kept between turns
+    afresh     all episodes in lockstep, whole prompts computed each turn
 
 In the first setting all episodes start at once, so a batch ends with its slowest chain of calls on every side. In the
 second ("refilled") more are played than run at once: `collect` starts one when another ends, and the loops play one
 batch after another.
 
-The tools wait before they answer: heavy-tailed, the k-th call of a run the same time on every side. Sides take turns
-within a repeat, each repeat starting with the next one, so that another load of the machine hits all of them; the ratio
-reported is the median of the ratios within repeats. Only tokens sampled for active episodes count, not what `generate`
-pads finished ones with.
+Tools wait before they answer; the delay is heavy-tailed, and the k-th call of a run waits equally long on every side.
+Sides take turns within a repeat, rotating which goes first, so that a background load affects all of them; the reported
+ratio is the median of the ratios within repeats. Only tokens sampled for active episodes count, not padding.
 
-What attempts at one row have in common, `collect` computes once. The tiny policy often says the same thing eight times,
-so this helps more here than it would a policy that says much and varies it. The third setting ("unshared") is the
-second with as many rows, one attempt at each: there `collect` has nothing to share.
+`collect` computes the common prefix of attempts at one row once. The tiny policy often gives the same response eight
+times, so this helps more here than with longer, more varied responses. The third setting ("unshared") is the second
+with one attempt per row, so that there is nothing to share.
 
 Torch has one thread on every side (or `--threads`). The loops compute on the event loop's thread; the engine of
-`collect` computes on a thread of its own, beside the one that renders, parses and calls tools, so it can keep a second
-core partly busy. Hence every run is given by its wall time and by its CPU time, that of all threads together.
+`collect` has a worker thread beside the one that renders, parses and calls tools, so it can keep a second core partly
+busy. Therefore both wall time and CPU time (of all threads) are reported.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.envs.base import AgentEnv, merge_env_kwargs
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.flows.flow import AgentEnvLoop
@@ -83,7 +81,7 @@ class Run:
     tokens: int  # sampled responses
     steps: int  # model calls
     episodes: int
-    engine: dict[str, int] | None  # counts of our engine
+    engine: dict[str, int] | None  # statistics of our engine
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,11 +94,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """The rows, the model and the settings that all sides play with."""
+    """The rows, model and settings that all sides use."""
 
     rows: list[TaskRow]
     network: Any  # a transformers causal LM, for the loops; the engine has a copy
-    engine: LocalEngine
+    engine: Any  # the local engine, whose statistics are reported
     collector: Collector
     at_once: int  # episodes
 
@@ -145,7 +143,6 @@ def build_contest(config: RunConfig, model: Model, *, episodes: int, at_once: in
         raise SystemExit(f"--episodes must be a multiple of the recipe's group size, {group_size}; got {episodes}")
     task = build_task(config)
     engine = build_engine(config, model)
-    assert isinstance(engine, LocalEngine)
     return Contest(
         rows=task.train_rows()[: episodes // group_size],
         network=model.network.eval(),
@@ -156,7 +153,7 @@ def build_contest(config: RunConfig, model: Model, *, episodes: int, at_once: in
 
 
 def one_attempt_each(contest: Contest, rows: Sequence[TaskRow]) -> Contest:
-    """As many episodes, of as many of these rows: without groups."""
+    """The same number of episodes without groups: one attempt per row."""
     episodes = len(contest.rows) * contest.collector.group_size
     if len(rows) < episodes:
         raise SystemExit(f"{episodes} episodes of one row each need as many rows; the recipe has {len(rows)}")
@@ -172,7 +169,7 @@ def _as_played(trajectory: Trajectory) -> Played:
 
 
 def env_maker(latency_ms: float, seed: int) -> MakeEnv:
-    """Envs with the quickstart's tools, made slow."""
+    """Environments with slowed-down quickstart tools."""
     tools: list[FunctionTool] = [lookup, calculate]
     if latency_ms:
         waits = delays(latency_ms / 1000, seed)
@@ -181,14 +178,14 @@ def env_maker(latency_ms: float, seed: int) -> MakeEnv:
 
 
 def delays(mean: float, seed: int) -> Iterator[float]:
-    """Log-normal waiting times in seconds, of that mean."""
+    """Log-normal delays in seconds with this mean."""
     rng = np.random.default_rng(seed)
     while True:
         yield float(rng.lognormal(math.log(mean) - TAIL**2 / 2, TAIL))
 
 
 def slowed(fast: FunctionTool, waits: Iterator[float]) -> FunctionTool:
-    """The same tool to the model, answering after the next of `waits`."""
+    """The same tool, which answers after the next of `waits`."""
 
     @functools.wraps(fast.function)
     async def slow(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +196,7 @@ def slowed(fast: FunctionTool, waits: Iterator[float]) -> FunctionTool:
 
 
 async def check_agreement(contest: Contest) -> None:
-    """Greedy, every side must play every episode id by id alike; else their speeds do not compare."""
+    """With greedy sampling, all sides must play identical episodes; otherwise speeds are not comparable."""
     played = {side: await contest.greedy().play(side, env_maker(0, seed=0), seed=0) for side in SIDES}
     for side in SIDES[1:]:
         differ = sum(ours != theirs for ours, theirs in zip(played["collect"], played[side], strict=True))
@@ -208,7 +205,7 @@ async def check_agreement(contest: Contest) -> None:
 
 
 async def time_batch(contest: Contest, side: str, latency_ms: float, repeat: int) -> Run:
-    """The delays depend on the repeat alone: all sides of one repeat get the same ones."""
+    """All sides of a repeat get the same delays."""
     make_env = env_maker(latency_ms, seed=repeat)
     before = asdict(contest.engine.stats)
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -238,7 +235,7 @@ async def time_all(contest: Contest, latencies: Sequence[float], repeats: int) -
 
 
 def order(repeat: int) -> tuple[str, ...]:
-    """The sides, each of them first in its turn."""
+    """The sides, rotating which goes first."""
     first = repeat % len(SIDES)
     return SIDES[first:] + SIDES[:first]
 
@@ -266,7 +263,7 @@ def summarise(runs: Sequence[Run], latency_ms: float) -> dict[str, Any]:
 
 
 def _ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
-    """Of `collect` to the others, medians of those within a repeat."""
+    """Medians of the ratios of `collect` to the others within a repeat."""
     ours = speeds["collect"]
     return {side: round(median(a / b for a, b in zip(ours, speeds[side], strict=True)), 2) for side in SIDES[1:]}
 
@@ -338,7 +335,7 @@ async def main(words: Sequence[str]) -> None:
     contest = replace(refilled, rows=refilled.rows[: at_once // config.rollout.group_size])
     unshared = one_attempt_each(refilled, task.train_rows())
     for each in (refilled, unshared):
-        await check_agreement(each)  # also the first run of every side, which pays for what is made once
+        await check_agreement(each)  # also warms up every side
     latencies, refill_latencies = _numbers(options.latencies), _numbers(options.refill_latencies)
     runs = await time_all(contest, latencies, options.repeats)
     refilled_runs = await time_all(refilled, refill_latencies, options.repeats)

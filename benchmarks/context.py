@@ -1,13 +1,13 @@
-"""One recipe with several context policies: what each is worth, and what it costs.
+"""Compare context policies on one recipe: success and cost.
 
     python -m benchmarks.context alfworld/summary --policies append,window,summary --for window:context.turns=3
     python -m benchmarks.context alfworld/summary --draw         # picture and table into docs/context.md
 
-Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds, with what `--set` changes for all of them
-and `--for` for one. Where the recipe has a warm start, it is made with the policy too, so that it learns from the
-prompts that RL will show; `--set model.path=... --set sft.demos=null` begins all of them from one model instead. Tokens
-are of the last evaluation (the same rows for all), seconds of training steps. Runs share the machine when `--workers`
-is more than one, so their times compare with each other only.
+Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds. `--set` changes settings of all runs,
+`--for` of one. A warm start uses the policy too, so that it learns from the prompts that RL will show; `--set
+model.path=... --set sft.demos=null` starts all runs from one model instead. Tokens are those of the last evaluation
+(the same rows for all), seconds those of training steps. With more than one of `--workers`, runs share the machine, so
+compare their times only with each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", 
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """What has been measured so far, again after each run."""
+    """Yield the results so far after each run."""
     own = own_overrides(options.of, options.policies.split(","))
     jobs = [
         Job(
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         for name in options.policies.split(",")
         for seed in options.seeds.split(",")
     ]
-    for job in jobs:  # what is wrong with the last one is better known before the first
+    for job in jobs:  # check all policies before the first run
         try:
             load_config(options.recipe, job.words[2:])
         except ConfigError as error:
@@ -68,8 +68,8 @@ def play(job: Job, folder: Path) -> dict[str, Any]:
     run = RunDir.open(folder / f"{job.name}-{job.seed}")
     evaluated, trained = run.read_metrics("eval")[-1], run.read_metrics("train")
     return result | {
-        "shown_tokens": evaluated["episode/prompt_tokens"],  # per episode, those of each prompt counted anew
-        "sampled_tokens": evaluated["episode/response_tokens"],  # per episode; what training trains on
+        "shown_tokens": evaluated["episode/prompt_tokens"],  # per episode; each prompt counts in full
+        "sampled_tokens": evaluated["episode/response_tokens"],  # per episode; trained tokens
         "summaries": evaluated.get("context/summaries", 0.0),
         "hidden_messages": evaluated.get("context/hidden_messages", 0.0),
         "computed_tokens": _mean(trained, "tokens_computed"),  # per training step, by the learner
@@ -80,7 +80,7 @@ def play(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Over the steps that had something to learn from."""
+    """Mean over training steps that had a batch."""
     return fmean([record[name] for record in records if name in record] or [0.0])
 
 
@@ -103,7 +103,7 @@ def _line(run: Mapping[str, Any]) -> list[str]:
 
 
 def setting(results: Mapping[str, Any]) -> str:
-    """What the numbers are of."""
+    """Hardware, commit, rows and command, as one line."""
     first = results["runs"][0]
     rows = f"{first['held_out'][0]['rows']:.0f} held-out rows, panel `{first['panel']}`"
     shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
@@ -119,7 +119,7 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = results["runs"][::-1]  # bars are drawn from below
+    runs = results["runs"][::-1]  # bars are drawn bottom-up
     several = len({run["seed"] for run in runs}) > 1
     names = [f"{run['name']} {run['seed']}" if several else run["name"] for run in runs]
     figure, (success, tokens, seconds) = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)

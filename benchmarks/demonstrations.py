@@ -1,8 +1,8 @@
-"""How long the demonstrations of a recipe are, in tokens of its model: what its limits must hold.
+"""Lengths of a recipe's demonstrations in tokens of its model, for choosing its limits.
 
     python -m benchmarks.demonstrations webshop --set data.path=DIR --set sft.count=300
 
-They are played as the warm start plays them, so those that do not fit into the limits are left out, and counted.
+They are played as in the warm start: those that exceed the limits are excluded and counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A three-step episode token by token: who wrote it, what is trained, where rewards sit, what each kind of credit says.
+"""Draw a three-step episode token by token: its author, what is trained, rewards, and each kind of advantage.
 
     python -m benchmarks.draw_masks            # writes docs/masks.png
 
-Four attempts at one question are written out by hand, word by word (a word is a token here). Everything drawn comes
-from the functions that training uses: the sequence and its trained positions from `merge_steps`, the rewards from
+Four attempts at one question are written by hand; each word is a token. All numbers come from the functions that
+training uses: the sequence and its trained positions from `merge_steps`, the rewards from
 `process_rewards` and `outcome_rewards`, the advantages from `assign_credit`.
 """
 
@@ -28,7 +28,7 @@ LEVELS = {"grpo": "one number per trajectory", "reinforce": "one per step", "rei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A response, the process rewards of the calls in it, and what the env then says."""
+    """A response, the process rewards of its calls, and the environment's reply."""
 
     response: str
     paid: dict[str, float]  # call, as written in the response -> its reward
@@ -37,15 +37,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One column per token of the merged sequence; None where there is no such number at all."""
+    """One column per token of the merged sequence; None where a number does not exist."""
 
     words: list[str]
-    steps: list[int | None]  # the step whose response the token is; None: prompt or tool text
+    steps: list[int | None]  # the step whose response the token belongs to; None for prompt and tool text
     rows: dict[str, list[float | None]]
 
 
 class Vocabulary:
-    """Numbers for words, in order of appearance."""
+    """Numbers words in order of appearance."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 def play(name: str, turns: Sequence[Turn], outcome: float, vocabulary: Vocabulary) -> Trajectory:
-    """An append-only episode: every prompt is all that was seen and said before, plus what the env answered."""
+    """An append-only episode: every prompt is the previous one, its response and the environment's reply."""
     prompt_ids = vocabulary.encode(QUESTION)
     steps = []
     for turn in turns:
@@ -88,7 +88,7 @@ def record(response: str, call: str, reward: float) -> ToolCallRecord:
 
 
 def episodes() -> tuple[Group, Vocabulary]:
-    """The first attempt is the one that is drawn. Its second step misspells a name and puts it right at once."""
+    """The first attempt is drawn. Its second step misspells a name and corrects it at once."""
     vocabulary = Vocabulary()
     ann, bob, misspelt = "lookup ( Ann )", "lookup ( Bob )", "lookup ( Bop )"
     first = Turn(response=ann, paid={ann: 0.2}, reply="<tool> 19 <agent>")
@@ -128,7 +128,7 @@ def picture() -> Picture:
 
 
 def on_positions(segment: Segment, per_token: PerToken) -> list[float | None]:
-    """Numbers of response tokens at their places in the merged sequence; the other places have none."""
+    """Numbers of response tokens at their positions in the merged sequence; other positions have none."""
     flat = list(chain.from_iterable(per_token))
     placed: list[float | None] = [None] * len(segment.token_ids)
     for position, column in zip(segment.trained, segment.columns, strict=True):
@@ -137,7 +137,7 @@ def on_positions(segment: Segment, per_token: PerToken) -> list[float | None]:
 
 
 def without_zeros(values: Sequence[float | None]) -> list[float | None]:
-    """Rewards that nobody paid are left blank, so that those paid stand out."""
+    """Leave zero rewards blank, so that others stand out."""
     return [value or None for value in values]
 
 

@@ -1,11 +1,10 @@
-"""Steps of environments per second: in the event loop, in threads, and in worker processes.
+"""Environment steps per second: in the event loop, in threads, and in worker processes.
 
     python -m benchmarks.env_workers            # writes results/env_workers.json
 
-Three worlds: one that does nothing (the cost of a hop), one that computes for 2 ms in Python, and one that blocks for
-5 ms. 32 episodes play at once; threads are those of `asyncio.to_thread`, 4 more than there are cores. All ways are
-measured in turn, several times over, so that whatever else the machine does meets all of them; medians are reported.
-Processes are started before the clock is.
+Three environments: one that does nothing (the cost of a call), one that computes for 2 ms in Python, and one that
+blocks for 5 ms. 32 episodes play at once; `asyncio.to_thread` has 4 more threads than cores. The variants take turns,
+several times, so that a background load affects all of them; medians are reported. Processes start before the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.processes import EnvPool
 from agent_r1.types import Action, TaskRow
 from benchmarks.machine import RESULTS, machine
-from benchmarks.slow_worlds import Blocking, Computing, InThread, Trivial
+from benchmarks.slow_envs import Blocking, Computing, InThread, Trivial
 
 EPISODES = 32
 STEPS = {Trivial: 100, Computing: 10, Blocking: 10}  # of each episode

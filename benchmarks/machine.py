@@ -1,4 +1,4 @@
-"""Where the results of this folder are kept, and what goes into every one of them."""
+"""The results folder, and the machine description that every result file includes."""
 
 from __future__ import annotations
 

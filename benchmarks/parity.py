@@ -74,7 +74,7 @@ def advantages(case: Case, algorithm: Algorithm) -> Tensor:
 
 
 def policy_loss(case: Case, algorithm: Algorithm, correction: Correction | None = None) -> Outcome:
-    """As the learner computes it, added up over the packs."""
+    """As the learner computes it, summed over packs."""
     trained = trained_case(case, algorithm)
     batch = pack(credit(case, algorithm), trained, correction)
 
@@ -102,7 +102,7 @@ def pack(credited: Sequence[CreditedTrajectory], case: Case, correction: Correct
 
 
 def shared_advantages(case: Case, algorithm: Algorithm) -> Tensor:
-    """Ours, as the loss reads them: given to both sides, so that losses are compared apart from advantages."""
+    """Our advantages, as the loss reads them: given to both sides, so that only losses are compared."""
     return column([item.advantages for item in credit(case, algorithm)]).to(case.old_R.dtype)
 
 
@@ -157,7 +157,7 @@ class Comparison:
     ours: Side
     theirs: Side
     note: str = ""
-    differs: bool = False  # on purpose; the note says why, and when both agree
+    differs: bool = False  # by design; the note explains why, and when both agree
 
     def measure(self, seeds: Sequence[int]) -> dict[str, Any]:
         """The largest differences, by number format."""
@@ -228,7 +228,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def setting(results: dict[str, Any]) -> str:
-    """Where the table is from."""
+    """The command, versions and hardware, as one line."""
     changed = f" with {results['changed_files']} changed files" if results["changed_files"] else ""
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     limits = ", ".join(f"{limit:.0e} in {name}" for name, limit in results["tolerances"].items())

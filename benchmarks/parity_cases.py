@@ -1,4 +1,4 @@
-"""Random episodes with all that a learner is told about their tokens, for comparing two learners.
+"""Random episodes with everything a learner needs about their tokens, for comparing two learners.
 
 Shape suffixes: R = response tokens of a case, in the order of trajectories, steps and tokens; B, L = padded rows.
 """
@@ -19,13 +19,13 @@ from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What the episodes of a case are like. Everything is drawn from the seed within these ranges."""
+    """Properties of a case's episodes, which are drawn at random within these ranges."""
 
     steps: tuple[int, int] = (1, 4)
     tokens: tuple[int, int] = (1, 9)  # of a response
     group_sizes: tuple[int, ...] = (4, 4, 4, 4)
     outcomes: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    uniform_groups: int = 0  # groups in which all attempts earn the same
+    uniform_groups: int = 0  # groups whose attempts all have the same reward
     process: bool = False  # steps are rewarded too
     staleness: float = 0.3  # standard deviation of log pi - log pi_old
     value_noise: float = 0.3  # standard deviation of the critic around the mean outcome
@@ -55,7 +55,7 @@ USUAL = ("one step", "several steps", "success or failure", "one token", "uneven
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Padded rows: where the R numbers of a case stand in a matrix."""
+    """Positions of the R numbers of a case in a padded matrix."""
 
     mask_BL: Tensor
 
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Some groups of episodes, and all that both sides are given about their tokens."""
+    """Some groups of episodes, and the inputs of both sides."""
 
     groups: list[Group]
     gaps: list[list[int]]  # [trajectory][step]: tokens that the environment wrote after the response
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def episodes(self) -> Layout:
-        """A row per episode. What the environment wrote between two responses is masked."""
+        """A row per episode. Text of the environment between responses is masked."""
         pairs = [zip(sizes, gaps, strict=True) for sizes, gaps in zip(self.sizes, self.gaps, strict=True)]
         return _layout([[bit for size, gap in row for bit in [True] * size + [False] * gap] for row in pairs])
 
@@ -127,7 +127,7 @@ class Case:
         return self._map(lambda tensor_R: tensor_R.to(dtype))
 
     def varied(self) -> Case:
-        """Without the groups whose attempts all earned the same: what dynamic sampling leaves."""
+        """Without groups whose attempts all have the same reward, as after dynamic sampling."""
         kept = [len({t.total_reward for t in group.trajectories}) > 1 for group in self.groups]
         rows = [kept[number] for number in self.group_of]
         tokens_R = torch.tensor([keep for keep, sizes in zip(rows, self.sizes, strict=True) for _ in range(sum(sizes))])
@@ -148,7 +148,7 @@ def _layout(rows: Sequence[Sequence[bool]]) -> Layout:
 
 
 def make_case(name: str, seed: int) -> Case:
-    """The same numbers for the same name and seed, in fp32."""
+    """Equal names and seeds give equal numbers, in fp32."""
     kind, random = KINDS[name], torch.Generator().manual_seed(seed)
 
     def draw(least: int, most: int) -> int:
@@ -171,7 +171,7 @@ def make_case(name: str, seed: int) -> Case:
         outcomes = [kind.outcomes[draw(0, len(kind.outcomes) - 1)] for _ in group]
         if number < kind.uniform_groups:
             outcomes = [outcomes[0]] * len(group)
-        elif len(group) > 1:  # every other group has something to compare
+        elif len(group) > 1:  # in every other group, attempts differ
             outcomes[:2] = kind.outcomes[0], kind.outcomes[-1]
         attempts = [
             _attempt(f"{number}.{index}", sizes_K, gaps_K, drawn, [0.25 * draw(-1, 2) * kind.process for _ in sizes_K])

@@ -1,8 +1,8 @@
-"""The quickstart as a newcomer runs it, for several seeds: time, success before and after, and one picture.
+"""Run the quickstart as a new user does, for several seeds: time, success before and after, and a figure.
 
     python -m benchmarks.quickstart            # seeds 0, 1, 2; writes results/quickstart.json and docs/quickstart.png
 
-Every run starts with an empty cache, so its time includes making and warm-starting the model.
+Every run starts with an empty cache, so its time includes creating and warm-starting the model.
 """
 
 from __future__ import annotations

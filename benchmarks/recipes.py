@@ -1,14 +1,14 @@
-"""A recipe for real: zero-shot, after its warm start, and after RL with several algorithms from that same start.
+"""Evaluate a recipe zero-shot, after its warm start, and after RL with several algorithms from that start.
 
     python -m benchmarks.recipes gsm8k_tool --algorithms grpo,rloo,ppo,steppo    # writes results/gsm8k_tool.json
     python -m benchmarks.recipes gsm8k_tool --draw                               # picture and tables into its README
 
-Every run is a command of the program (`agent-r1 sft`, `agent-r1 train`), with what `--set` changes for all of them and
-`--for ppo:critic.lr=1e-4` for one. An algorithm can take part several times under names of its own:
-`--algorithms ppo,short=ppo --for short:algorithm.settings.gamma=0.9`. Held-out success is of the recipe's own panel, at
-the end also of those of `--splits`; the gain of RL is the paired difference between the last and the first evaluation
-of a run. `--start RUN` takes a warm start that is there already. Runs share the machine when `--workers` is above one,
-so their times compare with each other only.
+Every run is a command (`agent-r1 sft`, `agent-r1 train`). `--set` changes settings of all runs, `--for
+ppo:critic.lr=1e-4` of one. An algorithm can take part several times under different names: `--algorithms ppo,short=ppo
+--for short:algorithm.settings.gamma=0.9`. Success is measured on the recipe's evaluation set, and at the end also on
+those of `--splits`; the gain of RL is the paired difference between the last and the first evaluation of a run.
+`--start RUN` uses an existing warm start. With more than one of `--workers`, runs share the machine, so compare their
+times only with each other.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ DIAGNOSTICS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run of the program."""
+    """One run of `agent-r1`."""
 
     name: str
     seed: int
     words: tuple[str, ...]
-    splits: tuple[str, ...] = ()  # to be judged on at the end, beside the recipe's own
-    environment: Mapping[str, str] = field(default_factory=dict)  # on top of ours
+    splits: tuple[str, ...] = ()  # evaluated at the end, besides the recipe's own
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the environment
 
     def play(self, folder: Path) -> dict[str, Any]:
         run, seconds = self.run(folder)
         return self.judged(run.path, folder, seconds=seconds)
 
     def run(self, folder: Path) -> tuple[RunDir, float]:
-        """What it leaves behind, and the seconds that it took."""
+        """The results and the duration in seconds."""
         path, began = folder / f"{self.name}-{self.seed}", time.perf_counter()
         self._command(folder, *self.words, f"seed={self.seed}", "--run", str(path))
         return RunDir.open(path), round(time.perf_counter() - began, 1)
@@ -99,7 +99,7 @@ class Job:
 
 
 def held_out(run: RunDir) -> list[tuple[int, float, float]]:
-    """Step, success and its standard error, of the evaluations of a run."""
+    """Step, success and standard error of a run's evaluations."""
     return [(record["step"], record["success"], record["success_stderr"]) for record in run.read_metrics("eval")]
 
 
@@ -117,7 +117,7 @@ def _split(file: Path) -> dict[str, Any]:
 
 
 def own_overrides(items: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """What `--for NAME:override` changes for each."""
+    """The overrides of `--for NAME:override`, by name."""
     own: dict[str, list[str]] = {name: [] for name in names}
     for item in items:
         name, colon, override = item.partition(":")
@@ -128,13 +128,13 @@ def own_overrides(items: Sequence[str], names: Sequence[str]) -> dict[str, list[
 
 
 def algorithms_by_name(listed: str) -> dict[str, str]:
-    """`ppo,short=ppo` -> {"ppo": "ppo", "short": "ppo"}: the name of each series of runs, and its algorithm."""
+    """`ppo,short=ppo` -> {"ppo": "ppo", "short": "ppo"}: names of runs and their algorithms."""
     pairs = [item.partition("=") for item in listed.split(",")]
     return {name: algorithm or name for name, _, algorithm in pairs}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """What has been measured so far, again after each run."""
+    """Yield the results so far after each run."""
     recipe, common = options.recipe, tuple(options.set)
     algorithms = algorithms_by_name(options.algorithms)
     own = own_overrides(options.of, list(algorithms))
@@ -143,7 +143,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
     begun = options.start or folder / f"sft-{seeds[0]}"
     start = warm.play(folder) if options.start is None else there_already(begun, folder, splits)
-    begins = [item for item in common if not item.startswith("sft.")]  # what concerns the warm start alone
+    begins = [item for item in common if not item.startswith("sft.")]  # concerns only the warm start
     trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
         Job(name=name, seed=seed, words=(*trained, f"algorithm.name={algorithm}", *own[name]), splits=splits)
@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 
 def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str, Any]:
-    """The result of a warm start that was made before: with its settings, and the seconds between its evaluations."""
+    """The result of an existing warm start, with its settings and the seconds between its evaluations."""
     if not (run / "metrics.jsonl").is_file():
         raise SystemExit(f"--start {run} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
     config = parse_config(RunDir.open(run).settings)
@@ -166,7 +166,7 @@ def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str,
 def as_they_end(
     jobs: Sequence[Job], play: Callable[[Job], dict[str, Any]], workers: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """The results so far, in the order of the jobs, again after each job. Those that failed are told at the end."""
+    """Yield the results so far, in the order of the jobs, after each job. Failures are raised at the end."""
     ended: dict[int, dict[str, Any]] = {}
     failed: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
@@ -174,20 +174,20 @@ def as_they_end(
         try:
             for done in as_completed(playing):
                 job, error = jobs[playing[done]], done.exception()
-                if error is not None:  # the others go on
+                if error is not None:  # the others continue
                     failed.append(str(error) if isinstance(error, SystemExit) else f"{job.name}, {job.seed}: {error!r}")
                     continue
                 ended[playing[done]] = done.result()
                 yield [ended[index] for index in sorted(ended)]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun does not begin
+            pool.shutdown(wait=False, cancel_futures=True)  # start no further jobs
             raise
     if failed:
         raise SystemExit("\n\n".join(failed))
 
 
 def table(results: Mapping[str, Any], measures: Sequence[str], gain: str = "success") -> str:
-    """Markdown. Each line is an evaluation of the whole panel; the gain of a run, in `gain`, is over its own start."""
+    """Markdown. Each line is an evaluation on the whole evaluation set; `gain` is relative to the run's first one."""
     start, splits = results["start"], list(results["start"]["splits"])
     gained_in = "gain" if gain == "success" else f"gain in {gain}"
     titles = [
@@ -211,7 +211,7 @@ def table(results: Mapping[str, Any], measures: Sequence[str], gain: str = "succ
 
 
 def kinds_table(results: Mapping[str, Any]) -> str:
-    """Markdown: success by the rows' source, of the warm start and after each run; empty if all rows have the same."""
+    """Success by data source, after the warm start and after each run, as markdown; empty for a single source."""
     sides = {"warm start": results["start"], **{f"`{run['name']}` {run['seed']}": run for run in results["runs"]}}
     last = [side["held_out"][-1] for side in sides.values()]
     kinds = sorted(name for name in last[0] if name.startswith("success/"))
@@ -220,13 +220,13 @@ def kinds_table(results: Mapping[str, Any]) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is of names."""
+    """A table whose first column holds names."""
     titles, *rows = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [titles, ["---", *["---:"] * (len(titles) - 1)], *rows])
 
 
 def gain_cell(run: Mapping[str, Any], measure: str = "success") -> str:
-    """Of success in hundredths."""
+    """The gain in percentage points."""
     gains = {name.removeprefix("reward_part/"): gain for name, gain in run["gains"].items()}
     gain = PairedDifference(**_known(gains, measure, "--gain"))
     if measure == "success":
@@ -297,7 +297,7 @@ def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
 
 
 def parser_of(module: str, *, compared: str) -> argparse.ArgumentParser:
-    """With what all comparisons of runs take."""
+    """A parser with the options of all comparisons of runs."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
     parser.add_argument("recipe")
     parser.add_argument("--seeds", default="0")
@@ -311,7 +311,7 @@ def parser_of(module: str, *, compared: str) -> argparse.ArgumentParser:
 
 
 def facts_of(module: str, words: Sequence[str]) -> dict[str, Any]:
-    """What results are results of."""
+    """The command, machine and settings of results."""
     command = " ".join([f"python -m benchmarks.{module}", *words])
     return {"command": command, "accelerator": accelerator(pick_device("auto")), **machine()}
 
@@ -323,7 +323,7 @@ def new_folder(runs: Path, name: str) -> Path:
 
 
 def keep(out: Path, results: Mapping[str, Any]) -> None:
-    """At once or not at all. Called after each run, so that what is stopped half-way has those that ended."""
+    """Write atomically. Called after each run, so that an interrupted comparison keeps finished runs."""
     out.parent.mkdir(exist_ok=True, parents=True)
     part = out.with_name(f"{out.name}.part")
     part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -331,12 +331,12 @@ def keep(out: Path, results: Mapping[str, Any]) -> None:
 
 
 def marks(results: str) -> tuple[str, str]:
-    """The lines of a page between which the results of this file stand."""
+    """The marker lines around the results on a page."""
     return f"<!-- results: {results} -->", f"<!-- end of {results} -->"
 
 
 def fill(page: Path, results: str, text: str) -> None:
-    """Between the marks of a README; the second one is written with it."""
+    """Write between the marks of a README; the end mark is added if missing."""
     content, (begins, ends) = page.read_text(encoding="utf-8"), marks(results)
     head, begin, rest = content.partition(begins)
     if not begin:

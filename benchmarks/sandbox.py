@@ -28,7 +28,7 @@ PROGRAMS = {
 
 
 async def measure(box: Sandbox, program: str, callers: int) -> dict[str, float]:
-    """Milliseconds from asking to having the answer, and calls per second of all callers together."""
+    """Milliseconds per call, and calls per second of all callers together."""
     taken: list[float] = []
 
     async def caller() -> None:

@@ -1,12 +1,12 @@
-"""Search over the corpus of the recipe hotpotqa: how much is found, how fast, and by how many at once.
+"""Search over the corpus of the recipe hotpotqa: recall, speed, and speed under concurrent load.
 
     agent-r1 data recipe hotpotqa
     python -m benchmarks.search                              # writes results/search.json
     python -m benchmarks.search --encoder DIR                # with dense and hybrid search on a slice of the corpus
 
-Recall: the question itself is the query. `any` and `all` are the shares of questions with at least one, and with all,
-of their gold pages among the first k; what separates them is left to further searches. The load test runs on the same
-cores as the server it tests.
+For recall, the question is the query. `any` and `all` are the shares of questions with at least one, or all, of their
+gold pages among the first k; an agent can find the rest with further searches. The load test runs on the same cores as
+the server.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def speed(index: Index, asked: list[str], kind: Kind) -> dict[str, float]:
 
 
 def build(index: Index, folder: Path) -> dict[str, Any]:
-    """The first passages again, with what is said on the way."""
+    """Index the first passages again, with progress output."""
     said: list[str] = []
     began = time.perf_counter()
     first = islice(index.corpus, BUILD_PASSAGES)
@@ -136,7 +136,7 @@ def under_load(index: Index, asked: list[str]) -> list[dict[str, Any]]:
             results.append({"queries_per_request": per_request, "queries_per_second": rate, **_rounded(asdict(result))})
         return results
     finally:
-        server.terminate()  # SIGTERM, which a server answers with a clean end
+        server.terminate()  # SIGTERM, on which the server exits cleanly
         server.join(timeout=30)
 
 

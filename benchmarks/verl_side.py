@@ -24,7 +24,7 @@ from benchmarks.parity import KL_COEF, KL_TARGET, Outcome, differentiate, observ
 from benchmarks.parity import value_targets as our_value_targets
 from benchmarks.parity_cases import Case, Layout
 
-NO_DUAL_CLIP = 1e20  # verl has one always
+NO_DUAL_CLIP = 1e20  # always present in verl
 AGGREGATIONS = {
     "token": "token-mean",
     "step": "seq-mean-token-mean",  # on a row per step
@@ -39,7 +39,7 @@ CLIPS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
 
 
 def estimate(estimator: str, layout: Layout, rewards_R: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a registered estimator, at the places of the layout."""
+    """Advantages and returns of a registered estimator, in the layout."""
     found_BL, returns_BL = core_algos.get_adv_estimator_fn(estimator)(
         token_level_rewards=layout.spread(rewards_R), response_mask=layout.mask_BL.to(rewards_R.dtype), **more
     )
@@ -70,7 +70,7 @@ def token_value_targets(case: Case) -> Tensor:
 
 
 def _gae(case: Case, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    values_BL = case.episodes.spread(case.values_R, fill=9.0)  # verl has to skip what the environment wrote
+    values_BL = case.episodes.spread(case.values_R, fill=9.0)  # verl has to skip text of the environment
     return estimate("gae", case.episodes, case.rewards_R, values=values_BL, gamma=gamma, lam=lam)
 
 
@@ -84,7 +84,7 @@ def step_gae(case: Case, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
 
 
 def _per_step(case: Case, estimator: str, **more: Any) -> Tensor:
-    """A step is one token to verl: its rewards added up, its value that of its first token."""
+    """A step as one token for verl: the sum of its rewards, and the value of its first token."""
     rewards_D = torch.zeros(int(case.is_first_R.sum()), dtype=case.rewards_R.dtype)
     rewards_D = rewards_D.index_add(0, case.step_of_R, case.rewards_R)
     return estimate(estimator, case.decisions, rewards_D, **more)[0][case.step_of_R]
@@ -189,7 +189,7 @@ def kl_coefficients(case: Case) -> Outcome:
 
 
 def critic_loss(case: Case, name: str, clip: float | None) -> Outcome:
-    """verl's loss at the tokens at which our critic is asked."""
+    """verl's loss at the tokens that our critic evaluates."""
     layout, targets_R = case.episodes, our_value_targets(case, name)
     mask_BL = layout.spread((~targets_R.isnan()).to(targets_R.dtype))
 

@@ -1,11 +1,10 @@
-"""The shop of the recipe webshop: how fast it is built and played, and what scripted buyers earn in it.
+"""The shop of the recipe webshop: the speed of building and playing it, and scores of scripted buyers.
 
     python -m benchmarks.webshop speed --data DIR        # DIR: as the recipe's data.path; without it, where runs look
     python -m benchmarks.webshop buyers --data DIR       # mean score and full scores over all test and training goals,
                                                          # and how often the score pays for a wrong value
 
-Everything runs on one thread, and seconds are those of the processor. Speed is of the env itself: what an agent would
-say is written down beforehand.
+Everything runs on one thread, in CPU seconds. Speed is that of the environment: actions are recorded beforehand.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def speed(folder: Path) -> dict[str, Any]:
     asked = random.Random(0).sample(known, min(EPISODES, len(known)))
     goals = dict(named_goals("train", shop.catalogue))
     visits = [(row, reading_buyer(shop, goals[row.row_id].text, Look())) for row in asked]
-    fresh = Shop(shop.catalogue)  # one that has not heard these queries
+    fresh = Shop(shop.catalogue)  # a fresh one that has not cached these queries
     found = time.process_time()
     for row in asked:
-        fresh.found(Place(page="results", query=goals[row.row_id].text.lower()))  # others than the buyer's
+        fresh.found(Place(page="results", query=goals[row.row_id].text.lower()))  # different from the buyer's
     searched = time.process_time()
     envs = [(_FreshShop(fresh), row, said) for row, said in visits]
     started = time.process_time()
@@ -121,7 +120,7 @@ def _hasty_buyer(shop: Shop, goal: Goal) -> list[str]:
 
 
 def _wrong_values_paid(catalogue: Catalogue) -> dict[str, int]:
-    """Of each option of a product that is wanted: how often one value is paid where another one was asked for."""
+    """For each option that a goal asks for: how often a wrong value is rewarded."""
     paid = [
         judge(replace(NO_WISH, asin=product.asin, options=((name, wanted),)), product, product, 0.0, {name: chosen})
         for product in catalogue.products.values()

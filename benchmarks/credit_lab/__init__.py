@@ -1,4 +1,4 @@
-"""The credit lab: worlds with known answers, played and learned with tiny policies through the code we ship.
+"""The credit lab: toy environments ("worlds") with known answers, on which tiny policies learn through our code.
 
 worlds.py      the worlds, as tables
 exact.py       return, gradient and values of a policy, by dynamic programming: the known answers

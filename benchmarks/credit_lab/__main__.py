@@ -43,7 +43,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> None:
     options = arguments(words)
     results_file = (options.out or RESULTS) / "credit_lab.json"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd starts threads if it sees a GPU: no forking then
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU, autograd starts threads, which would rule out forking
     if options.verb != "draw":
         plan = Plan(worlds=tuple(options.families.split(",")), seeds=options.seeds)
         began = time.perf_counter()
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _draw(results_file: Path, out: Path | None) -> None:
-    from benchmarks.credit_lab.picture import PICTURE, draw  # the one part that needs matplotlib
+    from benchmarks.credit_lab.picture import PICTURE, draw  # needs matplotlib
 
     results = json.loads(results_file.read_text(encoding="utf-8"))
     draw(results, PICTURE if out is None else out / PICTURE.name)

@@ -1,4 +1,4 @@
-"""One batch, one gradient, by the code we ship; and how such estimates compare with the exact gradient.
+"""Estimate the gradient from one batch with our code, and compare estimates with the exact gradient.
 
 Shape suffixes: T = trained tokens, P = rows of the policy, A = choices, B = batches, D = all its entries.
 """
@@ -21,8 +21,8 @@ from benchmarks.credit_lab.play import ROWS_PER_BATCH, Player, token_contexts
 from benchmarks.credit_lab.variants import LearnedCritic, ValueFunction, Variant, oracle
 from benchmarks.credit_lab.worlds import World
 
-RESPONSE_LIMIT = 16  # no response comes near it: they are never cut off
-EPISODES = 32  # to which signal-to-noise is scaled where batches are larger (dynamic sampling)
+RESPONSE_LIMIT = 16  # no response reaches it
+EPISODES = 32  # signal-to-noise is scaled to this size, since dynamic sampling uses larger batches
 
 
 def shaper_for(algorithm: Algorithm, process: ProcessScaling = "raw") -> RewardShaper:
@@ -37,7 +37,7 @@ def shaper_for(algorithm: Algorithm, process: ProcessScaling = "raw") -> RewardS
 def credit(
     groups: Sequence[Group], algorithm: Algorithm, *, shaper: RewardShaper, values: ValueFunction | None
 ) -> list[CreditedTrajectory]:
-    """As the trainer does it, dynamic sampling included."""
+    """As in the trainer, including dynamic sampling."""
     groups = trainable(groups, algorithm, shaper)
     if algorithm.sampling_rounds > 1:
         groups = groups[:ROWS_PER_BATCH]
@@ -68,7 +68,7 @@ def loss_of(world: World, policy_PA: Tensor, credited: Sequence[CreditedTrajecto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Many estimates of one gradient, each from a batch of its own."""
+    """Estimates of one gradient, each from a separate batch."""
 
     estimates_BD: Tensor
     exact_D: Tensor
@@ -78,7 +78,7 @@ class Gradients:
 def estimate_gradients(
     world: World, variant: Variant, policy_PA: Tensor, *, batches: int, critic_batches: int, seed: int
 ) -> Gradients:
-    """At a fixed policy. A learned critic is first fitted to `critic_batches` other batches, then left alone."""
+    """At a fixed policy. A learned critic is first fitted to `critic_batches` other batches, then fixed."""
     algorithm = variant.build()
     shaper = shaper_for(algorithm)
     values = _fixed_critic(world, variant, policy_PA, batches=critic_batches, seed=seed + 1)
@@ -87,7 +87,7 @@ def estimate_gradients(
     estimates = []
     for _ in range(batches):
         credited = credit(player.batch(policy_PA, algorithm), algorithm, shaper=shaper, values=values)
-        if not credited:  # dynamic sampling found nothing to compare: the update is skipped
+        if not credited:  # dynamic sampling left nothing to learn from: the update is skipped
             estimates.append(torch.zeros(leaf_PA.numel(), dtype=torch.float64))
             continue
         (gradient_PA,) = torch.autograd.grad(-loss_of(world, leaf_PA, credited, algorithm), leaf_PA)
@@ -116,17 +116,19 @@ def _fixed_critic(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How good the estimates are. Both numbers ignore scale, which whitening and learning rate choose anyway."""
+    """Quality of the estimates. Both numbers ignore scale, which whitening and the learning rate set anyway."""
 
-    cosine: float | None  # of the expected estimate with the exact gradient; None: it drowns in noise
+    cosine: float | None  # of the expected estimate with the exact gradient; None if noise hides it
     cosine_error: float | None  # standard error
     snr: float  # norm of the expected estimate over its standard deviation, for one batch of `EPISODES`
 
 
 def judge(gradients: Gradients) -> Quality:
-    """Not from the mean of the estimates alone: its norm is too large by the noise left in it, so its cosine would be
-    too small. |E g|^2 is estimated by the mean of <g_i, g_j> over different batches, without bias; the standard error
-    is the jackknife's, leaving out one batch at a time."""
+    """Judge estimates without the bias of their mean, whose norm is too large by the remaining noise.
+
+    The mean of <g_i, g_j> over different batches estimates |E g|^2 without bias. The standard error is that of the
+    jackknife, leaving out one batch at a time.
+    """
     count = len(gradients.estimates_BD)
     gram_BB = gradients.estimates_BD @ gradients.estimates_BD.T
     along_B = gradients.estimates_BD @ (gradients.exact_D / gradients.exact_D.norm())

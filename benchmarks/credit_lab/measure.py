@@ -1,6 +1,6 @@
 """The whole lab in several processes: learning curves, quality of gradients, scaling of process rewards.
 
-What comes out is plain data, ready to be written as JSON.
+The results are plain data, ready for JSON.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ Result = TypeVar("Result")
 
 
 class RunAll(Protocol):
-    """Does all jobs, in any order and process; results in the order of the jobs."""
+    """Runs jobs in any order and process; returns results in the order of the jobs."""
 
     def __call__(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much of everything."""
+    """Sizes of the measurement."""
 
     worlds: tuple[str, ...]
     seeds: int  # of the reported curves, from 0
-    selection_seeds: int = 3  # with which the learning rate is chosen
+    selection_seeds: int = 3  # for choosing the learning rate
     learning_rates: tuple[float, ...] = LEARNING_RATES
     episodes: int = 80 * EPISODES
     gradient_batches: int = 600
-    critic_batches: int = 60  # that a learned critic has seen before gradients are measured
+    critic_batches: int = 60  # for fitting a learned critic before gradients are measured
 
 
 def quick(plan: Plan) -> Plan:
-    """Enough to see that everything runs; its numbers mean little."""
+    """A smoke test; its numbers mean little."""
     return replace(
         plan,
         seeds=2,
@@ -69,7 +69,7 @@ def quick(plan: Plan) -> Plan:
 
 
 def measure(plan: Plan, workers: int) -> dict[str, Any]:
-    for name in plan.worlds:  # before the processes are forked: they inherit what is computed here
+    for name in plan.worlds:  # before forking, so that the processes inherit it
         _policy(name, "half")
     with _processes(workers) as run_all:
         return {
@@ -85,7 +85,7 @@ def measure(plan: Plan, workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _processes(workers: int) -> Iterator[RunAll]:
-    # Forked: a fresh interpreter would import torch and transformers anew in every one of them.
+    # Forked, so that processes need not import torch and transformers again.
     with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_one_thread) as pool:
         yield lambda function, jobs: list(pool.map(function, jobs))
 
@@ -147,7 +147,7 @@ def _curves(cells: Sequence[Run], plan: Plan, run_all: RunAll) -> list[dict[str,
 
 
 def _with_best_rate(cells: Sequence[Run], plan: Plan, run_all: RunAll) -> list[Run]:
-    """Every cell with the learning rate that suits it best, on seeds that are used for nothing else."""
+    """Choose the best learning rate for every cell, on separate seeds."""
     trials = [
         replace(cell, lr=lr, seed=FIRST_SELECTION_SEED + seed)
         for cell in cells
@@ -163,7 +163,7 @@ def _with_best_rate(cells: Sequence[Run], plan: Plan, run_all: RunAll) -> list[R
 
 
 def area(curve: Curve, episodes: int) -> float:
-    """Mean share gained over the run: large for those that learn early and keep it."""
+    """Mean share gained over the run: large for runs that learn early and keep it."""
     return mean(curve.at(list(range(0, episodes + 1, EPISODES))))
 
 

@@ -1,4 +1,4 @@
-"""The results as one picture: learning curves of a readable subset per world, and two heat maps of gradient quality."""
+"""One figure: learning curves of selected algorithms per world, and two heat maps of gradient quality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 
 PICTURE = Path(__file__).parents[2] / "docs" / "credit_lab.png"
-COLUMNS = 4  # of panels, in two lines
+COLUMNS = 4  # of subplots, in two rows
 SHOWN = {
     "grpo": "tab:blue",
     "reinforce": "tab:brown",
@@ -49,14 +49,14 @@ def _curves(axes: Any, results: Mapping[str, Any], world: str) -> None:
         curve, color = row["curve"], SHOWN[row["variant"]]
         low, high = zip(*((m - e, m + e) for m, e in zip(curve["mean"], curve["margin"], strict=True)), strict=True)
         axes.plot(curve["episodes"], curve["mean"], color=color, linewidth=1.5)
-        if row["variant"] != "exact gradient":  # it has no noise
+        if row["variant"] != "exact gradient":  # the exact gradient has no noise
             axes.fill_between(curve["episodes"], low, high, color=color, alpha=0.12, linewidth=0)
     axes.set(title=world, xlabel="episodes", ylabel="share gained", ylim=(-0.1, 1.05))
     axes.grid(alpha=0.3)
 
 
 def _heat(axes: Any, results: Mapping[str, Any], field: str, title: str, bounds: tuple[float, float]) -> None:
-    """Algorithms down; worlds across, each at the initial and at the half-trained policy."""
+    """Algorithms in rows; worlds in columns, each at the initial and at the half-trained policy."""
     rows = {(row["variant"], row["world"], row["policy"]): row[field] for row in results["gradients"]}
     variants = list(dict.fromkeys(row["variant"] for row in results["gradients"]))
     places = [(world["name"], policy) for world in results["worlds"] for policy in ("initial", "half")]

@@ -1,13 +1,13 @@
-"""A tabular policy plays a world; what comes out are the `Group`s that a trainer would get.
+"""A tabular policy plays a world and produces the `Group`s that a trainer would get.
 
-A response is one decision token and one or two tokens of style: the first of them may end the response (choice 0), a
-second always does. Each token has its own distribution, which depends on the state and, for style, on the decision; so
-lengths vary and go along with decisions, and a policy that is blamed for its style shows it. Only the decision moves
-the world. Token contexts: first all states (decisions), then all (state, decision) for the first style token, then the
-same for the second.
+A response is one decision token and one or two style tokens: the first may end the response (choice 0), the second
+always does. The distribution of each token depends on the state and, for style, on the decision, so lengths vary and
+correlate with decisions, and wrong credit for style tokens becomes visible. Only the decision affects the world.
+Token contexts: first all states (decisions), then all (state, decision) for the first style token, then the same for
+the second.
 
 The policy is a table with one row of logits per token context and one more per task row, which is added to all
-decisions there. Without it no step would touch the logits of another and noise could do no harm; models share weights.
+decisions there. Without it, no step would affect the logits of another, unlike in models, which share weights.
 
 Shape suffixes: N = episodes played at once, X = token contexts, P = X and the shared rows, A = choices of a token (as
 many as actions).
@@ -30,15 +30,15 @@ from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
 from benchmarks.credit_lab.exact import token_logits
 from benchmarks.credit_lab.worlds import ACTIONS, Array, World
 
-FIRST_STATE = 1_000  # token id of state 0; below it are the choices of response tokens
+FIRST_STATE = 1_000  # token id of state 0; lower ids are the choices of response tokens
 FIRST_STAMP = 1_000_000
 MAX_RESPONSE = 3
 ROWS_PER_BATCH = 4  # every row of the world once
-EPISODES_PER_ROW = 8  # attempts; with a greedy one, one attempt less: the same budget for all
+EPISODES_PER_ROW = 8  # attempts; one less with a greedy attempt, so that all have the same budget
 
 
 def initial_policy(world: World) -> Tensor:
-    """[P, A]: undecided but for the head starts; style is a random habit, the same in every run."""
+    """[P, A]: uniform decisions except for the head starts; random style, the same in every run."""
     style = np.random.default_rng(0).normal(0, 0.7, size=(2 * world.num_states * ACTIONS, ACTIONS))
     shared = np.zeros((len(world.starts), ACTIONS))
     return torch.from_numpy(np.concatenate([world.head_start_SA, style, shared]))
@@ -49,7 +49,7 @@ def num_contexts(world: World) -> int:
 
 
 def token_contexts(world: World, step: Step) -> list[int]:
-    """Read off the tokens: the last of the prompt names the state, the first of the response the decision."""
+    """Derived from tokens: the last one of the prompt is the state, the first one of the response the decision."""
     state, decision = step.prompt_ids[-1] - FIRST_STATE, step.response_ids[0]
     pair = world.num_states + state * ACTIONS + decision
     return [state, pair, pair + world.num_states * ACTIONS][: len(step.response_ids)]
@@ -61,14 +61,14 @@ class Player:
 
     world: World
     seed: int
-    episodes: int = 0  # played so far, of any kind
+    episodes: int = 0  # played so far
     _stamps: count[int] = field(default_factory=lambda: count(FIRST_STAMP))
 
     def __post_init__(self) -> None:
         self._noise = np.random.default_rng(self.seed)
 
     def batch(self, policy_PA: Tensor, algorithm: Algorithm) -> list[Group]:
-        """As the trainer collects: rounds of rows until enough groups have attempts of different return."""
+        """As in the trainer: rounds of rows until enough groups have attempts with different returns."""
         tables = _Tables.of(self.world, policy_PA)
         groups: list[Group] = []
         for number in range(algorithm.sampling_rounds):
@@ -76,7 +76,7 @@ class Player:
             if missing <= 0:
                 break
             rows = [index % len(self.world.starts) for index in range(missing)]
-            if number:  # make-up rows are drawn, since those that are missing would be the hopeless ones for ever
+            if number:  # drawn at random: repeating the missing rows would favour hopeless ones
                 rows = self._noise.integers(len(self.world.starts), size=missing).tolist()
             groups += self._groups(rows, tables, with_greedy=algorithm.needs_greedy)
         return groups
@@ -95,7 +95,7 @@ class Player:
         ]
 
     def _play(self, rows: Sequence[int], tables: _Tables) -> list[Trajectory]:
-        """All episodes in step; the arrays are turned into trajectories once they are over."""
+        """Play all episodes in lockstep, then convert the arrays to trajectories."""
         world, number = self.world, len(rows)
         state_N = np.array([world.starts[row] for row in rows])
         alive_N = np.ones(number, dtype=bool)
@@ -121,7 +121,7 @@ class Player:
         ]
 
     def _respond(self, state_N: NDArray[np.int64], tables: _Tables) -> tuple[NDArray[np.int64], Array]:
-        """Three tokens for everyone; who ends after the second does not use the third."""
+        """Three tokens for each episode; some end after the second."""
         uniform_LN = self._noise.random((MAX_RESPONSE, len(state_N)))
         context_N, choices, logprobs = state_N, [], []
         for position in range(MAX_RESPONSE):
@@ -178,7 +178,7 @@ class _Unfinished:
     _said: tuple[list[int], list[float], float] | None = None  # response, its log-probs, what it earned
 
     def see(self, shown: list[int], with_history: bool) -> None:
-        """What a tool shows is part of the next prompt, and what the env replied to the step before it."""
+        """The tool's answer is part of the next prompt, and the reply to the previous step."""
         before = self.prompt_ids + self._said[0] if self._said and with_history else []
         self.close_step(feedback=" ".join(map(str, shown)))
         self.prompt_ids = before + shown
@@ -218,6 +218,6 @@ class _Tables:
 
 
 def _draw(cumulative_NK: Array, uniform_N: Array) -> NDArray[np.int64]:
-    """Index of the first entry above the draw; K where there is none."""
+    """Index of the first entry above the draw; K if there is none."""
     index_N: NDArray[np.int64] = (cumulative_NK <= uniform_N[:, None]).sum(-1)
     return index_N

@@ -25,12 +25,12 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def fill_in(text: str, parts: Mapping[str, str]) -> str:
-    """The page with each part between its markers, or an error for a part that has none."""
+    """Put each part between its markers; a part without markers is an error."""
     for name, part in parts.items():
         before, found, rest = text.partition(f"<!-- {name} -->\n")
         _, ended, after = rest.partition("<!-- end -->")
         if not (found and ended):
-            raise ValueError(f"the page needs <!-- {name} --> and <!-- end --> after it, on lines of their own")
+            raise ValueError(f"the page needs <!-- {name} --> and <!-- end --> after it, on separate lines")
         text = f"{before}{found}{part}\n{ended}{after}"
     return text
 
@@ -88,7 +88,7 @@ def _process(results: Results) -> str:
 
 
 def _grid(results: Results, rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]) -> str:
-    """Algorithms down, worlds across."""
+    """Algorithms in rows, worlds in columns."""
     worlds = [world["name"] for world in results["worlds"]]
     cells = {(row["variant"], row["world"]): cell(row) for row in rows}
     variants = list(dict.fromkeys(row["variant"] for row in rows))

@@ -1,4 +1,4 @@
-"""Learning curves: a variant trains a tabular policy, one Adam step per batch, and J is computed exactly on the way.
+"""Learning curves: a variant trains a tabular policy, one Adam step per batch; J is computed exactly.
 
 The learning rate is chosen for every variant and world by one rule: of `LEARNING_RATES`, the one with the largest mean
 return over the whole run, on seeds that the reported curves do not use.
@@ -28,25 +28,25 @@ EXACT = "exact gradient"  # the learner without noise, for comparison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What names one training run; small, so that it travels between processes."""
+    """Identifies a training run; small, because it is sent between processes."""
 
     world: str
     variant: str  # of `VARIANTS`, or EXACT
     lr: float
     seed: int
-    episodes: int  # budget, all that was sampled counts
+    episodes: int  # budget; all sampled episodes count
     process: ProcessScaling = "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Share of what there is to gain (0: the initial policy, 1: the best possible) after so many episodes."""
+    """Share of the possible gain (0: initial policy, 1: best possible) by number of episodes."""
 
     episodes: list[int]
     gained: list[float]
 
     def at(self, grid: list[int]) -> list[float]:
-        """An update holds from the episode on that completed it."""
+        """An update takes effect after the episode that completed its batch."""
         place = np.searchsorted(self.episodes, grid, side="right") - 1
         return [self.gained[i] for i in place.tolist()]
 
@@ -71,7 +71,7 @@ def train(run: Run) -> Curve:
 
 
 class _Update:
-    """One batch becomes a gradient on the logits; False when there was nothing to learn from."""
+    """Computes the gradient of one batch; False if there was nothing to learn from."""
 
     def __init__(self, world: World, variant: Variant, run: Run) -> None:
         self.world, self.variant, self.algorithm = world, variant, variant.build()

@@ -1,7 +1,7 @@
-"""What is compared: every algorithm of the table as it is, and those variants that separate one cause from another.
+"""The compared algorithms: every one of the table, and variants that isolate causes.
 
-Critics are tables over token contexts. A learned one is fitted to `value_targets` with the learner's own value loss; an
-oracle is asked for the exact values of the policy at hand, so what is left of an algorithm's error is not its critic's.
+Critics are tables over token contexts. A learned critic is fitted to `value_targets` with the learner's value loss; an
+oracle gives the exact values of the current policy, so that any remaining error is not the critic's.
 
 Shape suffixes: X = token contexts, P = rows of the policy, T = steps, S = states, A = actions.
 """
@@ -34,7 +34,7 @@ ValueFunction = Callable[[Sequence[Trajectory]], list[Values]]
 class Variant:
     algorithm: str
     settings: Mapping[str, object] = field(default_factory=dict)
-    critic: Literal["learned", "oracle"] = "learned"  # where the algorithm has one
+    critic: Literal["learned", "oracle"] = "learned"  # if the algorithm has one
 
     def build(self) -> Algorithm:
         return get_algorithm(self.algorithm, **self.settings)
@@ -60,16 +60,19 @@ VARIANTS: dict[str, Variant] = _variants()
 
 
 def variants_for(world: World) -> list[str]:
-    """Those that can differ there. In a world of stamped prompts the rows of the table and GiGPO's anchors suffice: all
-    else reads the same as without stamps. What follows a cut-off matters where one can happen."""
+    """The variants that can differ in a world.
+
+    With stamped prompts, only the algorithms of the table and GiGPO's anchors can. Bootstrapping matters only if
+    episodes can be truncated.
+    """
     if world.prompts == "stamped":
         return [*ALGORITHMS, "gigpo by prompt"]
     return [name for name in VARIANTS if world.truncates or not name.endswith("bootstrap")]
 
 
 def oracle(world: World, policy_PA: Tensor) -> ValueFunction:
-    """Exact values, before the decision and after it (style changes nothing). It knows the horizon: where an episode
-    is cut off, nothing follows."""
+    """Exact values before and after the decision (style has no effect). It knows the horizon: nothing follows a
+    truncation."""
     values = exact_values(world, policy_PA.detach())
     states, actions = values.states_TS.tolist(), values.actions_TSA.tolist()
 

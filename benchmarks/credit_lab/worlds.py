@@ -1,8 +1,7 @@
 """The worlds: small step-level MDPs, as tables.
 
-Every world has four rows (tasks) of different difficulty, each with states of its own; so attempts at one row compare
-and attempts at different rows do not. What is right differs between rows, too. Nothing here knows policies or
-algorithms.
+Every world has four rows (tasks) of different difficulty with separate states, so only attempts at the same row are
+comparable. The right actions differ between rows.
 
 Shape suffixes: S = states of all rows, A = actions; s = states of one row.
 """
@@ -19,22 +18,22 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 ACTIONS = 3
-HEAD_STARTS = (0.8, 0.0, -0.4, -0.8)  # of the logit of the right action, in each row: easy to hard
-# What the policy is shown. "history": all it said and saw, as agents are; "state": the state alone, so that attempts
-# meet; "stamped": the state and a number that never comes twice, so that they never do.
+HEAD_STARTS = (0.8, 0.0, -0.4, -0.8)  # added to the logit of the right action, per row: easy to hard
+# What the policy sees. "history": everything so far, as for agents; "state": only the state, so that attempts meet;
+# "stamped": the state and a unique number, so that they never meet.
 Prompts = Literal["history", "state", "stamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     name: str
-    horizon: int  # steps after which an episode is cut off
+    horizon: int  # steps after which an episode is truncated
     prompts: Prompts
     starts: tuple[int, ...]  # first state of each row
-    next_SAS: Array  # probabilities; what is missing to 1 ends the episode
+    next_SAS: Array  # probabilities; the rest to 1 ends the episode
     process_SA: Array  # reward of a step
     outcome_SA: Array  # reward of the episode, if it ends there
-    outcome_noise: float  # standard deviation of what is added to it
+    outcome_noise: float  # standard deviation of noise on the outcome
     head_start_SA: Array  # logits of the initial policy
 
     @property
@@ -43,7 +42,7 @@ class World:
 
     @property
     def truncates(self) -> bool:
-        """Whether an episode can still be going on at the horizon."""
+        """Whether an episode can reach the horizon."""
         alive_S = np.isin(np.arange(self.num_states), self.starts).astype(float)
         for _ in range(self.horizon):
             alive_S = alive_S @ self.next_SAS.mean(axis=1)
@@ -52,7 +51,7 @@ class World:
 
 @dataclass(slots=True)
 class Task:
-    """One row's part of a world, to be filled in. Action 0 is the right one where `has_right`."""
+    """One row's part of a world, to be filled in. Action 0 is right in states with `has_right`."""
 
     next_sas: Array
     process_sa: Array
@@ -66,8 +65,8 @@ class Task:
 
 
 def _world(name: str, task: Task, *, horizon: int, prompts: Prompts = "history", noise: float = 0.0) -> World:
-    """The task once per row, with its own difficulty. Actions are renamed in every state, so that being right in one
-    says nothing about the next."""
+    """The task once per row, with different difficulties. Actions are permuted in every state, so that the right action
+    in one says nothing about the next."""
     size, rows = len(task.process_sa), len(HEAD_STARTS)
     right_sa = np.zeros((size, ACTIONS))
     right_sa[:, 0] = task.has_right
@@ -89,12 +88,12 @@ def _world(name: str, task: Task, *, horizon: int, prompts: Prompts = "history",
 
 
 def _renamed(table: Array, row: int) -> Array:
-    """[state, action, ...] with the actions of each state in turn by one more."""
+    """[state, action, ...] with the actions of each state rotated by one more."""
     return np.stack([np.roll(entry, row + state, axis=0) for state, entry in enumerate(table)])
 
 
 def decisive_step() -> World:
-    """Twelve steps, of which the fifth alone decides; the tool shows whether it was right, the reward comes last."""
+    """Twelve steps, of which only the fifth matters; the tool shows whether it was right, the reward comes last."""
     horizon, decisive = 12, 4
 
     def state(step: int, right: int) -> int:
@@ -114,7 +113,7 @@ def decisive_step() -> World:
 
 
 def dense_rewards() -> World:
-    """Five steps that each pay 1/5 for being right, and a final 1 if all were: chances alone almost never find it."""
+    """Five steps that each pay 1/5 if right, and a final 1 if all were, which is almost never found by chance."""
     horizon = 5
 
     def state(step: int, clean: int) -> int:
@@ -134,10 +133,10 @@ def dense_rewards() -> World:
 
 
 def misleading_reward() -> World:
-    """The first step can take 0.3 at once, or open the way to 1, which takes two more right steps."""
+    """The first step can take 0.3 at once, or lead to 1 after two more right steps."""
     patient, dead = (0, 1, 2), (3, 4)
     task = Task.empty(5)
-    task.has_right = [False, True, True, False, False]  # nothing but experience speaks against the lure
+    task.has_right = [False, True, True, False, False]  # only experience speaks against the lure
     task.process_sa[0, 1] = 0.3
     task.next_sas[0, :, dead[0]] = 1
     task.next_sas[0, 0] = np.eye(5)[patient[1]]
@@ -168,7 +167,7 @@ def noisy_tools() -> World:
 
 
 def stop_or_dither() -> World:
-    """Work (70 % success) twice, then stop: 1. Stopping earlier pays 0.1 or 0.3; after eight steps it is cut off."""
+    """Work (70 % success) twice, then stop: 1. Stopping earlier pays 0.1 or 0.3; truncated after eight steps."""
     work, stop = 0, 1
     pays = (0.1, 0.3, 1.0)
     task = Task.empty(3)
@@ -198,12 +197,12 @@ def _corridor(name: str, prompts: Prompts) -> World:
 
 
 def revisited_states() -> World:
-    """A corridor of five cells with its exit at one end, ten steps: attempts go back and forth and meet again."""
+    """A corridor of five cells with an exit at one end, ten steps: attempts go back and forth and meet."""
     return _corridor("revisited_states", "state")
 
 
 def unique_states() -> World:
-    """The same corridor, but each prompt has a number that never comes twice: no two states are equal."""
+    """The same corridor, but each prompt has a unique number, so no two states are equal."""
     return _corridor("unique_states", "stamped")
 
 

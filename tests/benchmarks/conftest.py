@@ -1,4 +1,4 @@
-"""The commands of an experiment without the seconds that each of them would take to import torch."""
+"""Run the commands of an experiment in forks, which need not import torch again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.forked import start_program
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of an experiment is a fork."""
+    """Run every command of an experiment in a fork."""
     monkeypatch.setattr("benchmarks.recipes.subprocess", SimpleNamespace(run=_run, STDOUT=subprocess.STDOUT))
 
 

@@ -1,4 +1,4 @@
-"""The sides of the collect benchmark do the same work, so their speeds compare; and its sums are right."""
+"""All sides of the collect benchmark do the same work, and its figures are computed correctly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def contest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
 
 
 class Chatter(AgentEnv):
-    """Answers anything; how long, and for how many turns, depends on the row."""
+    """Answers everything; the length and number of answers depend on the row."""
 
     def __init__(self, row: TaskRow) -> None:
         self._number = int(row.row_id.rpartition("-")[2])
@@ -139,10 +139,10 @@ def test_a_slowed_tool_is_the_same_tool_to_the_model() -> None:
     slow = slowed(lookup, waits)
     assert slow.schema == lookup.schema
     assert asyncio.run(slow.execute({"name": "Ada Ash"}, table={"Ada Ash": 7})) == "7"
-    assert next(waits, None) is None  # it took its turn
+    assert next(waits, None) is None  # it waited
 
 
-def test_without_groups_as_many_episodes_are_played_and_nothing_is_shared(contest: Contest) -> None:
+def test_without_groups_nothing_is_shared(contest: Contest) -> None:
     few = replace(contest, rows=contest.rows[:8])
     rows = build_task(load_config("quickstart")).train_rows()
 

@@ -1,4 +1,4 @@
-"""The comparison of context policies, on a recipe small enough to be run here."""
+"""The comparison of context policies, on a tiny recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.recipes import ROOT, marks
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
+def test_every_policy_is_trained_and_its_cost_tabulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENT_R1_CACHE", str(tmp_path / "cache"))
@@ -41,14 +41,14 @@ def test_it_trains_the_recipe_with_every_policy_and_tabulates_what_they_cost(
     assert (page.parent / "results.png").stat().st_size > 1000
 
 
-def test_a_policy_that_cannot_be_trained_with_is_told_before_the_first_run(tmp_path: Path) -> None:
+def test_an_unusable_policy_is_refused_before_the_first_run(tmp_path: Path) -> None:
     words = ["gsm8k_tool/tiny", "--policies", "append,summary", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=r"^summary: .*context\.max_tokens"):
         main(words)
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_setting_for_a_policy_that_is_not_compared_is_a_mistake(tmp_path: Path) -> None:
+def test_a_setting_for_a_policy_that_is_not_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not of the form NAME:override with one of append"):
         main(["gsm8k_tool/tiny", "--policies", "append", "--for", "window:context.turns=1", "--runs", str(tmp_path)])
 

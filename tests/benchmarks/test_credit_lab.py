@@ -1,4 +1,4 @@
-"""The lab's known answers are right, its players and estimates agree with them, and its page shows its results."""
+"""The lab's exact answers are right, play and estimates agree with them, and the page shows the results."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def test_stamps_change_nothing_but_what_gigpo_can_compare() -> None:
     assert not torch.allclose(gradients(home, "gigpo by prompt"), gradients(home, "grpo"))
 
 
-# What the player hands over is what a trainer would get.
+# The player produces what a trainer would get.
 
 
-def test_prompts_go_on_from_what_was_said_and_cut_off_episodes_name_their_next_state() -> None:
+def test_prompts_extend_the_history_and_truncated_episodes_have_a_next_state() -> None:
     world = WORLDS["stop_or_dither"]
     groups = Player(world=world, seed=0).batch(initial_policy(world), get_algorithm("grpo"))
     attempts = [t for group in groups for t in group.trajectories]
@@ -163,7 +163,7 @@ def test_a_greedy_attempt_costs_one_of_the_others_and_takes_the_likeliest_tokens
         assert all(logprob > -1.0987 for step in group.greedy.steps for logprob in step.response_logprobs)  # > 1/3
 
 
-def test_dynamic_sampling_plays_on_and_trains_on_groups_that_differ() -> None:
+def test_dynamic_sampling_continues_until_groups_differ() -> None:
     world = WORLDS["revisited_states"]  # hard rows often fail alike
     algorithm = get_algorithm("dapo")
     player = Player(world=world, seed=0)
@@ -178,7 +178,7 @@ def test_dynamic_sampling_plays_on_and_trains_on_groups_that_differ() -> None:
 # Critics.
 
 
-def test_a_learned_critic_comes_to_the_exact_values() -> None:
+def test_a_learned_critic_approaches_the_exact_values() -> None:
     world = WORLDS["misleading_reward"]
     policy_PA, algorithm = initial_policy(world), get_algorithm("steppo")
     critic, player = LearnedCritic(world), Player(world=world, seed=0)
@@ -208,10 +208,10 @@ def test_the_oracle_knows_the_decision_after_it_was_taken() -> None:
 @worlds
 def test_the_exact_gradient_learns_every_world(name: str) -> None:
     curve = train(Run(world=name, variant=EXACT, lr=0.2, seed=0, episodes=80 * 32))
-    assert curve.gained[-1] > (0.5 if name == "misleading_reward" else 0.95)  # the lure catches even that one
+    assert curve.gained[-1] > (0.5 if name == "misleading_reward" else 0.95)  # even that one falls for the lure
 
 
-def test_learning_is_a_function_of_its_seed_and_gets_somewhere() -> None:
+def test_learning_depends_only_on_its_seed_and_improves_the_policy() -> None:
     run = Run(world="decisive_step", variant="rloo", lr=0.2, seed=0, episodes=15 * 32)
     first, second = train(run), train(run)
     assert first == second
@@ -237,7 +237,7 @@ def test_every_algorithm_is_measured_in_every_world() -> None:
         assert set(ALGORITHMS) <= set(variants_for(world))
 
 
-def test_a_quick_run_has_all_that_tables_and_picture_need(tmp_path: Path) -> None:
+def test_a_quick_run_has_everything_for_tables_and_picture(tmp_path: Path) -> None:
     plan = quick(Plan(worlds=("misleading_reward",), seeds=5))
     measured = json.loads(json.dumps(measure(plan, workers=1), allow_nan=False))
     head = {"command": "x", "commit": "c", "changed_files": 0, "cores": 1, "processor": "p", "torch": "2", "seconds": 1}

@@ -1,4 +1,4 @@
-"""The comparison with verl and TRL: it notices a wrong loss, and the page shows what was measured."""
+"""The comparison with verl and TRL detects a wrong loss, and the page shows the stored results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_our_loss_agrees_with_a_padded_one_on_every_kind_of_case() -> None:
     ],
     ids=["clip", "gradient", "aggregation", "dual clip", "one per mille", "nan", "wrong old log-probs"],
 )
-def test_a_wrong_loss_is_found(mutant: Side) -> None:
+def test_a_wrong_loss_is_detected(mutant: Side) -> None:
     assert any("is above" in said for said in problems(mutant))
 
 
@@ -86,7 +86,7 @@ def replace_value(outcome: Outcome, change: Callable[[Tensor], Tensor]) -> Outco
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_wrong_advantages_are_found(name: str) -> None:
+def test_wrong_advantages_are_detected(name: str) -> None:
     def ours(case: Case) -> Outcome:
         return Outcome(advantages(case, get_algorithm(name)))
 
@@ -97,12 +97,12 @@ def test_wrong_advantages_are_found(name: str) -> None:
     assert any("is above" in said for said in problems(wrong, ours))
 
 
-def test_a_difference_by_design_that_is_gone_is_found() -> None:
+def test_a_difference_by_design_that_is_gone_is_detected() -> None:
     assert problems(grpo, differs=True) == ["said to differ by design, but does not"]
     assert problems(lambda case: by_hand(case, clip_high=0.25), differs=True) == []
 
 
-def test_a_comparison_of_nothing_is_found() -> None:
+def test_an_empty_comparison_is_detected() -> None:
     def nothing(case: Case) -> Outcome:
         return Outcome(torch.zeros(3))
 
@@ -125,7 +125,7 @@ def test_a_layout_holds_the_tokens_of_a_case_in_their_order(kind: str) -> None:
     assert all(0 in gaps[-1:] and all(gaps[:-1]) for gaps in case.gaps)
 
 
-def test_cases_hold_what_their_names_say() -> None:
+def test_cases_have_the_properties_that_their_names_promise() -> None:
     assert {len(t.steps) for t in make_case("one step", 0).trajectories} == {1}
     assert max(len(t.steps) for t in make_case("several steps", 0).trajectories) > 1
     uniform = [len({t.total_reward for t in g.trajectories}) == 1 for g in make_case("success or failure", 0).groups]

@@ -1,4 +1,4 @@
-"""The experiments on the quickstart, on a recipe small enough to be run here; what they recorded can be read."""
+"""The experiments on the quickstart, with a tiny recipe; recorded results can be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MINI = str(Path(__file__).parents[1] / "mini")
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_every_algorithm_starts_from_one_warm_start_and_is_told_as_it_ends(
+def test_every_algorithm_starts_from_one_warm_start_and_is_reported_as_it_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     so_far = list(algorithms.measure(MINI, ["grpo", "ppo"], [0], 1, ["trainer.steps=1"]))

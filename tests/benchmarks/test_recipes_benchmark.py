@@ -1,4 +1,4 @@
-"""The experiment behind the tables of the recipes, on a recipe small enough to be run here."""
+"""The experiment behind the recipes' tables, on a tiny recipe."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     with pytest.raises(SystemExit, match=r"ppo, seed 0 failed:\n.*learner\.lr"):  # and the other is kept
         main([*words, "--start", str(begun), *more, "--for", "ppo:learner.lr=-1"])
     again = json.loads(out.read_text(encoding="utf-8"))
-    assert again["start"]["held_out"] == first["start"]["held_out"]  # not made anew
+    assert again["start"]["held_out"] == first["start"]["held_out"]  # not repeated
     assert again["start"]["settings"]["count"] == 16
     assert again["start"]["seconds"] > 0
     [run] = again["runs"]
@@ -70,7 +70,7 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     assert run["splits"]["train"]["panel"] == again["start"]["splits"]["train"]["panel"] != run["panel"]
 
 
-def test_results_come_as_runs_end_and_a_failed_one_takes_none_with_it() -> None:
+def test_results_are_yielded_as_runs_end_and_survive_a_failed_run() -> None:
     jobs = [Job(name=name, seed=0, words=()) for name in ("slow", "broken", "quick")]
     quick_is_told = Event()
 
@@ -89,12 +89,12 @@ def test_results_come_as_runs_end_and_a_failed_one_takes_none_with_it() -> None:
         next(results)
 
 
-def test_a_start_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+def test_a_start_that_is_not_a_warm_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not a run of `agent-r1 sft`"):
         main(["gsm8k_tool/tiny", "--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--start", str(tmp_path)])
 
 
-def test_results_replace_those_that_stand_in_a_page(tmp_path: Path) -> None:
+def test_new_results_replace_those_on_a_page(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     (begin, end), (other, _) = marks("a.json"), marks("b.json")
     page.write_text(f"above\n\n{begin}\n\nbelow\n{other}\n", encoding="utf-8")
@@ -122,7 +122,7 @@ def test_success_by_kind_has_a_column_for_every_run() -> None:
 
 @pytest.mark.parametrize("page", sorted(RECIPES.glob("*/README.md")), ids=lambda page: page.parent.name)
 def test_pages_show_the_recorded_results(page: Path) -> None:
-    """What a page says between the marks of a file is what the file says."""
+    """Between the marks of a file, a page shows the results of that file."""
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"<!-- results: (.*?) -->", text):
         begin, end = marks(name)
@@ -143,7 +143,7 @@ def test_an_algorithm_can_run_under_several_names() -> None:
     assert algorithms_by_name("grpo,short=ppo,ppo") == {"grpo": "grpo", "short": "ppo", "ppo": "ppo"}
 
 
-def test_a_setting_for_an_algorithm_that_is_not_run_is_a_mistake() -> None:
+def test_a_setting_for_an_algorithm_that_is_not_run_is_refused() -> None:
     assert own_overrides(["ppo:critic.lr=1e-4", "ppo:seed=1"], ["grpo", "ppo"]) == {
         "grpo": [],
         "ppo": ["critic.lr=1e-4", "seed=1"],

@@ -1,5 +1,4 @@
-"""The local engine as it computes on a CPU, and as on a GPU, in short bursts: there with its own kernels and graphs,
-and where there is no GPU with the kernels in plain torch."""
+"""The local engine as on a CPU, and as on a GPU in short bursts. Without a GPU, its kernels are in plain torch."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def engine(model: Any, **settings: Any) -> Iterator[LocalEngine]:
 
 
 def generate(local: LocalEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
-    """All at once, each in a session of its own."""
+    """Send all prompts at once, each in a separate session."""
 
     async def main() -> list[Completion]:
         return await asyncio.gather(
@@ -50,7 +49,7 @@ def generate(local: LocalEngine, asked: list[list[int]], sampling: Sampling) -> 
 
 
 def assert_logprobs_match(model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
-    """Against one plain forward over prompt and response."""
+    """Compare with one plain forward over prompt and response."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].double()
     expected = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""A scheduler driven by hand: small blocks, and tokens as the test says."""
+"""Helpers that drive a scheduler with small blocks and given tokens."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def request(tokens: list[int], *, max_tokens: int = 3, session: str = "s") -> Re
 
 
 def draws(chunks: list[Chunk], token: int = 7) -> tuple[list[list[int]], list[list[float]]]:
-    """Everyone drew `token`, as often as it was to draw, or once if it ends the response."""
+    """Every request drew `token`, up to its count, or once if it ends the response."""
     counts = [1 if token == STOP else chunk.count for chunk in chunks for _ in chunk.draws]
     return [[token] * count for count in counts], [[0.0] * count for count in counts]
 
 
 def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]:
-    """Plan, pretend every sampling chunk drew `token`, and book it."""
+    """Plan a step and record `token` for every sampling chunk."""
     chunks = engine.plan()
     return chunks, engine.apply(chunks, *draws(chunks, token))
 
 
 def run(engine: Scheduler, token: int = 7) -> list[Request]:
-    """Until all is done. While there are requests there is something to run: an engine would wait for nothing else."""
+    """Run until all requests are complete. Each plan must have something to run."""
     finished = []
     while engine.has_requests:
         chunks, done = step(engine, token)

@@ -1,4 +1,4 @@
-"""Blocks: each has as many users as took and shared it, and is known for what it holds as long as it holds it."""
+"""Blocks count their users, and are found by name while they hold the named tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_shared_block_is_blank_when_its_last_user_has_given_it_back() -> None:
     assert pool.num_blank == 2
 
 
-def test_of_several_holders_of_the_same_tokens_the_first_is_found() -> None:
+def test_the_first_of_several_blocks_with_equal_tokens_is_found() -> None:
     pool = BlockPool(2)
     first, second = pool.take(2)
     pool.publish(b"name", first, 4)
@@ -62,7 +62,7 @@ def test_a_rewritten_block_is_still_known_for_the_tokens_it_keeps(kept: int, fou
 
 
 class Pool(RuleBasedStateMachine):
-    """Any order of calls, against a list of what every user holds and a table of names."""
+    """Any order of calls, compared with a list of held blocks and a table of names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def test_a_state_dict_with_tied_names_loads_as_well() -> None:
 
 
 @both
-def test_wrong_weights_are_refused_and_nothing_is_sampled_until_good_ones_come(side: dict[str, Any]) -> None:
+def test_wrong_weights_are_refused_and_nothing_is_sampled_until_right_ones_are_loaded(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make_engine(model, **side)
     before, name = ask(local, prompt), "model.norm.weight"
@@ -96,7 +96,7 @@ def test_wrong_weights_are_refused_and_nothing_is_sampled_until_good_ones_come(s
 
 @both
 def test_weights_wait_for_running_requests_and_hold_new_ones_back(side: dict[str, Any]) -> None:
-    """Two loads while requests come and go: every response is what an engine with one set of weights would say."""
+    """Two loads while requests come and go: every response is that of an engine with one set of weights."""
     model, asked = tiny("llama"), prompts(6, 9, 4, 7, 5, 8)
     versions: list[Weights] = [dict(model.named_parameters()), other_weights(model, 1), other_weights(model, 2)]
     expected = []
@@ -123,7 +123,7 @@ def test_weights_wait_for_running_requests_and_hold_new_ones_back(side: dict[str
         await asyncio.sleep(0)
         late = [asyncio.create_task(request(index)) for index in range(2, 6)]
         await asyncio.sleep(0)
-        late[-1].cancel()  # a request that is held back can be given up
+        late[-1].cancel()  # a waiting request can be cancelled
         await asyncio.gather(*loads)
         assert local.num_requests <= 3
         return await asyncio.gather(*early, *late[:-1])
@@ -158,7 +158,7 @@ def test_weights_can_be_loaded_after_a_request_is_cancelled(side: dict[str, Any]
 
 
 @both
-def test_a_cancelled_load_lets_held_back_requests_go_on_with_the_old_weights(side: dict[str, Any]) -> None:
+def test_after_a_cancelled_load_waiting_requests_use_the_old_weights(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make_engine(model, **side)
 
@@ -178,7 +178,7 @@ def test_a_cancelled_load_lets_held_back_requests_go_on_with_the_old_weights(sid
 
 
 @both
-def test_closing_fails_the_load_that_waits_and_the_requests_it_holds_back(side: dict[str, Any]) -> None:
+def test_closing_fails_a_waiting_load_and_the_requests_behind_it(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
     local = make_engine(model, **side)
 
@@ -209,7 +209,7 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
 
 @both
 def test_a_source_is_read_one_tensor_at_a_time(side: dict[str, Any]) -> None:
-    """A learner with adapters merges each matrix when it is asked for: all of them at once would be a second model."""
+    """A learner with adapters merges each matrix on request: all at once would take the memory of a second model."""
     model, alive, most = tiny("llama"), 0, 0
 
     class Counted(torch.Tensor):
@@ -263,7 +263,7 @@ def test_an_aborted_request_returns_exactly_what_it_has(tokens: int, side: dict[
 
 
 @both
-def test_aborted_responses_go_on_under_new_weights_and_know_which_token_came_from_which(side: dict[str, Any]) -> None:
+def test_aborted_responses_continue_under_new_weights_and_record_both_versions(side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(6, 9, 4)
     weights = other_weights(model)
     local = make_engine(model, **side)

@@ -25,13 +25,13 @@ SAMPLING = Sampling(max_tokens=16, temperature=1.0, seed=1)
 
 
 def offset(family: str) -> Any:
-    """A model whose logits are all about 20 plus something, as those of trained models are. An error of that offset
-    cancels in a softmax; rounding each logit to a multiple of 1/8, as bfloat16 does there, does not."""
+    """A model whose logits are around 20, as those of trained models are. An error of that offset cancels in a softmax;
+    rounding each logit to a multiple of 1/8, as bfloat16 does, does not."""
     model = tiny(family)
     with torch.no_grad():
         for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
             weight[:, 0] = 4.0
-        for name, weight in model.named_parameters():  # layers that add little, so that this is still seen by the head
+        for name, weight in model.named_parameters():  # so that the offset still reaches the head
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(0.1)
     return model
@@ -47,7 +47,7 @@ def in_bfloat16(model: Any, *, fp32_head: bool) -> Any:
 def mismatch(model: Any, side: dict[str, Any], *, fp32_head: bool) -> float:
     """Mean distance of the sampler's log-probs from the learner's."""
     with engine(in_bfloat16(model, fp32_head=fp32_head), **side) as local:
-        asked = prompts(*range(3, 33))
+        asked = prompts(*range(3, 18))
         said = generate(local, asked, SAMPLING)
     policy = PolicyModel(copy.deepcopy(model), autocast_dtype=torch.bfloat16, fp32_head=fp32_head)
     distances = []

@@ -1,7 +1,7 @@
-"""What only the GPU side of the local engine has: bursts, steps launched before the last one is read, shared blocks.
+"""The GPU side of the local engine: bursts, steps launched before the last one is read, shared blocks.
 
-On any machine: its kernels in plain torch, and results that can be read only some looks later, as on a device that is
-still computing. What both sides have in common is in `test_local_engine.py`.
+Runs on any machine, with kernels in plain torch and results that are available only after some polls, as from a device
+that is still computing. Behaviour of both sides is tested in `test_local_engine.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_every_batch_has_a_graph_that_is_not_much_larger(largest: int) -> None:
     sizes = ladder(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max(2, largest)
-    # From 16 on a batch is filled up by half its size at most; below, by 4 rows.
+    # From 16 on, a batch is padded by at most half its size; below, by 4 rows.
     assert all(size <= before * 1.5 for before, size in pairwise(sizes) if before >= 16)
     assert all(size <= before + 4 for before, size in pairwise(sizes) if before < 16)
     assert all(size % 8 == 0 for size in sizes[:-1] if size > 12)
@@ -53,7 +53,7 @@ def test_sequences_are_divided_until_the_gpu_is_full(programs: int) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=5))
-def test_block_tables_hold_the_blocks_and_zeros_behind_them(rows: list[list[int]]) -> None:
+def test_block_tables_are_padded_with_zeros(rows: list[list[int]]) -> None:
     def asked() -> Request:
         return Request(session="s", tokens=[1], sampling=Sampling(max_tokens=1), uniforms=np.zeros(1))
 
@@ -95,10 +95,10 @@ async def mixed(local: LocalEngine, asked: list[list[int]], settings: list[Sampl
     return await asyncio.gather(*runs)
 
 
-def test_greedy_filtered_and_plain_requests_of_one_batch_draw_what_they_would_on_a_cpu() -> None:
+def test_a_batch_of_mixed_settings_draws_the_same_as_on_a_cpu() -> None:
     model, asked = tiny("qwen3"), prompts(5, 9, 2, 14, 7, 6)
     settings = [
-        Sampling(max_tokens=9, temperature=0.0, top_k=3, top_p=0.5),  # greedy, whatever else it says
+        Sampling(max_tokens=9, temperature=0.0, top_k=3, top_p=0.5),  # greedy, so top-k and top-p do not matter
         Sampling(max_tokens=9, temperature=1.3, seed=1),
         Sampling(max_tokens=9, temperature=0.7, top_k=5, seed=2),
         Sampling(max_tokens=9, temperature=1.3, top_p=0.6, seed=3),
@@ -115,7 +115,7 @@ def test_greedy_filtered_and_plain_requests_of_one_batch_draw_what_they_would_on
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 1}, {"top_k": 3, "top_p": 0.9}])
-def test_numbers_that_round_to_one_draw_a_token_that_can_be_drawn(
+def test_uniform_numbers_that_round_to_one_draw_a_valid_token(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Above 1 - 2**-25, one in 33 million, float32 has no other value than 1: no cumulative probability exceeds it.
@@ -125,19 +125,19 @@ def test_numbers_that_round_to_one_draw_a_token_that_can_be_drawn(
             assert all(map(math.isfinite, completion.logprobs))
 
 
-def read_late(local: LocalEngine, looks: int = 2) -> None:
-    """Results are there only after some looks, so that the event loop turns while two steps are under way."""
+def read_late(local: LocalEngine, polls: int = 2) -> None:
+    """Results are available only after some polls, so that the event loop turns while two steps are in flight."""
     launch = local._runner.launch
 
     def later(chunks: Any) -> Callable[[], Any]:
-        read, waiting = launch(chunks), iter(range(looks))
+        read, waiting = launch(chunks), iter(range(polls))
         return lambda: None if next(waiting, None) is not None else read()
 
     local._runner.launch = later  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("index", range(7))
-def test_a_stop_token_anywhere_in_a_burst_ends_the_response_and_the_session_goes_on_from_it(index: int) -> None:
+def test_a_stop_token_anywhere_in_a_burst_ends_the_response_and_the_session_continues(index: int) -> None:
     model, (prompt, other, addition) = tiny("llama"), prompts(5, 6, 3)
     with engine(model, **CPU) as local:
         (whole,) = generate(local, [prompt], GREEDY)
@@ -145,17 +145,19 @@ def test_a_stop_token_anywhere_in_a_burst_ends_the_response_and_the_session_goes
     stopping = Sampling(max_tokens=12, temperature=0.0, stop_ids=(96, whole.token_ids[index]))
     with engine(model, **GPU) as local:
         read_late(local)
-        first, _ = asyncio.run(mixed(local, [prompt, other], [stopping, GREEDY]))  # the other keeps steps coming
+        first, _ = asyncio.run(
+            mixed(local, [prompt, other], [stopping, GREEDY])
+        )  # the other keeps it running
         assert (first.token_ids, first.stop) == (whole.token_ids[:end], "stop")
         extended = prompt + first.token_ids + addition
         (second,) = generate(local, [extended], GREEDY)
         assert local.stats.reused_tokens == len(prompt) + end - 1
-        assert local.stats.decoded_tokens == end + 12 + 12  # what was under way for an ended response does not count
+        assert local.stats.decoded_tokens == end + 12 + 12  # tokens in flight for a completed response do not count
     assert_logprobs_match(model, prompt, first)
     assert_logprobs_match(model, extended, second)
 
 
-def test_more_stop_ids_than_the_device_has_room_for_are_refused() -> None:
+def test_too_many_stop_ids_are_refused() -> None:
     with engine(tiny("llama"), **GPU) as local:
         generate(local, [[1, 2]], Sampling(max_tokens=2, stop_ids=tuple(range(MAX_STOP_IDS))))
         with pytest.raises(DataError, match="17 stop ids; on a GPU the engine allows 16"):
@@ -165,7 +167,7 @@ def test_more_stop_ids_than_the_device_has_room_for_are_refused() -> None:
 
 
 @pytest.mark.parametrize("turns", range(1, 12))
-def test_a_request_cancelled_with_two_steps_under_way_leaves_nothing_behind(turns: int) -> None:
+def test_a_request_cancelled_with_two_steps_in_flight_leaves_nothing_behind(turns: int) -> None:
     model, (gone, stays, follows) = tiny("llama"), prompts(9, 5, 8)
     with engine(model, **GPU) as local:
         expected = [one.token_ids for one in generate(local, [stays, follows], GREEDY)]
@@ -176,7 +178,7 @@ def test_a_request_cancelled_with_two_steps_under_way_leaves_nothing_behind(turn
         for _ in range(30 + 2 * turns):
             await asyncio.sleep(0)
         doomed.cancel()
-        # Takes the blocks that the cancelled one still writes to.
+        # Takes blocks that the cancelled request still writes to.
         return [await local.generate(Prompt(follows), GREEDY, session="follows"), await other]
 
     with engine(model, **GPU, max_cached_tokens=48) as local:
@@ -188,7 +190,7 @@ def test_a_request_cancelled_with_two_steps_under_way_leaves_nothing_behind(turn
         assert local._scheduler.free_blocks == 48 // 4
 
 
-def test_a_full_pool_changes_the_work_but_not_the_result_with_steps_under_way() -> None:
+def test_a_full_pool_changes_the_work_but_not_the_result_with_steps_in_flight() -> None:
     model, (system, *tails) = tiny("gemma3"), prompts(9, 3, 6, 1, 8, 5)
     asked = [system + tail for tail in tails] + [system + tails[0]]
     (whole, *_) = generated(model, asked, Sampling(max_tokens=20, seed=1), max_cached_tokens=1024)
@@ -212,7 +214,7 @@ def generated(model: Any, asked: list[list[int]], sampling: Sampling, *, max_cac
 
 
 class Breaking:
-    """The kernels, one of which can be told to raise at a later call."""
+    """The kernels, one of which raises at a later call."""
 
     def __init__(self, kernel: str) -> None:
         self.calls_left: int | None = None
@@ -230,7 +232,7 @@ class Breaking:
 
 @pytest.mark.parametrize("kernel", ["write", "attend", "draw"])
 @pytest.mark.parametrize("calls", [0, 1, 6, 9])
-def test_a_kernel_that_raises_fails_what_runs_and_loses_nothing(kernel: str, calls: int) -> None:
+def test_a_kernel_that_raises_fails_running_requests_and_loses_nothing(kernel: str, calls: int) -> None:
     model, (system, *tails) = tiny("llama"), prompts(8, 3, 2, 5)
     asked, kernels = [system + tail for tail in tails] * 2, Breaking(kernel)
     with engine(model, kernels=kernels, burst=3, max_running=4) as local:
@@ -275,8 +277,8 @@ def test_a_context_of_few_blocks_is_enough() -> None:
             assert_logprobs_match(model, prompt, completion)
 
 
-def test_answers_that_wait_to_be_handed_out_outlive_new_weights_cancelled_neighbours_and_the_end() -> None:
-    """80 responses are complete in one step; they are handed out some at a time."""
+def test_undelivered_answers_survive_new_weights_cancelled_neighbours_and_the_end() -> None:
+    """80 responses complete in one step and are delivered in batches."""
     model = tiny("llama")
     asked = [[1 + index, 2] for index in range(80)]
     sampling = Sampling(max_tokens=1, temperature=0.0)

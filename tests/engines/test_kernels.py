@@ -1,7 +1,6 @@
-"""Triton's kernels compute what `torch_kernels.py` says: on a GPU where there is one, else in Triton's interpreter.
+"""The Triton kernels agree with `torch_kernels.py`: on a GPU if there is one, otherwise in Triton's interpreter.
 
-The interpreter has to be chosen before Triton is imported, which anything may have done by now, so without a GPU the
-tests run in a process of their own.
+The interpreter has to be chosen before Triton is imported, so without a GPU the tests run in a separate process.
 
 Shape suffixes as in `triton_kernels.py`.
 """
@@ -84,7 +83,7 @@ class Call:
         self.table_QW = order[: 5 * WIDTH].view(5, WIDTH).int().to(DEVICE)
 
     def of(self, module: Any) -> Tensor:
-        """What each used row gets."""
+        """The result of each used row."""
         sequence, row, count = torch.tensor(self.tiles, device=DEVICE).T.contiguous()
         out_NHD: Tensor = module.attend(
             self.query_NHD,
@@ -110,7 +109,7 @@ class Call:
 
 
 SHAPES = [
-    Shape(4, 4, 16),  # every query head has keys of its own
+    Shape(4, 4, 16),  # every query head has its own keys
     Shape(9, 3, 64),  # 3 share them, padded to 4
     Shape(14, 2, 48, block_size=4),  # 7, padded to 8; a size padded to 64
     Shape(8, 1, 128, block_size=32),
@@ -119,7 +118,7 @@ SHAPES = [
 
 
 def decoding(shape: Shape, dtype: torch.dtype) -> Call:
-    """The first token of a sequence, some in the middle, the last that its blocks hold, and a row for nothing."""
+    """The first token of a sequence, some in the middle, the last that fits its blocks, and a padding row."""
     last = WIDTH * shape.block_size - 1
     tiles = [(row, row, int(row != 2)) for row in range(5)]
     return Call(shape, dtype, [0, 3, 7, last // 2, last], tiles, tokens=1)
@@ -134,7 +133,7 @@ def test_single_tokens_see_all_of_their_sequence(shape: Shape, splits: int, dtyp
 
 
 @here
-def test_a_sequence_may_have_more_parts_than_there_is_work_for() -> None:
+def test_a_sequence_may_be_split_into_more_parts_than_it_has_blocks() -> None:
     decoding(Shape(2, 1, 32, splits=16), torch.float32).check()
 
 
@@ -147,8 +146,8 @@ def test_single_tokens_see_no_more_than_their_window(window: int, splits: int, d
 
 
 def prefill(shape: Shape, dtype: torch.dtype, tokens: int) -> Call:
-    """Tiles with any number of tokens, at the beginning and inside of sequences; two of one sequence; rows that are in
-    none of them, and tiles for nothing."""
+    """Tiles with different numbers of tokens, at the start and inside of sequences; two of one sequence; padding rows
+    and empty tiles."""
     parts = [(0, 5, 1), (1, 0, tokens), (1, tokens, max(1, tokens // 2)), (3, 47, min(3, tokens)), (4, 30, tokens)]
     positions: list[int] = []
     tiles = []
@@ -177,7 +176,7 @@ def test_tiles_of_any_size_and_window_agree(window: int | None, tokens: int, dty
 
 @here
 @pytest.mark.parametrize("splits", [1, 4])
-def test_what_nobody_looks_at_may_hold_anything(splits: int) -> None:
+def test_values_outside_all_sequences_do_not_matter(splits: int) -> None:
     call = decoding(Shape(4, 2, 32, splits=splits), torch.float32)
     expected = call.of(kernels)
     seen = torch.zeros(BLOCKS, 16, dtype=torch.bool)
@@ -185,7 +184,7 @@ def test_what_nobody_looks_at_may_hold_anything(splits: int) -> None:
         for position in range(call.positions[row] + 1 if count else 0):
             seen[int(call.table_QW[sequence, position // 16]), position % 16] = True
     call.pool.masked_fill_(~seen[None, :, None, :, None].to(DEVICE), torch.nan)
-    call.query_NHD[2] = torch.nan  # the row that stands for nothing
+    call.query_NHD[2] = torch.nan  # the padding row
     assert torch.equal(call.of(kernels), expected)
 
 
@@ -206,7 +205,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(size: int, value_siz
 
 
 def assert_drawn_right(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> None:
-    """The uniform number lies in the token's part of the unit interval, but for rounding; log-probs are its own."""
+    """The uniform number lies in the token's part of the unit interval, up to rounding; log-probs are the token's."""
     token_B, logprob_B = (each.cpu() for each in kernels.draw(logits_BV, temperature_B, uniform_B))
     logits_BV, temperature_B, uniform_B = logits_BV.cpu().double(), temperature_B.cpu(), uniform_B.cpu()
     scores_BV = logits_BV / torch.where(temperature_B == 0, 1, temperature_B)[:, None]
@@ -233,7 +232,7 @@ def test_tokens_are_drawn_by_temperature_and_number(vocab: int, dtype: torch.dty
 
 @here
 @pytest.mark.parametrize("vocab", [97, 9000])
-def test_only_what_has_a_probability_is_drawn_even_on_the_edges(vocab: int) -> None:
+def test_only_tokens_with_a_probability_are_drawn_even_on_the_edges(vocab: int) -> None:
     """Two of three logits are -inf, as after top-k, the first and the last among them; numbers at the very edges."""
     generator = torch.Generator().manual_seed(1)
     logits_BV = 2 * torch.randn(16, vocab, generator=generator)

@@ -1,4 +1,4 @@
-"""What the local engine computes equals what the model computes by itself, however requests are batched and cached."""
+"""The local engine computes what the model computes by itself, however requests are batched and cached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.cpu.cpu_attention import group_similar
@@ -68,11 +67,11 @@ def test_a_session_of_several_steps_computes_only_what_is_new(side: dict[str, An
 
 @both
 @pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3"])
-def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_right(
+def test_prompts_and_additions_of_many_sessions_are_computed_together_correctly(
     family: str, side: dict[str, Any]
 ) -> None:
     model = tiny(family)
-    # Lengths on both sides of powers of two, which is where chunks stop being computed together.
+    # Lengths on both sides of powers of two, where groups of similar chunks end.
     asked, additions = prompts(9, 15, 16, 17, 8, 12, 30), prompts(3, 2, 7, 8, 5, 1, 4, seed=1)
     with engine(model, **side, max_batch_tokens=256, max_cached_tokens=2048) as local:
         first = generate(local, asked, GREEDY)
@@ -84,7 +83,7 @@ def test_prompts_and_additions_of_many_sessions_are_computed_together_and_still_
         assert_logprobs_match(model, prompt, completion)
 
 
-def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
+def test_chunks_computed_together_are_similar_and_not_too_many() -> None:
     def part(row: int, start: int, count: int) -> tuple[Chunk, int]:
         request = Request(session="", tokens=[0], sampling=GREEDY, uniforms=np.zeros(1))
         return Chunk(request, [0] * count, start, [], 1), row
@@ -99,7 +98,7 @@ def test_chunks_computed_together_are_of_a_kind_and_not_too_many() -> None:
 
 @both
 @pytest.mark.parametrize("max_batch_tokens", [1, 2, 5])
-def test_wherever_prompts_are_cut_the_result_is_the_same(max_batch_tokens: int, side: dict[str, Any]) -> None:
+def test_the_result_does_not_depend_on_where_prompts_are_split(max_batch_tokens: int, side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(9, 7, 1, 12)  # with 5 tokens a step: 5, 4 + 1, ...: single tokens too
     with engine(model, **side, max_batch_tokens=max_batch_tokens) as local:
         for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
@@ -108,7 +107,7 @@ def test_wherever_prompts_are_cut_the_result_is_the_same(max_batch_tokens: int, 
 
 
 @both
-def test_a_rewritten_history_is_computed_afresh_from_where_it_differs(side: dict[str, Any]) -> None:
+def test_a_rewritten_history_is_recomputed_from_where_it_differs(side: dict[str, Any]) -> None:
     model, (prompt, other) = tiny("llama"), prompts(10, 12)
     changed = prompt[:6] + other
     with engine(model, **side) as local:
@@ -134,18 +133,18 @@ def test_preemption_changes_the_work_but_not_the_result(family: str, side: dict[
 
 
 @both
-def test_blocks_far_apart_are_read_as_well_as_blocks_side_by_side(side: dict[str, Any]) -> None:
+def test_blocks_that_are_far_apart_are_read_correctly(side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(*[20] * 8)
     with engine(model, **side) as local:
         first = generate(local, asked, GREEDY)
-        # The seven idle sessions before the last hold the low blocks, so its own are a small part of what lies below.
+        # Seven idle sessions hold the lower blocks, so those of the last session are a small part of the pool.
         extended = [*asked[7], *first[7].token_ids, 5, 6]
         again = asyncio.run(local.generate(Prompt(extended), GREEDY, session="7"))
     assert_logprobs_match(model, extended, again)
 
 
 @both
-def test_sampling_follows_the_seed_whatever_else_runs(side: dict[str, Any]) -> None:
+def test_sampling_depends_on_the_seed_and_not_on_other_requests(side: dict[str, Any]) -> None:
     model, asked = tiny("llama"), prompts(4, 9, 14, 6, 21)
     sampling = Sampling(max_tokens=10, temperature=0.9, top_p=0.95, top_k=40, seed=11)
     with engine(model, **side) as local:
@@ -171,7 +170,7 @@ def test_requests_without_a_seed_follow_the_engines_seed_in_order_of_submission(
 
 @both
 @pytest.mark.parametrize("family", ["llama", "mistral_windowed", "gemma3", "gpt2"])
-def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str, side: dict[str, Any]) -> None:
+def test_members_of_a_group_are_computed_together_and_sampled_separately(family: str, side: dict[str, Any]) -> None:
     model, (prompt, other) = tiny(family), prompts(22, 9)
     settings = [Sampling(max_tokens=10, temperature=0.5, seed=seed) for seed in range(6)]
 
@@ -183,7 +182,7 @@ def test_members_of_a_group_are_computed_together_and_drawn_apart(family: str, s
         together = asyncio.run(group(local))
         if side is CPU:  # once for all six; the five others run its last token, as one
             assert local.stats.prefilled_tokens == 22 + 9 + 1
-            assert local.stats.shared_tokens >= 5 * 21 + 4  # and what they sampled alike
+            assert local.stats.shared_tokens >= 5 * 21 + 4  # and equal sampled tokens
         else:  # each of the five runs its last token
             assert local.stats.prefilled_tokens == 22 + 9 + 5
             assert local.stats.shared_tokens == 5 * 21
@@ -217,34 +216,14 @@ def test_a_prompt_that_another_session_has_computed_is_not_computed_again(family
         assert_logprobs_match(model, seen, completion)
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch is asked to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_copying_blocks_prepares_its_indices_once_for_all_layers() -> None:
-    def operations(layers: int) -> int:
-        cache = CpuCache(num_blocks=4, block_size=2)
-        pools = [cache.layer(index, torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)) for index in range(layers)]
-        for pool in pools:
-            pool.keys_PKDS[:] = pool.values_PKSD.transpose(2, 3)[:] = torch.arange(4.0)[:, None, None, None]
-        counted = Operations()
-        with counted:
-            cache.copy([(1, 2), (2, 3)])
-        for pool in pools:
-            assert pool.keys_PKDS[:, 0, 0, 0].tolist() == [0, 1, 1, 2]  # read before anything is written
-            assert pool.values_PKSD[:, 0, 0, 0].tolist() == [0, 1, 1, 2]
-        return counted.count
-
-    # A selection and a copy for the keys of each layer, and for its values.
-    assert operations(layers=5) - operations(layers=1) == 4 * (2 + 2)
+def test_all_blocks_are_read_before_any_is_copied() -> None:
+    cache = CpuCache(num_blocks=4, block_size=2)
+    pools = [cache.layer(index, torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)) for index in range(2)]
+    for pool in pools:
+        pool.keys_PKDS[:] = pool.values_PKSD.transpose(2, 3)[:] = torch.arange(4.0)[:, None, None, None]
+    cache.copy([(1, 2), (2, 3)])
+    for pool in pools:
+        assert pool.keys_PKDS[:, 0, 0, 0].tolist() == pool.values_PKSD[:, 0, 0, 0].tolist() == [0, 1, 1, 2]
 
 
 @both
@@ -297,14 +276,14 @@ def test_casting_weights_leaves_the_frequencies_alone() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
-def test_models_it_cannot_run_exactly_are_refused(
+def test_models_that_cannot_run_exactly_are_refused(
     family: str, changes: dict[str, Any], reason: str, side: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes), **side):
         pass
 
 
-def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if_on_none(
+def test_a_model_that_agrees_on_one_probe_is_accepted_and_otherwise_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner = CpuRunner(tiny("llama"), num_blocks=16, block_size=4)
@@ -313,7 +292,7 @@ def test_a_model_is_trusted_if_it_agrees_on_one_pair_of_sequences_and_refused_if
     runner.verify(right)
     assert not caplog.text
     runner.verify([*wrong[:-1], right[-1]])
-    assert "probe 3 of 3" in caplog.text  # not in silence
+    assert "probe 3 of 3" in caplog.text
     with pytest.raises(ConfigError, match="by 100 where"):
         runner.verify(wrong)
 

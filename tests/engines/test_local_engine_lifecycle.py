@@ -93,7 +93,7 @@ def test_the_event_loop_stays_live_while_the_model_computes(side: dict[str, Any]
 
 
 @both
-def test_a_cancelled_request_leaves_the_batch_and_the_others_do_not_notice(side: dict[str, Any]) -> None:
+def test_a_cancelled_request_leaves_the_batch_without_affecting_others(side: dict[str, Any]) -> None:
     local, (gone, stays) = make(**side), prompts(9, 5)
     expected = ask(make(**side), stays)
 
@@ -151,13 +151,13 @@ def test_a_request_longer_than_the_models_context_is_refused(side: dict[str, Any
     ("setting", "reason"),
     [({"max_running": 0}, "max_running >= 1, got 0"), ({"max_cached_tokens": 3}, "num_blocks >= 1, got 0")],
 )
-def test_settings_that_could_never_work_are_refused(setting: dict[str, int], reason: str) -> None:
+def test_settings_that_cannot_work_are_refused(setting: dict[str, int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         make(**setting)
 
 
 @both
-def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_have_said(side: dict[str, Any]) -> None:
+def test_cancelling_a_member_of_a_group_does_not_change_the_others(side: dict[str, Any]) -> None:
     local, (prompt,) = make(**side), prompts(9)
     expected = ask(make(**side), prompt, ENDLESS)
 
@@ -174,7 +174,7 @@ def test_a_cancelled_member_of_a_group_leaves_the_others_with_what_they_would_ha
 
 
 @both
-def test_a_prompt_that_another_session_holds_is_answered_also_when_there_is_no_room_for_both(
+def test_a_prompt_that_another_session_holds_is_answered_even_without_room_for_both(
     side: dict[str, Any],
 ) -> None:
     """12 tokens in 3 of 6 blocks. The second needs 4, beside the 3 it would be copied from."""
@@ -191,8 +191,8 @@ def test_a_prompt_that_another_session_holds_is_answered_also_when_there_is_no_r
 
 
 @both
-def test_a_sequence_that_turns_not_finite_fails_alone(side: dict[str, Any]) -> None:
-    """One token's embedding is NaN: who samples it fails; a shorter and a longer neighbour in the same steps do not."""
+def test_only_the_sequence_with_non_finite_logits_fails(side: dict[str, Any]) -> None:
+    """One token's embedding is NaN: the request that samples it fails; its neighbours in the same steps do not."""
     model, asked = tiny("llama"), [[7, 9], [1, 2, 3, 4, 6, 7, 8, 9, 10, 11], [1, 2]]
     sampling = Sampling(max_tokens=12, temperature=0.0)
 
@@ -227,7 +227,7 @@ def test_a_step_that_raises_fails_the_requests_with_the_cause(
 
 
 @both
-def test_a_request_whose_first_step_never_came_fails_when_the_engine_is_closed(side: dict[str, Any]) -> None:
+def test_closing_fails_a_request_before_its_first_step(side: dict[str, Any]) -> None:
     local, (prompt,) = make(**side), prompts(5)
 
     async def main() -> None:
@@ -242,7 +242,7 @@ def test_a_request_whose_first_step_never_came_fails_when_the_engine_is_closed(s
 
 
 @both
-def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, Any]) -> None:
+def test_closing_fails_running_requests_and_refuses_new_ones(side: dict[str, Any]) -> None:
     local, (prompt,) = make(**side), prompts(5)
 
     async def main() -> None:
@@ -258,7 +258,7 @@ def test_a_closed_engine_fails_what_runs_and_refuses_what_comes(side: dict[str, 
         ask(local, prompt)
 
 
-def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
+def test_a_config_shared_with_the_learners_model_is_detected() -> None:
     model = tiny("llama")
     learner = type(model)(model.config)
     LocalEngine(model, seed=0, max_running=8, max_batch_tokens=64, max_cached_tokens=512, burst=1)
@@ -267,12 +267,12 @@ def test_a_config_shared_with_the_learners_model_is_noticed() -> None:
 
 
 @both
-def test_an_engine_that_serves_one_event_loop_says_so_to_another(side: dict[str, Any]) -> None:
+def test_a_second_event_loop_is_refused_while_the_first_runs(side: dict[str, Any]) -> None:
     local, (prompt,) = make(**side), prompts(5)
     started, asked = threading.Event(), threading.Event()
 
     async def busy() -> None:
-        """Serves this loop for as long as the test likes."""
+        """Keeps the engine busy in this loop."""
         local._driver = asyncio.create_task(asyncio.to_thread(lambda: [asked.wait()].clear()))
         started.set()
         await local._driver

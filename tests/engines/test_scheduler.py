@@ -1,4 +1,4 @@
-"""Continuous batching as bookkeeping: who runs, who waits, who owns which block. No model involved."""
+"""The scheduler without a model: which requests run or wait, and which blocks they own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import pickle
 from collections.abc import Iterator
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.request import Request
-from agent_r1.engines.local.scheduler import common_prefix
 from tests.engines.scheduler_steps import GPU, STOP, draws, request, run, scheduler, step
 
 
@@ -24,12 +21,6 @@ def test_a_request_is_prefilled_at_once_and_then_decoded_token_by_token() -> Non
         spans.append((chunk.start, chunk.ids, chunk.samples))
     assert spans == [(0, [1, 2, 3], True), (3, [7], True), (4, [7], True)]
     assert (engine.stats.steps, engine.stats.prefilled_tokens, engine.stats.decoded_tokens) == (3, 3, 3)
-
-
-def test_a_stop_id_ends_a_response_early() -> None:
-    engine = scheduler()
-    engine.submit(request([1], max_tokens=5))
-    assert [r.tokens for r in run(engine, STOP)] == [[1, STOP]]
 
 
 def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
@@ -51,15 +42,6 @@ def test_the_next_request_of_a_session_reuses_the_common_prefix() -> None:
     (chunk,), _ = step(engine)
     assert (chunk.start, chunk.ids) == (7, [7, 30])
     assert engine.stats.reused_tokens == 7
-
-
-def test_a_rewritten_history_reuses_only_what_still_agrees() -> None:
-    engine = scheduler()
-    engine.submit(request([1, 2, 3, 4, 5]))
-    run(engine)
-    engine.submit(request([1, 2, 60, 61]))
-    (chunk,), _ = step(engine)
-    assert (chunk.start, chunk.ids) == (2, [60, 61])
 
 
 def test_a_repeated_prompt_still_runs_its_last_token() -> None:
@@ -96,10 +78,10 @@ def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     reused = engine.stats.reused_tokens
     engine.submit(request([1, 2], max_tokens=1, session="a"))
     run(engine)
-    assert engine.stats.reused_tokens == reused + 1  # a was spared
+    assert engine.stats.reused_tokens == reused + 1  # a was not evicted
 
 
-def test_the_youngest_request_gives_way_and_keeps_what_it_has_sampled() -> None:
+def test_the_youngest_request_is_preempted_and_keeps_its_tokens() -> None:
     engine = scheduler(num_blocks=5)
     old, young = request([1] * 7, max_tokens=8, session="old"), request([2] * 3, max_tokens=8, session="young")
     engine.submit(old)
@@ -111,7 +93,7 @@ def test_the_youngest_request_gives_way_and_keeps_what_it_has_sampled() -> None:
     assert young.tokens == [2] * 3 + [7] * 8
 
 
-def test_no_more_than_max_running_run_and_the_rest_follow_in_order() -> None:
+def test_at_most_max_running_run_and_the_rest_follow_in_order() -> None:
     engine = scheduler(max_running=2)
     requests = [request([i], session=str(i)) for i in range(5)]
     for each in requests:
@@ -136,14 +118,7 @@ def test_a_request_cancelled_during_a_step_leaves_without_a_trace() -> None:
     assert engine.free_blocks == 8
 
 
-@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_common_prefix_is_the_longest_agreement(first: list[int], second: list[int]) -> None:
-    length = common_prefix(first, second)
-    assert first[:length] == second[:length]
-    assert length == min(len(first), len(second)) or first[length] != second[length]
-
-
-def test_what_is_kept_of_an_episode_grows_with_its_length_and_not_with_its_square() -> None:
+def test_bookkeeping_grows_linearly_with_an_episode() -> None:
     def kept(turns: int) -> int:
         engine = scheduler(num_blocks=1000)
         tokens: list[int] = []
@@ -153,11 +128,11 @@ def test_what_is_kept_of_an_episode_grows_with_its_length_and_not_with_its_squar
             run(engine)
         return len(pickle.dumps(engine))
 
-    assert kept(100) < 2.5 * kept(50)  # were it the square, four times
+    assert kept(100) < 2.5 * kept(50)  # quadratic growth would give four times
 
 
 class Watched(list[int]):
-    """Tokens that count how often they are read from one end to the other."""
+    """Tokens that count how often all of them are read."""
 
     reads = 0
 
@@ -197,13 +172,13 @@ def test_bursts_are_short_while_prompts_wait_for_the_next_step() -> None:
     engine.submit(request(list(range(10, 20)), max_tokens=20, session="long"))
     engine.submit(request(list(range(10, 20)), max_tokens=20, session="equal"))
     seen = [[(c.request.session, c.length, c.count) for c in step(engine)[0]] for _ in range(4)]
-    # 10 prompt tokens in 4 + 4 + 2; the equal prompt waits for all of them. Then nobody waits any more.
+    # 10 prompt tokens in 4 + 4 + 2; the equal prompt waits for all of them. Then no request waits.
     assert seen[:2] == [[("s", 1, 1), ("long", 4, 0)]] * 2
     assert seen[2] == [("s", 1, 1), ("long", 2, 1)]
     assert seen[3] == [("s", 1, 4), ("long", 1, 4), ("equal", 1, 4)]
 
 
-def test_the_next_step_goes_on_from_tokens_that_are_not_known_yet() -> None:
+def test_the_next_step_continues_from_tokens_that_are_not_known_yet() -> None:
     engine = scheduler(burst=2, **GPU)
     asked = request([1, 2, 3], max_tokens=5)
     engine.submit(asked)
@@ -213,13 +188,13 @@ def test_the_next_step_goes_on_from_tokens_that_are_not_known_yet() -> None:
     spans = [(c.start, c.ids, c.count, c.drawn) for (c,) in (first, second, third)]
     # 3 + 1 run and 2 sampled, the second of which is run next, and so on: 2 + 2 + 1 are 5.
     assert spans == [(0, [1, 2, 3], 2, 0), (4, [], 2, 2), (6, [], 1, 4)]
-    assert engine.plan() == []  # all there is to do is under way
+    assert engine.plan() == []  # all remaining work is in flight
     for chunks, tokens in ((first, [5, 6]), (second, [7, 8]), (third, [9])):
         finished = engine.apply(chunks, [tokens], [[0.0] * len(tokens)])
     assert (finished, asked.tokens) == ([asked], [1, 2, 3, 5, 6, 7, 8, 9])
 
 
-def test_what_is_under_way_for_a_response_that_has_ended_is_dropped() -> None:
+def test_results_in_flight_for_a_completed_response_are_dropped() -> None:
     engine = scheduler(num_blocks=4, burst=2, **GPU)
     asked = request([1, 2, 3], max_tokens=9)
     engine.submit(asked)
@@ -231,7 +206,7 @@ def test_what_is_under_way_for_a_response_that_has_ended_is_dropped() -> None:
     assert engine.free_blocks == 3
 
 
-def test_a_request_preempted_with_tokens_under_way_waits_for_them() -> None:
+def test_a_request_preempted_with_tokens_in_flight_waits_for_them() -> None:
     engine = scheduler(burst=2, **GPU)
     asked = request([1, 2, 3], max_tokens=5)
     engine.submit(asked)
@@ -243,7 +218,7 @@ def test_a_request_preempted_with_tokens_under_way_waits_for_them() -> None:
     assert (chunk.start, chunk.ids, chunk.drawn) == (0, [1, 2, 3, 5, 6], 2)
 
 
-def test_what_a_request_computed_before_it_was_preempted_is_not_taken_for_what_it_computes_now() -> None:
+def test_results_from_before_a_preemption_are_not_published() -> None:
     engine = scheduler(max_batch_tokens=4, **GPU)
     asked = request(list(range(10)), session="asked")
     engine.submit(asked)

@@ -1,5 +1,5 @@
-"""Whatever is asked of the scheduler, and whenever: every request ends, no block is lost, and whoever reads the cache
-finds there what it relies on. The device is a dictionary that knows for every place the sequence it was computed for.
+"""In any order of calls, every request ends, no block is lost, and every cache position that is read holds the right
+tokens. The device is a dictionary from cache positions to the sequence they were computed for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPTS = [
 
 @dataclass(frozen=True)
 class Mode:
-    """How an engine uses the scheduler: as on a CPU, as on a GPU, and what lies between."""
+    """How an engine uses the scheduler."""
 
     overlaps: bool
     burst: int
@@ -52,18 +52,20 @@ History = tuple[int, ...]
 
 
 class Device:
-    """Runs steps in the order they are launched, and checks what they rely on."""
+    """Runs steps in order, and checks the cache positions they read."""
 
     def __init__(self, seed: int) -> None:
-        self.memory: dict[tuple[int, int], History] = {}  # (block, offset) -> the tokens up to the one that is there
-        self.truth: dict[Request, list[int]] = {}  # prompt and all that was ever drawn
-        self._ended: dict[Request, bool] = {}  # of those that drew in the step before
+        self.memory: dict[
+            tuple[int, int], History
+        ] = {}  # (block, offset) -> tokens up to the one there
+        self.truth: dict[Request, list[int]] = {}  # the prompt and all drawn tokens
+        self._ended: dict[Request, bool] = {}  # for requests that drew in the previous step
         self._seed = seed
 
     def run(self, chunks: list[Chunk]) -> list[list[int]]:
         copied = [(pair, i) for chunk in chunks for pair in chunk.copies for i in range(SIZE)]
         self.memory |= {(to, i): self.memory[source, i] for (source, to), i in copied if (source, i) in self.memory}
-        dead = [not chunk.ids and self._ended[chunk.request] for chunk in chunks]  # KeyError: not in the step before
+        dead = [not chunk.ids and self._ended[chunk.request] for chunk in chunks]  # KeyError: not in the previous step
         self._ended = {}
         drawn: list[list[int]] = []
         writers: Counter[tuple[int, int]] = Counter()
@@ -94,7 +96,7 @@ class Device:
         return new
 
     def _draw(self, request: Request) -> int:
-        """Sessions 0 and 1 draw alike, and so do 2 and 3, for a while; some draw what others' prompts go on with."""
+        """Sessions 0 and 1 draw equal tokens for a while, and so do 2 and 3; some tokens continue other prompts."""
         at = len(self.truth[request])
         value = (self._seed + 5 * at + int(request.session) // 2 + int(request.session) * (at > 12)) % 11
         return STOP if value == 0 else PROMPTS[value % 2][at % 20]
@@ -105,7 +107,7 @@ def rows(chunk: Chunk) -> Iterable[tuple[Request, list[int]]]:
 
 
 class Driver:
-    """Drives a scheduler as an engine does, with a step under way whenever anything else happens."""
+    """Drives a scheduler as an engine does, with a step in flight whenever anything else happens."""
 
     def __init__(self, mode: Mode, seed: int) -> None:
         self.mode = mode
@@ -121,10 +123,10 @@ class Driver:
         self.submitted: list[Request] = []
         self.finished: list[Request] = []
         self.cancelled: list[Request] = []
-        self.under_way: tuple[list[Chunk], list[list[int]]] | None = None
+        self.in_flight: tuple[list[Chunk], list[list[int]]] | None = None
 
     def submit(self, session: int, kind: int, length: int, max_tokens: int) -> None:
-        """A prompt of its own, or what the session has seen so far and a little more."""
+        """A new prompt, or one that extends the session."""
         past = [each.tokens for each in self.finished if each.session == str(session)] if kind == len(PROMPTS) else []
         tokens = [*past[-1], *range(90, 90 + length % 4)] if past else PROMPTS[kind % len(PROMPTS)][:length]
         if len(tokens) + max_tokens > BLOCKS * SIZE:
@@ -143,7 +145,7 @@ class Driver:
             else:
                 self._apply()
                 launched = self._launch()
-            self.under_way = launched
+            self.in_flight = launched
 
     def cancel(self, number: int) -> None:
         if self.submitted:
@@ -161,17 +163,17 @@ class Driver:
     def _launch(self) -> tuple[list[Chunk], list[list[int]]] | None:
         chunks = self.engine.plan()
         check_plan(chunks)
-        assert chunks or self.under_way or not self.engine.has_requests  # or the engine would stop and forget them
+        assert chunks or self.in_flight or not self.engine.has_requests  # or the engine would stop and forget them
         return (chunks, self.device.run(chunks)) if chunks else None
 
     def _apply(self) -> None:
-        if self.under_way is not None:
-            chunks, tokens = self.under_way
-            self.under_way = None
+        if self.in_flight is not None:
+            chunks, tokens = self.in_flight
+            self.in_flight = None
             self.finished += self.engine.apply(chunks, tokens, [[0.0] * len(new) for new in tokens])
 
     def check_blocks(self) -> None:
-        """Users are counted right, and what is kept for later is there."""
+        """Check the number of users of each block, and that cached tokens are there."""
         engine, pool = self.engine, self.engine._pool
         users = Counter(block for idle in engine._idle.values() for block in idle.blocks)
         for request in engine._running:
@@ -198,7 +200,7 @@ def named(history: History) -> Name:
 
 
 def check_plan(chunks: list[Chunk]) -> None:
-    """Single tokens first; blocks for all that is written, and what is written belongs to one request."""
+    """Check that single tokens come first, and that every written block belongs to one request."""
     assert sum(1 + len(chunk.twins) for chunk in chunks) <= MAX_RUNNING
     lengths = [chunk.length for chunk in chunks]
     assert lengths == sorted(lengths, key=lambda length: length > 1)
@@ -232,7 +234,7 @@ def test_whatever_happens_everything_finishes_and_no_block_is_lost(
         getattr(driver, name)(*numbers)
         driver.check_blocks()
     for _ in range(2000):
-        if driver.engine.has_requests or driver.under_way:
+        if driver.engine.has_requests or driver.in_flight:
             driver.step(1)
             driver.check_blocks()
     assert Counter(driver.finished + driver.cancelled) == Counter(driver.submitted)

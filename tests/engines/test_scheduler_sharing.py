@@ -1,4 +1,4 @@
-"""What requests have in common is computed once: they wait for it, share its blocks or copy them, decode it as one."""
+"""Common prefixes are computed once: requests wait for them, share or copy their blocks, and decode as one."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ def test_equal_prompts_wait_for_the_one_that_is_being_computed(side: dict[str, A
     for each in (*group, other):
         engine.submit(each)
     seen = [[(c.request.session, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
-    # 10 tokens in 4 + 4 + 2; who needs nothing of them goes by.
+    # 10 tokens in 4 + 4 + 2; the unrelated request need not wait.
     assert seen == [[("0", 0, 4)], [("0", 4, 4)], [("0", 8, 2), ("other", 0, 2)]]
     chunks, _ = step(engine)
-    # Then the others run the last of them: as one where decoding is shared, else side by side.
+    # Then the others run the last token: as one if decoding is shared, otherwise separately.
     assert [(c.start, c.ids) for c in chunks if c.request in group[1:]] == [(9, [9])] * (1 if side is CPU else 2)
     assert {r.session for c in chunks for r in c.draws} == {"0", "1", "2", "other"}
 
 
 @both
-def test_prompts_with_the_same_system_prompt_wait_for_its_blocks_and_not_for_what_follows(side: dict[str, Any]) -> None:
+def test_prompts_with_the_same_system_prompt_wait_only_for_its_blocks(side: dict[str, Any]) -> None:
     engine = scheduler(max_batch_tokens=8, **side)
     system = list(range(10, 20))
     first, second = (request([*system, *extra], max_tokens=1, session=str(extra)) for extra in ([1, 2, 3], [4, 5]))
     engine.submit(first)
     engine.submit(second)
     assert [(c.request, c.start, c.length) for c in step(engine)[0]] == [(first, 0, 8)]
-    # 2 blocks of 4 tokens are there; the third begins with 2 tokens of the system prompt, but not as a whole.
-    # Each has 8 tokens a step between them: 5 of the first, 3 of the 4 that the second lacks.
+    # 2 blocks of 4 tokens are shared; the third only begins with 2 tokens of the system prompt.
+    # The step has 8 tokens for both: 5 of the first, and 3 of the 4 that the second lacks.
     assert [(c.request, c.start, c.length) for c in step(engine)[0]] == [(first, 8, 5), (second, 8, 3)]
     assert engine.stats.shared_tokens == 8
 
 
 @both
-def test_when_the_request_that_others_wait_for_is_cancelled_they_go_on(side: dict[str, Any]) -> None:
+def test_requests_continue_when_the_one_they_wait_for_is_cancelled(side: dict[str, Any]) -> None:
     engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
     gone, *stay = (request(list(range(6)), session=session) for session in ("gone", "stays", "too"))
     for each in (gone, *stay):
@@ -47,7 +47,7 @@ def test_when_the_request_that_others_wait_for_is_cancelled_they_go_on(side: dic
     assert [chunk.request for chunk in chunks] == [gone]
     engine.cancel(gone)
     engine.apply(chunks, *draws(chunks))
-    (chunk,) = engine.plan()  # from the start: nothing that was computed for the other is kept
+    (chunk,) = engine.plan()  # from the start: the cancelled request left nothing
     assert (chunk.request, chunk.start, chunk.ids) == (stay[0], 0, [0, 1, 2, 3])
     engine.apply([chunk], *draws([chunk]))
     assert run(engine) == stay
@@ -74,7 +74,7 @@ def test_with_shared_decoding_equal_requests_run_once_until_they_sample_differen
     assert engine.stats.prefilled_tokens == 5 + 1
 
 
-def test_when_the_request_that_runs_for_its_twins_is_cancelled_they_go_on() -> None:
+def test_twins_continue_when_the_request_that_runs_for_them_is_cancelled() -> None:
     engine = scheduler(num_blocks=8, **CPU)
     engine.submit(request([1, 2], max_tokens=1, session="first"))
     run(engine)
@@ -90,7 +90,7 @@ def test_when_the_request_that_runs_for_its_twins_is_cancelled_they_go_on() -> N
 
 
 @both
-def test_of_a_prompt_that_another_session_holds_only_the_last_token_runs(side: dict[str, Any]) -> None:
+def test_only_the_last_token_runs_of_a_prompt_that_another_session_holds(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
     engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
     run(engine)
@@ -103,7 +103,7 @@ def test_of_a_prompt_that_another_session_holds_only_the_last_token_runs(side: d
     if side is CPU:  # copies of both blocks for both of them, which run as one
         assert copies == [(i, each.blocks[i]) for each in late for i in range(2)]
         assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (6 + 1, 5 + 5 + 1)
-    else:  # the full block is everybody's, the other, to which they write, is copied
+    else:  # the full block is shared, the other is written and therefore copied
         assert copies == [(1, each.blocks[1]) for each in late]
         assert [each.blocks[0] for each in late] == [0, 0]
         assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (6 + 1 + 1, 5 + 5)
@@ -111,7 +111,7 @@ def test_of_a_prompt_that_another_session_holds_only_the_last_token_runs(side: d
     assert engine.free_blocks == 16 - (2 + 2 * (2 if side is CPU else 1))
 
 
-def test_a_prompt_that_ends_with_a_block_shares_all_but_a_copy_of_that_one() -> None:
+def test_a_prompt_that_fills_its_last_block_copies_only_that_one() -> None:
     engine = scheduler(**GPU)
     for session in ("first", "late"):
         engine.submit(request(list(range(8)), session=session))
@@ -124,11 +124,11 @@ def test_a_prompt_that_ends_with_a_block_shares_all_but_a_copy_of_that_one() -> 
 
 
 @both
-def test_what_is_copied_from_stays_until_it_was_copied(side: dict[str, Any]) -> None:
+def test_the_source_of_a_copy_stays_until_it_was_copied(side: dict[str, Any]) -> None:
     engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
     engine.submit(request([1, 2, 3, 4, 5, 6], max_tokens=1, session="first"))
     run(engine)
-    engine.submit(request(list(range(20, 28)), max_tokens=1, session="busy"))  # has the budget to itself for a step
+    engine.submit(request(list(range(20, 28)), max_tokens=1, session="busy"))  # has the whole budget for a step
     late = request([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, session="late")
     engine.submit(late)
     step(engine)
@@ -145,12 +145,12 @@ def test_what_is_copied_from_stays_until_it_was_copied(side: dict[str, Any]) -> 
 
 
 @both
-def test_a_request_cancelled_before_its_copies_were_made_gives_back_what_they_read_from(side: dict[str, Any]) -> None:
+def test_a_request_cancelled_before_its_copies_were_made_frees_their_sources(side: dict[str, Any]) -> None:
     engine = scheduler(max_batch_tokens=4, **side)
     for session in ("first", "late"):
         engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session=session))
         run(engine)
-    busy = request(list(range(20, 28)), max_tokens=1, session="busy")  # has the budget to itself for two steps
+    busy = request(list(range(20, 28)), max_tokens=1, session="busy")  # has the whole budget for two steps
     extends = request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session="new")  # in a copy, unless it may share the block
     rewrites = request([1, 2, 60, 61], max_tokens=1, session="first")  # in a copy, as others share it or will copy it
     for each in (busy, extends, rewrites):
@@ -165,7 +165,7 @@ def test_a_request_cancelled_before_its_copies_were_made_gives_back_what_they_re
 
 
 @both
-def test_a_session_that_rewrites_what_others_share_does_so_in_a_copy(side: dict[str, Any]) -> None:
+def test_a_session_rewrites_shared_blocks_in_a_copy(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
     engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="first"))
     run(engine)
@@ -180,7 +180,7 @@ def test_a_session_that_rewrites_what_others_share_does_so_in_a_copy(side: dict[
 
 
 @both
-def test_a_prompt_is_not_found_in_blocks_that_were_given_back_or_rewritten(side: dict[str, Any]) -> None:
+def test_freed_or_rewritten_blocks_are_not_found(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
     engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
     run(engine)
@@ -199,7 +199,7 @@ def test_a_prompt_is_not_found_in_blocks_that_were_given_back_or_rewritten(side:
 
 
 @both
-def test_every_prompt_of_an_episode_can_be_found_in_the_blocks_it_has_grown_into(side: dict[str, Any]) -> None:
+def test_every_prompt_of_a_growing_episode_can_be_found_in_its_blocks(side: dict[str, Any]) -> None:
     engine = scheduler(num_blocks=64, **side)
     turns = [list(range(10, 10 + length)) for length in (3, 9, 10, 22)]
     for turn in turns:
@@ -218,7 +218,7 @@ def test_every_prompt_of_an_episode_can_be_found_in_the_blocks_it_has_grown_into
 
 
 @both
-def test_of_equal_prompts_those_that_have_to_start_over_follow_the_one_that_need_not(side: dict[str, Any]) -> None:
+def test_equal_prompts_wait_for_the_one_that_already_has_a_cache(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
     engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="ahead"))
     run(engine)
@@ -233,7 +233,7 @@ def test_of_equal_prompts_those_that_have_to_start_over_follow_the_one_that_need
 
 
 @both
-def test_what_preempted_requests_have_in_common_is_computed_again_once(side: dict[str, Any]) -> None:
+def test_the_common_prefix_of_preempted_requests_is_recomputed_once(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
     pair = [request([1, 2, 3], session=session) for session in ("a", "b")]
     for each in pair:
@@ -248,7 +248,7 @@ def test_what_preempted_requests_have_in_common_is_computed_again_once(side: dic
 
 
 @both
-def test_a_prompt_that_fits_only_without_what_it_would_be_copied_from_still_runs(side: dict[str, Any]) -> None:
+def test_a_prompt_that_fits_only_without_the_source_of_its_copy_still_runs(side: dict[str, Any]) -> None:
     engine = scheduler(num_blocks=6, **side)
     for session in ("first", "late"):
         engine.submit(request(list(range(12)), max_tokens=1, session=session))
@@ -257,7 +257,7 @@ def test_a_prompt_that_fits_only_without_what_it_would_be_copied_from_still_runs
 
 
 @both
-def test_a_session_that_starts_over_is_not_in_its_own_way(side: dict[str, Any]) -> None:
+def test_a_session_that_starts_over_can_evict_its_own_cache(side: dict[str, Any]) -> None:
     engine = scheduler(num_blocks=6, **side)
     for start, length in ((0, 12), (50, 15)):  # 3 blocks are kept; the other text needs 4 of 6, and none of these
         engine.submit(request(list(range(start, start + length)), max_tokens=1))

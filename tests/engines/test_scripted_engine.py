@@ -1,4 +1,4 @@
-"""The scripted engine keeps the contract of a real one and remembers what it was asked."""
+"""The scripted engine behaves like a real one and records its requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Hundreds of episodes one after another and side by side, in a pool that is too small for them: nothing is lost, and
-nothing stays."""
+"""Many concurrent episodes in a cache that is too small for them: nothing is lost and nothing stays allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from agent_r1.engines.local.request import Request
 from tests.engines.engine_sides import both, engine
 from tests.engines.tiny_models import VOCAB, prompts, tiny
 
-EPISODES = 200  # in each half
+EPISODES = 80  # in each half
 AT_ONCE = 12
 MAX_RUNNING = 8
 TOKENS = 160  # 40 blocks of 4; an episode grows to 50 tokens and more
@@ -28,7 +27,7 @@ ENOUGH_MB = 16
 
 
 async def episode(local: LocalEngine, number: int, counts: dict[str, int]) -> None:
-    """Some turns with a tool that takes no time; now and then one is given up, and some sessions are never released."""
+    """Some turns with an instant tool; some requests are cancelled, and some sessions are never released."""
     draw = random.Random(number)
     seen = [*draw.choice(SYSTEM), *(draw.randrange(VOCAB) for _ in range(draw.randrange(3)))]
     for _ in range(draw.randint(2, 6)):
@@ -57,7 +56,7 @@ def check(answer: Completion, sampling: Sampling) -> None:
 
 
 def play(local: LocalEngine, first: int) -> dict[str, int]:
-    """Half of all episodes, a few at once."""
+    """Play half of the episodes, a few at once."""
     counts = {"answered": 0, "cancelled": 0}
 
     async def worker(numbers: Any) -> None:
@@ -78,15 +77,15 @@ def requests_alive() -> int:
 
 
 def resident_mb() -> float:
-    """What the process holds of the machine's memory."""
+    """Resident memory of this process."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
-        pytest.skip("the memory of this process is not to be read here")
+        pytest.skip("this system has no /proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 / 2**20
 
 
 @both
-def test_thousands_of_requests_leave_nothing_behind(side: dict[str, Any]) -> None:
+def test_hundreds_of_requests_leave_nothing_behind(side: dict[str, Any]) -> None:
     before = requests_alive()
     model = tiny("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     settings = {"max_running": MAX_RUNNING, "max_cached_tokens": TOKENS, "max_batch_tokens": 48}
@@ -98,10 +97,10 @@ def test_thousands_of_requests_leave_nothing_behind(side: dict[str, Any]) -> Non
             assert not local._futures
             assert not scheduler.has_requests
             memory.append((requests_alive(), resident_mb()))
-        # 200 episodes of 2 to 6 requests, less those that were given up.
-        assert all(counts["answered"] > 500 and counts["cancelled"] > 10 for counts in halves)
+        # 80 episodes of 2 to 6 requests, some of them cancelled.
+        assert all(counts["answered"] > 200 and counts["cancelled"] > 3 for counts in halves)
         assert min(local.stats.preemptions, local.stats.evictions, local.stats.shared_tokens) > 0
-        # The requests of the last step may still be known.
+        # The requests of the last step may still be referenced.
         assert all(alive - before <= MAX_RUNNING for alive, _ in memory)
         assert memory[1][1] - memory[0][1] < ENOUGH_MB
 

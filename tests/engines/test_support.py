@@ -89,7 +89,7 @@ def test_what_was_not_drawn_has_no_support() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"top_k": 0}, {"top_k": 1025}, {"top_k": 5, "temperature": 0.0}])
-def test_a_support_must_be_bounded_and_sampled_from(wrong: dict[str, Any]) -> None:
+def test_a_support_needs_a_bound_and_a_temperature(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keep_support.*1024"):
         Sampling(max_tokens=1, top_p=0.9, keep_support=True, **wrong)
 
@@ -108,7 +108,7 @@ PROMPTS = (5, 9, 2, 14, 7, 6)
 
 
 def answers(model: Any, side: dict[str, Any], **sizes: Any) -> list[Completion]:
-    """Of requests with all kinds of settings at once."""
+    """The answers to concurrent requests with all kinds of settings."""
 
     async def main() -> list[Completion]:
         asked = zip(prompts(*PROMPTS), SETTINGS, strict=True)
@@ -145,7 +145,7 @@ def test_supports_and_logprobs_are_those_of_a_plain_forward(side: dict[str, Any]
 def test_both_sides_and_a_full_pool_keep_the_same_ids() -> None:
     model = tiny("qwen3")
     expected = answers(model, CPU)
-    for sizes in ({}, {"max_cached_tokens": 48}):  # too small for all six: some are computed again
+    for sizes in ({}, {"max_cached_tokens": 48}):  # too small for all six: some are recomputed
         for side in (CPU, GPU):
             for one, other in zip(expected, answers(model, side, **sizes), strict=True):
                 assert (one.token_ids, one.support) == (other.token_ids, other.support)
@@ -182,7 +182,7 @@ def test_at_unchanged_weights_every_ratio_is_one(side: dict[str, Any]) -> None:
         logprobs_T, _ = PolicyModel(copy.deepcopy(model)).logprobs(whole, temperature=0.8)
     old_R = torch.tensor([value for answer in sampled for value in answer.logprobs])
     torch.testing.assert_close((logprobs_T - old_R[whole.columns_T]).exp(), torch.ones(72), rtol=0, atol=1e-4)
-    # Over the whole vocabulary they would not be: this is what the learner must not do.
+    # Over the whole vocabulary they would differ.
     [blind] = pack(merge_steps(attempts), 10_000)
     with torch.no_grad():
         logprobs_T, _ = PolicyModel(copy.deepcopy(model)).logprobs(blind, temperature=0.8)
@@ -199,13 +199,11 @@ def test_a_script_may_come_with_supports() -> None:
     ("asked", "message"),
     [
         ({"top_p": 0.9}, r"step 0 of .* with top_p=0\.9 and top_k=0, but the ids that these kept were not recorded"),
-        ({"top_k": 5, "keep_support": True}, r"top_k=5, but the ids"),  # and its sampler does not know what that is
+        ({"top_k": 5, "keep_support": True}, r"top_k=5, but the ids"),  # and its sampler does not return supports
         ({"temperature": 0.5}, r"at temperature 0\.5, but the learner computes log-probs at 1"),
     ],
 )
-def test_episodes_that_cannot_be_trained_on_are_refused_whoever_collects_them(
-    asked: dict[str, Any], message: str
-) -> None:
+def test_episodes_that_cannot_be_trained_on_are_refused(asked: dict[str, Any], message: str) -> None:
     played = collector(["hello"], make_flow=lambda _: SingleStepFlow(_no_env))
     played = replace(played, sampling=replace(played.sampling, **asked))
     [group] = asyncio.run(played([row()], seed=0))

@@ -1,4 +1,4 @@
-"""Random models of a few thousand weights, one per family whose attention differs in kind."""
+"""Random models of a few thousand weights, one per kind of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worlds of `benchmarks/env_workers.py`, in a module of their own: worker processes cannot import a program."""
+"""The environments of `env_workers.py`, in a separate module because worker processes cannot import `__main__`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = Observation(messages=[{"role": "user", "content": "You are in a room. " 
 
 
 class Trivial(AgentEnv):
-    """Does nothing, so what is measured is the way there and back."""
+    """Does nothing, so that only the call is measured."""
 
     async def reset(self, row: TaskRow) -> Observation:
         return SHOWN
@@ -28,7 +28,7 @@ class Trivial(AgentEnv):
 
 
 class Computing(Trivial):
-    """Plain Python for 2 ms of this process's own time, whoever else has the core."""
+    """Computes in Python for 2 ms of CPU time."""
 
     def work(self) -> None:
         end = time.thread_time() + CPU_SECONDS
@@ -37,14 +37,14 @@ class Computing(Trivial):
 
 
 class Blocking(Trivial):
-    """Waits for 5 ms without telling the event loop."""
+    """Blocks the event loop for 5 ms."""
 
     def work(self) -> None:
         time.sleep(BLOCKED_SECONDS)
 
 
 class InThread(AgentEnv):
-    """The usual way out: `work` in a thread."""
+    """Runs `work` in a thread, as is usual."""
 
     def __init__(self, inner: Trivial) -> None:
         self.inner = inner
