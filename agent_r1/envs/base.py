@@ -1,9 +1,9 @@
 """The environment contract: `reset`, `step`, `close`, one object per episode.
 
-An env speaks messages (or text, or ids); tokens, limits and truncation are the flow's business. The row it is reset
-with carries no ground truth unless the class says `sees_ground_truth = True`.
+An env speaks messages (or text, or ids); the flow handles tokens, limits and truncation. The row carries no ground
+truth unless the class sets `sees_ground_truth = True`.
 
-What an env is made with and what it returns is other people's code: both are checked here, for all envs alike.
+Envs are user code, so their settings and what they return are checked here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from array import array
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
@@ -30,14 +30,14 @@ _ENVS: Registry[type[AgentEnv]] = Registry("env")
 
 
 class AgentEnv(ABC):
-    """A world for one episode. Subclass it, implement `reset` and `step`, and register it by name if rows choose it."""
+    """An environment for one episode. Implement `reset` and `step`; register it by name if rows choose it."""
 
     sees_ground_truth: ClassVar[bool] = False
-    # The same row and actions give the same observations and rewards, in any process: an episode that lost its worker
-    # process to a neighbour is then played again in another (`task.workers`).
+    # The same row and actions give the same observations and rewards in any process. An episode that loses its worker
+    # process to another episode is then replayed (`task.workers`).
     deterministic: ClassVar[bool] = False
-    # The `task.env_kwargs` it must be given where a context policy leaves earlier messages out: for an env that
-    # otherwise does not repeat what stands in the conversation already.
+    # The `task.env_kwargs` that are required if a context policy leaves out earlier messages, for an env that does not
+    # repeat earlier information by default.
     if_forgotten: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @property
@@ -54,7 +54,7 @@ class AgentEnv(ABC):
         """Apply the policy's action."""
 
     async def close(self) -> None:  # noqa: B027 (a default that does nothing, on purpose)
-        """Free what the episode held. Called once at the end, also after failures; must allow being called twice."""
+        """Free what the episode holds. Called at the end, also after failures; may be called twice."""
 
     @staticmethod
     def register(name: str) -> Callable[[EnvClass], EnvClass]:
@@ -116,7 +116,7 @@ def takes_setting(cls: type[AgentEnv], name: str) -> bool:
 
 
 def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
-    """ConfigError for settings that the class does not take, or takes as something else."""
+    """Raise ConfigError for settings that the class does not accept, or not with this type."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**kwargs)
@@ -124,29 +124,27 @@ def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> No
         unknown = [key for key in kwargs if isinstance(key, str) and key not in signature.parameters]
         hint = f".{did_you_mean(unknown[0], signature.parameters)}" if unknown else ""
         raise ConfigError(f"env {name!r} does not accept these env_kwargs: {error}{hint}") from error
-    takes = _simple_settings(cls)
-    for key in kwargs.keys() & takes.keys():
-        kinds, given = takes[key], type(kwargs[key])
-        if given in _SETTINGS and given not in kinds and not (given is int and float in kinds):
+    simple = _simple_settings(cls)
+    for key in kwargs.keys() & simple.keys():
+        kinds, given = simple[key], type(kwargs[key])
+        if given in _CHECKED and given not in kinds and not (given is int and float in kinds):
             wanted = " or ".join(map(_IN_WORDS.__getitem__, kinds))
             raise ConfigError(
                 f"env {name!r}: env_kwargs.{key} of {cls.__name__} must be {wanted}, not {brief(kwargs[key])}"
             )
 
 
-# What a config or a row spells out; other objects, a row's numpy numbers among them, are their class's to judge.
-_SETTINGS = frozenset({bool, int, float, str, NoneType, list, dict})
+_CHECKED = frozenset({bool, int, float, str, NoneType, list, dict})  # numpy's numbers, for example, are not
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
 
 
 @cache
 def _simple_settings(cls: type[AgentEnv]) -> dict[str, list[type]]:
-    """What each setting takes whose annotation is a bool, int, float, str or None, or a union of these. Other
-    annotations, and those that cannot be evaluated, promise nothing. A bool is no number: `turns: true` is a mistake.
-    """
+    """Return the types of each setting that is annotated with bool, int, float, str, None or a union of these. A bool
+    does not count as a number: `turns: true` is a mistake."""
     try:
         parameters = inspect.signature(cls, eval_str=True).parameters
-    except Exception:  # noqa: BLE001 (annotations are any code; those for type checkers alone are common)
+    except Exception:  # noqa: BLE001 (annotations are any code, often meant for type checkers only)
         return {}
     simple = {}
     for name, parameter in parameters.items():
@@ -160,11 +158,9 @@ def _simple_settings(cls: type[AgentEnv]) -> dict[str, list[type]]:
 
 
 def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
-    """The recipe's settings with the row's on top; dictionaries merge key by key, so a row can add one tool setting.
-
-    A row's `tools` may name tools of the recipe.
-    """
-    merged = _merged(recipe, dict(row.env_kwargs))
+    """Return a copy of the recipe's settings with the row's on top. Dictionaries merge key by key, so that a row can
+    add one setting of a tool. A row's `tools` may name tools of the recipe."""
+    merged = _merge(recipe, dict(row.env_kwargs))
     offered, chosen = recipe.get("tools"), row.env_kwargs.get("tools")
     if isinstance(offered, list | tuple) and isinstance(chosen, list | tuple):
         by_name = {getattr(tool, "name", None): tool for tool in offered}
@@ -172,48 +168,34 @@ def merge_env_kwargs(recipe: dict[str, Any], row: TaskRow) -> dict[str, Any]:
     return merged
 
 
-def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    result = {key: _copied(value) for key, value in base.items()}
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    result = {key: _copy(value) for key, value in base.items()}
     for key, value in top.items():
         below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else _copied(value)
+        result[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else _copy(value)
     return result
 
 
-def own_row(row: TaskRow) -> TaskRow:
-    """The row for one episode: the same, and what is done to its messages and tables is done to no other's."""
-    return replace(row, **{each.name: _copied(getattr(row, each.name)) for each in fields(row) if each.init})
+def copy_row(row: TaskRow) -> TaskRow:
+    """Per-episode copy of the row; changes do not leak."""
+    return replace(row, **{each.name: _copy(getattr(row, each.name)) for each in fields(row)})
 
 
-def _copied(value: Any) -> Any:
-    """Containers and arrays anew, so that what an episode does to its table stays in the episode. Other objects are
-    kept: what they are, and whether they may be copied, only their author knows."""
-    if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, {key: _copied(item) for key, item in value.items()})
+def _copy(value: Any) -> Any:
+    """Copy containers and arrays. Objects of other classes are shared: only their author knows how to copy them."""
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if isinstance(value, deque):
-        return deque(map(_copied, value), value.maxlen)
-    if type(value) is tuple:  # which cannot be changed, but a list in it can
-        return tuple(map(_copied, value))
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named one
-        return value._make(map(_copied, value))
-    if isinstance(value, set):
-        return value.copy()
-    return _copied_array(value) if isinstance(value, bytearray | array) or _is_array(value) else value
+        return [_copy(item) for item in value]
+    if type(value) is tuple:  # cannot be changed, but a list in it can
+        return tuple(map(_copy, value))
+    if isinstance(value, set | bytearray | array) or _is_writable_array(value):
+        with suppress(TypeError, RuntimeError):  # holds objects that cannot be copied, or a tensor with gradients
+            return deepcopy(value)
+    return value
 
 
-def _copied_array(value: Any) -> Any:
-    try:
-        return deepcopy(value)
-    except (TypeError, RuntimeError):  # one of objects that have no copy, or a tensor that gradients run through
-        return value
-
-
-def _is_array(value: Any) -> bool:
-    """An array, tensor or table of whatever library, in which an episode could write. Those that do not say how they
-    are copied are files."""
+def _is_writable_array(value: Any) -> bool:
+    """Whether it is an array, tensor or table in memory. Arrays in files do not define `__deepcopy__`."""
     kind, flags = type(value), getattr(value, "flags", None)
     return hasattr(kind, "__array__") and hasattr(kind, "__deepcopy__") and getattr(flags, "writeable", True)

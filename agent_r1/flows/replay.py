@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agent_r1.envs.base import AgentEnv, make_env, merge_env_kwargs, own_row, step_env
+from agent_r1.envs.base import AgentEnv, copy_row, make_env, merge_env_kwargs, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.episode import attach_transition
 from agent_r1.flows.flow import AgentEnvLoop
@@ -30,7 +30,7 @@ async def replay(env: type[AgentEnv], row: TaskRow, texts: Sequence[str], **env_
 
     steps: list[Step] = []
     stop = StopReason.MAX_STEPS
-    async with AgentEnvLoop(create_env).playing(own_row(row)) as (played, first):
+    async with AgentEnvLoop(create_env).playing(copy_row(row)) as (played, first):
         for text in texts:
             transition = await step_env(played, Action(text=text, token_ids=[]))
             step = Step(prompt_ids=[], response_ids=[], response_logprobs=[], action_text=text)

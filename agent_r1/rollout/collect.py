@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
-from agent_r1.envs.base import own_row
+from agent_r1.envs.base import copy_row
 from agent_r1.errors import RolloutError
 from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
 from agent_r1.flows.flow import AgentFlowBase
@@ -129,7 +129,7 @@ class Collector:
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, Failure | None]:
         """Run the flow and return why the episode ended, with the cause if it failed."""
         try:
-            who, stop = await guarded(self._run(own_row(row), episode), seconds=self.limits.episode_seconds)
+            who, stop = await guarded(self._run(copy_row(row), episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
             episode.reach_limit(limit)
             return _limited(episode, limit.stop)
