@@ -11,7 +11,8 @@ from agent_r1.build.engine import GPU_ONLY, configured_cache_tokens
 from agent_r1.build.models.device import compiles_layers, model_device, model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.task import Task, check_call, is_data_source
-from agent_r1.config import RunConfig, TaskConfig
+from agent_r1.config import RunConfig
+from agent_r1.config.schema import TaskConfig
 from agent_r1.data.rows import FORMATS
 from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError

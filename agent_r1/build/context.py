@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1.build.resolve import check_callable, resolve
-from agent_r1.config import RunConfig, SummaryContext
+from agent_r1.config import RunConfig
+from agent_r1.config.schema import SummaryContext
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text

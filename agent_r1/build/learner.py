@@ -8,7 +8,8 @@ import torch
 
 from agent_r1.build.models.device import compiles_layers, model_device, model_dtype
 from agent_r1.build.models.load import Model
-from agent_r1.config import CriticConfig, LoRAConfig, RunConfig
+from agent_r1.config import RunConfig
+from agent_r1.config.schema import CriticConfig, LoRAConfig
 from agent_r1.learn.algorithms import Algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss

@@ -21,7 +21,8 @@ from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import data_name, digest, folder_digest, recipe_digest, recipe_path
 from agent_r1.build.resolve import resolve
 from agent_r1.build.task import Task, one_line_errors, recipe_function, warm_start_code
-from agent_r1.config import RunConfig, SummaryContext, recipe_name
+from agent_r1.config import RunConfig, recipe_name
+from agent_r1.config.schema import SummaryContext
 from agent_r1.data.downloads import Report, data_dir
 from agent_r1.data.rows import Demo
 from agent_r1.errors import DataError

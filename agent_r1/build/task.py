@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
 from agent_r1.build.resolve import check_callable, import_recipe, make_importable, recipe_folder, resolve
-from agent_r1.config import RewriteContext, RunConfig, SummaryContext
+from agent_r1.config import RunConfig
+from agent_r1.config.schema import RewriteContext, SummaryContext
 from agent_r1.data.rows import FORMATS, load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.envs.processes import EnvPool

@@ -1,6 +1,6 @@
-"""What is wrong with a setting, in the words of the one who wrote it.
+"""Explain what is wrong with a setting, in terms of what the user wrote.
 
-Knows how pydantic reports errors and how sections nest; what a setting may be is `config.py`'s business.
+Knows how pydantic reports errors and how sections nest; `schema.py` says what a setting may be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Section = type[BaseModel]
 
 
 def explain(error: Any, root: Section) -> str:
-    """One line about one entry of `ValidationError.errors()`."""
+    """Explain one entry of `ValidationError.errors()` in a line."""
     path, section, kind = _place([str(part) for part in error["loc"]], root)
     name, value = ".".join(path), error.get("input")
     if error["type"] == "extra_forbidden":
@@ -41,44 +41,41 @@ def explain(error: Any, root: Section) -> str:
     kinds = _tags(field.annotation, key) if field is not None and isinstance(key, str) else []
     hint = f". Did you mean {name}.{key}={value}?" if value in kinds else _same_value(error["type"], value)
     if error["type"] == "model_type" and isinstance(value, str) and "name" in _names(section, path[-1]):
-        return f"{name}={_written(value)}: {name} is a section. Did you mean {name}.name={value}?"
-    return f"{name}={_written(value)}: {message}{hint}"
+        return f"{name}={_spell(value)}: {name} is a section. Did you mean {name}.name={value}?"
+    return f"{name}={_spell(value)}: {message}{hint}"
 
 
-def _written(value: Any) -> str:
-    """As YAML and overrides spell it."""
+def _spell(value: Any) -> str:
+    """Spell a value as YAML does."""
     return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else repr(value)
 
 
 def _same_value(kind: str, value: Any) -> str:
-    """How to write what seems to be meant by a value of another type."""
+    """Hint how to write what a value of another type probably means."""
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {value:.0f}"
     if kind == "bool_type" and isinstance(value, int) and value in (0, 1):
-        return f"; write {_written(bool(value))}"
+        return f"; write {_spell(bool(value))}"
     if kind not in ("int_type", "float_type", "bool_type") or not isinstance(value, str):
         return ""
     if value == "None":
-        return "; nothing is written null"
-    if _means(kind, value):
-        meant = int(value) if kind == "int_type" else value.strip()  # 08 is no number to YAML
-        return f", not text; write {meant} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
-    return ""
+        return "; write null"
+    return f", not text; write {value} without quotes" if _is_literal(kind, value) else ""
 
 
-def _means(kind: str, text: str) -> bool:
+def _is_literal(kind: str, text: str) -> bool:
     if kind == "bool_type":
-        return text.strip().lower() in ("true", "false")
+        return text.lower() in ("true", "false")
     try:
         return math.isfinite(int(text) if kind == "int_type" else float(text))
-    except (ValueError, OverflowError):
+    except ValueError:
         return False
 
 
 def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:
-    """The names as people write them, the section that the last of them is in, and which kind of section that is.
+    """Return the path as people write it, the section of its last part, and the kind of that section.
 
-    Where a section has several kinds, pydantic puts the kind between its name and that of the field."""
+    If a section has several kinds, pydantic puts the kind between its name and that of the field."""
     path, section, kind = [], root, ""
     rest = location[:-1]
     while rest:
@@ -103,18 +100,18 @@ def _sections(annotation: Any) -> list[Section]:
 
 
 def _tags(annotation: Any, key: str) -> list[str]:
-    """The values of `key`, which says what kind of section it is."""
+    """Return the values of `key`, which names the kind of a section."""
     return [tag for section in _sections(annotation) for tag in get_args(section.model_fields[key].annotation)]
 
 
 def _names(section: Section | None, key: str) -> set[str]:
-    """The fields of the section called `key` inside this one; empty if `key` is not a section."""
+    """Return the fields of the section called `key` inside this one; empty if `key` is not a section."""
     field = None if section is None else section.model_fields.get(key)
     return {name for one in (_sections(field.annotation) if field is not None else []) for name in one.model_fields}
 
 
 def _elsewhere(key: str, root: Section, besides: list[str]) -> str | None:
-    """A key written in the wrong section: where it lives. Of several places, that of reinforcement learning."""
+    """Return where a key written in the wrong section belongs; the sections of reinforcement learning come first."""
     homes = [
         name
         for name, field in root.model_fields.items()

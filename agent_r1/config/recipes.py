@@ -13,7 +13,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def recipe_file(recipe: str) -> Path:
-    """The YAML file, of several presets the first."""
+    """Return the YAML file of a recipe; with several presets, that of the first."""
     recipe, _ = split_presets(recipe)
     name, _, preset = recipe.partition("/")
     bundled = RECIPES / name / f"{preset or 'base'}.yaml"
@@ -30,17 +30,17 @@ def recipe_file(recipe: str) -> Path:
         meant = None if is_folder else nearest(recipe, [preset for one in ours for preset in bundled_presets(one)])
         hint = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigError(
-            f"there is no file {path if is_folder else recipe}.{hint} Give a YAML file, a folder with base.yaml in it, "
-            f"or one of our recipes: {', '.join(ours)}"
+            f"there is no file {path if is_folder else recipe}.{hint} Give a YAML file, a folder with base.yaml, or a "
+            f"bundled recipe: {', '.join(ours)}"
         )
     known = [*ours, *bundled_presets(recipe)]
     raise ConfigError(
-        f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml in it"
+        f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml"
     )
 
 
 def recipe_name(recipe: str) -> str:
-    """Short and fit for a file name: the bundled name, or the folder of the YAML file."""
+    """Return a short name for files: the bundled name, or the folder of the YAML file."""
     return recipe_file(recipe).parent.name
 
 
@@ -49,7 +49,7 @@ def bundled_recipes() -> list[str]:
 
 
 def bundled_presets(recipe: str) -> list[str]:
-    """`NAME/PRESET`, all of the recipe that a name like that begins with."""
+    """Return all `NAME/PRESET` of the recipe that `recipe` starts with."""
     name = recipe.partition("/")[0]
     found = (RECIPES / name).glob("*.yaml") if name in bundled_recipes() else []
     return sorted(f"{name}/{path.stem}" for path in found if path.stem != "base")

@@ -58,7 +58,7 @@ def test_overrides_win_over_the_preset_and_the_preset_over_its_base(folder: Path
 
 def test_a_preset_is_of_a_whole_description_not_of_another_preset(folder: Path) -> None:
     preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
-    with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' is a preset itself.*: mine\+smaller"):
+    with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' is itself a preset.*: mine\+smaller"):
         load_config(preset(folder, "base: mine.yaml\nseed: 7", "smaller.yaml"))
 
 

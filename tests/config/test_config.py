@@ -51,20 +51,20 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
         ("rollout.temperature=0", r"rollout.temperature=0: input should be greater than 0"),
         ("trainer.steps", r"^override 'trainer\.steps' is not of the form section\.key=value"),
         ("trainer.steps=[1", r"^override 'trainer\.steps=\[1' cannot be read"),
-        ("recipe=other", "recipe is no setting"),
+        ("recipe=other", "recipe is not a setting"),
         ("model.path=null", "exactly one of model.path"),
-        ("rollout.max_response_tokens=9999", "the prompt needs room too"),
-        ("eval.samples=4", "repeats one greedy attempt"),
-        ("eval.top_p=0.5", "do nothing at eval.temperature = 0"),
+        ("rollout.max_response_tokens=9999", r"max_response_tokens \(9999\)"),
+        ("eval.samples=4", "eval.samples .* eval.temperature=0"),
+        ("eval.top_p=0.5", "eval.top_p .* eval.temperature=0"),
         ("rollout.top_p=0", r"rollout.top_p=0: input should be greater than 0"),
         ("rollout.top_p=1.5", r"rollout.top_p=1\.5: input should be less than or equal to 1"),
         ("rollout.top_k=-1", r"rollout.top_k=-1: input should be greater than or equal to 0"),
         (
             "rollout.top_p=0.9",
-            r"rollout.top_p=0\.9, rollout.top_k=0: training needs a top_k of 2 to 1024, because",
+            r"rollout.top_p=0\.9, rollout.top_k=0: .* 2 to 1024",
         ),
-        ("rollout.top_k=1025", r"rollout.top_p=1, rollout.top_k=1025: training needs a top_k of 2 to 1024"),
-        ("rollout.top_k=1", r"rollout.top_k=1: training needs a top_k of 2 to 1024, because"),
+        ("rollout.top_k=1025", r"rollout.top_k=1025: .* 2 to 1024"),
+        ("rollout.top_k=1", r"rollout.top_k=1: .* 2 to 1024"),
         ("sft.count=3", r"sft\.count does nothing without sft\.demos; set that or leave sft\.count out"),
         ("sft.min_reward=0.5", r"sft\.min_reward does nothing without sft\.trajectories"),
         ("sft.lr=0.1", r"sft\.lr does nothing without sft\.demos or sft\.trajectories"),
@@ -108,25 +108,14 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
         ("trainer.deterministic=2", "trainer.deterministic=2: input should be a valid boolean"),
         (
             "rollout.group_size='8'",
-            "rollout.group_size='8': input should be a valid integer, not text; write 8 without quotes, and a variable "
-            "as ${oc.decode:${oc.env:NAME}}",
+            "rollout.group_size='8': input should be a valid integer, not text; write 8 without quotes",
         ),
-        (
-            "learner.lr='1e-4'",
-            "learner.lr='1e-4': input should be a valid number, not text; write 1e-4 without quotes, and a variable as "
-            "${oc.decode:${oc.env:NAME}}",
-        ),
+        ("learner.lr='1e-4'", "learner.lr='1e-4': input should be a valid number, not text; write 1e-4 without quotes"),
         (
             "trainer.deterministic='true'",
-            "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes, and a "
-            "variable as ${oc.decode:${oc.env:NAME}}",
+            "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes",
         ),
-        (
-            "rollout.group_size=08",
-            "rollout.group_size='08': input should be a valid integer, not text; write 8 without quotes, and a "
-            "variable as ${oc.decode:${oc.env:NAME}}",
-        ),
-        ("eval.rows=None", "eval.rows='None': input should be a valid integer; nothing is written null"),
+        ("eval.rows=None", "eval.rows='None': input should be a valid integer; write null"),
         ("learner.betas=[0.9]", "learner.betas=[0.9]: too few numbers"),
         ("rollout.group_size='1e999'", "rollout.group_size='1e999': input should be a valid integer"),
         ("learner.lr='1e999'", "learner.lr='1e999': input should be a valid number"),
@@ -141,7 +130,7 @@ def test_a_setting_of_another_type_is_refused_in_one_line(recipe: str, override:
 @pytest.mark.parametrize("overrides", [["learner.betas.0=0.8"], ["task=[1]"], ["model=[1]", "model.path=a"]])
 def test_a_list_that_meets_a_section_is_told(recipe: str, overrides: list[str]) -> None:
     Path(recipe).write_text(MINIMAL + "learner: {betas: [0.9, 0.95]}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"cannot be put together: .*a list is written whole"):
+    with pytest.raises(ConfigError, match="cannot combine"):
         load_config(recipe, overrides)
 
 
@@ -235,7 +224,7 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown recipe 'quickstrt'\. Did you mean 'quickstart'\?"):
         load_config("quickstrt")
     for wrong in (str(tmp_path / "nope.yaml"), "./nope.yml", "nope.yaml", "quickstart/nope.yaml", "no/such/folder"):
-        with pytest.raises(ConfigError, match=rf"^there is no file {re.escape(wrong)}\. Give .*base\.yaml in it, or "):
+        with pytest.raises(ConfigError, match=rf"^there is no file {re.escape(wrong)}\. Give .*base\.yaml, or "):
             load_config(wrong)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"^there is no file .*/empty/base\.yaml\. Give a YAML file"):
@@ -244,29 +233,6 @@ def test_broken_yaml_and_unknown_recipes_are_clear(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             load_config(str(path))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("[" * 5000 + "]" * 5000, "nested more than 30 levels deep"),
-        ("{a: " * 100 + "1" + "}" * 100, "nested more than 30 levels deep"),
-        ("9" * 5000, "a number of 5,000 digits; at most 309 are allowed"),
-    ],
-)
-def test_settings_that_python_cannot_hold_are_refused_with_their_line(tmp_path: Path, value: str, message: str) -> None:
-    written = tmp_path / "base.yaml"
-    written.write_text(f"task: {{rows: a.b, reward: a.b}}\nmodel: {{path: a/b}}\nseed: {value}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"^{written} line 3: .*{message}$"):
-        load_config(str(tmp_path))
-    written.write_text("task: {rows: a.b, reward: a.b}\nmodel: {path: a/b}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"^override seed=.* line 1: .*{message}$"):
-        load_config(str(tmp_path), [f"seed={value}"])
-
-
-def test_a_setting_name_of_too_many_parts_is_refused(recipe: str) -> None:
-    with pytest.raises(ConfigError, match=r"^override a\.a\..*: the name has more than 30 parts$"):
-        load_config(recipe, [".".join("a" * 2000) + "=1"])
 
 
 def test_a_config_survives_its_own_json(recipe: str) -> None:

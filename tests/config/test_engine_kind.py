@@ -8,9 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError
 
-from agent_r1.config import LocalEngineConfig, Section, load_config
+from agent_r1.config import load_config
 from agent_r1.config.errors import explain
 from agent_r1.config.layers import merge_layers, plain
+from agent_r1.config.schema import LocalEngineConfig, Section
 from agent_r1.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import yaml
 
-from agent_r1.config import (
+from agent_r1.config.schema import (
     AlgorithmConfig,
     AppendContext,
     ContextConfig,

@@ -18,7 +18,8 @@ from agent_r1.cli.display import Display, eval_summary, program
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import eval_failures
 from agent_r1.cli.signals import interruptible
-from agent_r1.config import EvalConfig, RunConfig
+from agent_r1.config import RunConfig
+from agent_r1.config.schema import EvalConfig
 from agent_r1.data.panels import panel_hash
 from agent_r1.places import shown
 from agent_r1.runs.outcomes import EvalRecord, Subject, eval_file, keep, row_outcomes, stem_of

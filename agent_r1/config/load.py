@@ -1,0 +1,54 @@
+"""Read a recipe, its presets and the overrides into one checked `RunConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from agent_r1.config.checks import check_together
+from agent_r1.config.errors import explain
+from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
+from agent_r1.config.recipes import RECIPES, recipe_file
+from agent_r1.config.schema import RunConfig
+from agent_r1.errors import ConfigError
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe and apply overrides of the form `section.key=value`.
+
+    `recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; `+PRESET` adds presets.
+    """
+    path, presets = recipe_file(recipe), split_presets(recipe)[1]
+    try:
+        layers = [*read_layers(path, presets), read_overrides(overrides)]
+        stages = merge_layers(layers)
+        tree = plain(stages[-1], resolve=True)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, TypeError, ValueError) as error:  # the last two: a list meets a section
+        raise ConfigError(f"cannot combine the settings of {path} and the overrides: {error}") from error
+    if "recipe" in tree:
+        raise ConfigError("recipe is not a setting: name the recipe as the first argument")
+    name = recipe if path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
+    config = parse_config(tree | {"recipe": name})
+    check_idle(layers, stages)
+    played = config.rollout.rows_per_step * config.rollout.group_size
+    if config.learner.num_minibatches > played:  # not an error in an existing run
+        raise ConfigError(
+            f"learner.num_minibatches={config.learner.num_minibatches} is more than the {played} episodes of a step "
+            "(rollout.rows_per_step times rollout.group_size)"
+        )
+    return config
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """Check a plain tree, from YAML or from a run's config.json."""
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(item, RunConfig) for item in error.errors())) from None
+    check_together(config)
+    return config
