@@ -1,7 +1,7 @@
 """agent-r1: train language-model agents end to end with reinforcement learning.
 
-The names below are what recipes and scripts are written with. They are imported on first use, so that importing the
-package loads neither torch nor transformers.
+Recipes and scripts use the names below. They are imported on first use, so that importing the package loads neither
+torch nor transformers.
 """
 
 from __future__ import annotations

@@ -11,19 +11,19 @@ class AgentR1Error(Exception):
 
 
 class ConfigError(AgentR1Error, ValueError):
-    """The description of a run is wrong. Raised before any model is loaded."""
+    """The configuration of a run is wrong. Raised before any model is loaded."""
 
 
 class DataError(AgentR1Error, ValueError):
-    """A task row, a trajectory file or a checkpoint cannot be read as what it claims to be."""
+    """A task row, a trajectory file or a checkpoint cannot be read."""
 
 
 class RolloutError(AgentR1Error, RuntimeError):
-    """Sampling broke as a whole: too many episodes of one batch failed."""
+    """Sampling failed: too many episodes of one batch failed."""
 
 
 class TrainingError(AgentR1Error, RuntimeError):
-    """Learning broke as a whole: several updates in a row were not finite."""
+    """Learning failed: several updates in a row were not finite."""
 
 
 class DiskError(AgentR1Error, OSError):
@@ -40,7 +40,7 @@ def brief(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of an 'unknown name' message: the nearest known name, then all of them."""
+    """The end of an 'unknown name' message: the nearest known name, then all of them."""
     names = sorted(known)
     near = nearest(name, names)
     hint = f" Did you mean {near!r}?" if near else ""

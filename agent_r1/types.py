@@ -22,9 +22,9 @@ from agent_r1.errors import brief
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
-# Why a call has no result: it cannot be read; it can, but may not be made there; ...; its tool raised a ToolError.
+# Why a call has no result. "misplaced": readable, but inside thinking or one too many; "failed": a ToolError.
 CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
-Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, tokens it sampled), in order of the tokens
+Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, number of tokens it sampled), in order
 
 
 def check_type(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
@@ -49,13 +49,13 @@ def check_reward(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """One task, as the published parquet rows spell it."""
+    """One task, with the fields of the published parquet rows."""
 
     prompt: list[Message]
-    row_id: str = ""  # stable across runs: names the row in trajectories and panels
+    row_id: str = ""  # the same in every run: identifies the row in trajectories and evaluation sets
     agent_name: str | None = None  # which flow plays this row; None: the recipe's
     reward_model: Mapping[str, Any] = field(default_factory=dict)  # {"style": ..., "ground_truth": ...}
-    env_kwargs: Mapping[str, Any] = field(default_factory=dict)  # override the recipe's env settings for this row
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)  # override the recipe's env settings
     data_source: str = "unknown"
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Observation:
         if len(given) != 1:
             raise ValueError(
                 f"Observation needs exactly one of messages, text, token_ids: got {given or 'none'}. "
-                "It is the whole next model input, so the three are alternatives."
+                "They are alternatives."
             )
         check_type("Observation.text", self.text, str | None, "a text")
         check_type("Observation.token_ids", self.token_ids, list | None, "a list of ids")
@@ -99,14 +99,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the policy did: the text an env reads, and the exact ids behind it."""
+    """What the policy did: the text for the env, and its exact ids."""
 
     text: str  # decoded without the stop token
     token_ids: list[int]  # as sampled, stop token included
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. The algorithms need the distinction; see the two properties."""
+    """Why a trajectory ended."""
 
     ANSWERED = "answered"  # the env reached a terminal state
     PARSE_LIMIT = "parse_limit"  # the env gave up after too many malformed calls in a row
@@ -117,50 +117,47 @@ class StopReason(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """True when a budget ended the episode. A critic bootstraps where that left a prompt unanswered."""
+        """Whether a budget ended the episode. A critic bootstraps if that left a prompt unanswered."""
         return self in (StopReason.MAX_STEPS, StopReason.MAX_TOKENS)
 
     @property
     def is_failure(self) -> bool:
-        """True when the machinery failed rather than the policy: counted, shown, never trained on."""
+        """Whether the code failed and not the policy: counted and shown, but never trained on."""
         return self in (StopReason.TIMEOUT, StopReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallRecord:
-    """What became of one tool call, kept per call so that process rewards can sit on its own tokens."""
+    """The outcome of one tool call. Its process reward is assigned to its own tokens."""
 
     name: str
     arguments: Mapping[str, Any]
-    result: str  # the text the model gets to see
+    result: str  # as shown to the model
     reward: float = 0.0  # process reward of this call
     error: str | None = None  # what the model is told if the call was refused or failed
     fault: CallFault | None = None  # what kind of error it is
     text_span: tuple[int, int]  # characters [start, end) of the call in the action's text
-    token_span: tuple[int, int] | None = None  # response tokens [start, end); the flow fills it in
+    token_span: tuple[int, int] | None = None  # response tokens [start, end); set by the flow
     seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """What the env answers to an action. Field types are checked as in `Observation`."""
+    """An env's answer to an action. Field types are checked as in `Observation`."""
 
     observation: Observation | None = None  # None when the episode has terminated
     reward: float = 0.0
-    terminated: bool = False  # reached a terminal state; truncation is the flow's business
+    terminated: bool = False  # reached a terminal state; the flow decides about truncation
     stop: StopReason = StopReason.ANSWERED  # read only when terminated
     calls: tuple[ToolCallRecord, ...] = ()
-    feedback: str = ""  # what the env said in reply, as people would read it
+    feedback: str = ""  # the env's reply, for people
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_bool("Transition.terminated", self.terminated)
         if not self.terminated and self.observation is None:
-            raise ValueError(
-                "Transition has no observation although terminated=False: the episode could not go on. "
-                "Return the next observation or terminated=True."
-            )
+            raise ValueError("Transition has neither an observation nor terminated=True: return one of the two")
         check_type("Transition.observation", self.observation, Observation | None, "an Observation")
         check_reward("Transition.reward", self.reward)
         check_type("Transition.feedback", self.feedback, str, "a text")
@@ -175,10 +172,10 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """The token ids that top-k and top-p left to sample from, for each token of a response. Little-endian int32."""
+    """For each token of a response, the ids that top-k and top-p left to sample from. Little-endian int32."""
 
     counts: bytes  # how many ids were kept, one number per response token
-    ids: bytes  # the kept ids, token after token
+    ids: bytes  # the kept ids of all tokens, concatenated
 
     @classmethod
     def of(cls, per_token: Iterable[Sequence[int]]) -> Support:
@@ -197,7 +194,7 @@ class Support:
         return len(self.counts) // 4
 
     def first(self, tokens: int) -> Support:
-        """The support of the first tokens of the response."""
+        """The support of the first `tokens` tokens."""
         return Support(counts=self.counts[: 4 * tokens], ids=self.ids[: 4 * sum(self._counts()[:tokens])])
 
     def per_token(self) -> list[list[int]]:
@@ -215,7 +212,7 @@ class Step:
     prompt_ids: list[int]  # s_t: exactly the tokens the policy saw
     response_ids: list[int]  # a_t: exactly the tokens the policy sampled
     response_logprobs: list[float]  # log pi_old(a_t | s_t), one per response token
-    temperature: float | None = None  # of the sampler, like the next two; None: not recorded
+    temperature: float | None = None  # of the sampler, as the next two; None: not recorded
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     support: Support | None = None  # what top_p and top_k left to sample from; the log-probs are relative to it
@@ -223,13 +220,13 @@ class Step:
     calls: tuple[ToolCallRecord, ...] = ()
     action_text: str = ""
     feedback: str = ""  # the env's reply, for people
-    versions: Versions = ()  # policy versions (learner steps) whose weights sampled this; (): not sampled
+    versions: Versions = ()  # policy versions (learner steps) that sampled this; (): not sampled
     is_cut: bool = False  # a token limit ended the response, not the policy
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)  # the env's
-    hidden_messages: int | None = None  # of the conversation, where a context policy chose what an action is shown
-    summary: SummaryQuality | None = None  # what became of it, where one was asked for; None: this is an action
+    hidden_messages: int | None = None  # left out or changed by a context policy; None: no policy
+    summary: SummaryQuality | None = None  # None: this step is an action, not a summary
 
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.response_logprobs):
@@ -239,20 +236,20 @@ class Step:
             )
         if self.support is not None and len(self.support) != len(self.response_ids):
             raise ValueError(
-                f"Step needs one entry of support per response token: got {len(self.response_ids)} tokens and "
-                f"{len(self.support)} entries"
+                f"Step needs one entry of support per response token: got {len(self.response_ids)} tokens "
+                f"and {len(self.support)} entries"
             )
         if self.versions and sum(count for _, count in self.versions) != len(self.response_ids):
             raise ValueError(f"Step.versions={self.versions} do not add up to {len(self.response_ids)} response tokens")
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that sampled any of the tokens: what staleness is measured from. 0 if not sampled."""
+        """The oldest version that sampled any of the tokens, for staleness. 0 if not sampled."""
         return min((version for version, _ in self.versions), default=0)
 
     @property
     def is_restricted(self) -> bool:
-        """True when top-k or top-p left only some tokens to sample from."""
+        """Whether top-k or top-p left only some tokens to sample from."""
         return self.temperature != 0 and (self.top_p < 1 or self.top_k > 0)
 
     def without_sampling(self) -> Step:
@@ -261,7 +258,7 @@ class Step:
 
     @property
     def is_summary(self) -> bool:
-        """Asked for by a context policy, not by the env: sampled and trained like any step, but no action."""
+        """Written for a context policy, not for the env: sampled and trained like any step, but not an action."""
         return self.summary is not None
 
 
@@ -295,8 +292,8 @@ class Trajectory:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None  # for stop.is_failure
     seconds: float = 0.0
-    next_prompt_ids: list[int] = field(default_factory=list)  # max_steps: the state it would have gone on from
-    opening: list[Message] = field(default_factory=list)  # what the env began with, for people; if it was messages
+    next_prompt_ids: list[int] = field(default_factory=list)  # the prompt that max_steps left unanswered
+    opening: list[Message] = field(default_factory=list)  # the first messages of the env, for people
 
     @property
     def error(self) -> str | None:
@@ -304,12 +301,12 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """The return S of the trajectory: process rewards of its steps plus the outcome reward."""
+        """The return S: process rewards of the steps plus the outcome reward."""
         return sum(step.reward for step in self.steps) + self.outcome_reward
 
     @property
     def final_text(self) -> str:
-        """The last thing the policy said to the env; what outcome rewards usually grade."""
+        """The policy's last action, which outcome rewards usually grade."""
         return next((step.action_text for step in reversed(self.steps) if not step.is_summary), "")
 
     @property
@@ -323,7 +320,7 @@ class Group:
 
     row: TaskRow
     trajectories: list[Trajectory]
-    greedy: Trajectory | None = None  # one attempt without sampling noise, for algorithms that compare with it
+    greedy: Trajectory | None = None  # an attempt without sampling noise, for algorithms with a greedy baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +329,8 @@ class CreditedTrajectory:
 
     trajectory: Trajectory
     advantages: PerToken
-    values: PerToken | None = None  # what the critic said before each response token
-    value_targets: list[list[float | None]] | None = None  # what it should have said; None where it is not asked
+    values: PerToken | None = None  # the critic's estimate before each response token
+    value_targets: list[list[float | None]] | None = None  # None for tokens at which the critic is not trained
 
     def __post_init__(self) -> None:
         expected = [len(step.response_ids) for step in self.trajectory.steps]
@@ -345,4 +342,4 @@ class CreditedTrajectory:
                     f"steps have {expected} tokens, {name} {[len(row) for row in given]}"
                 )
         if (self.values is None) != (self.value_targets is None):
-            raise ValueError("values and value_targets come together: both are the critic's")
+            raise ValueError("give both values and value_targets, or neither")

@@ -1,4 +1,4 @@
-"""A calculator that can be left alone with a policy: its own small grammar, exact numbers, bounded size; no `eval`.
+"""A calculator that is safe in the hands of a policy: its own small grammar, exact numbers, bounded size, no `eval`.
 
     12 * (3 + 4) / 2      1,250 + 75      $5.50 x 3      20% * 80      2^10      -3 - -4
 
@@ -9,6 +9,7 @@ brackets are limited.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -17,7 +18,7 @@ from agent_r1.tools.base import ToolError, tool
 
 MAX_CHARS = 200
 MAX_BITS = 256  # of numerator and denominator, after every operation
-MAX_DEPTH = 20  # of brackets in brackets; each takes five calls of Python's limited stack
+MAX_DEPTH = 20  # of nested brackets; each takes five calls of Python's limited stack
 DECIMALS = 6
 
 # People also write a times sign (\u00d7, \u00b7), a division sign (\u00f7) or a minus (\u2212) that no keyboard has.
@@ -26,36 +27,41 @@ TOKEN = re.compile(
     r"|(?P<symbol>\*\*|[-+*/^()%x\u00d7\u00b7\u00f7\u2212]))",
     re.ASCII,
 )
-SAME = {"x": "*", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
-MONEY = str.maketrans("$€£", "   ")  # not nothing: 1$2 is no twelve
+SYNONYMS = {"x": "*", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
+MONEY = str.maketrans("$€£", "   ")  # blanks, so that 1$2 does not become 12
+# Precedence and function.
+OPERATIONS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
 
 
 class NotAnExpression(ValueError):
-    """The text is not one the grammar knows, or its value is too large."""
+    """The text is not in the grammar, or its value is too large."""
 
 
 @tool(parallel=True)
 async def calculator(expression: str) -> str:
     """The value of an arithmetic expression, such as (48 + 24) / 2."""
     try:
-        return written(evaluate(expression))
+        return format_number(evaluate(expression))
     except (NotAnExpression, ZeroDivisionError) as error:
         raise ToolError(str(error)) from error
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value. Raises `NotAnExpression`, or `ZeroDivisionError`."""
+    """The exact value. Raises `NotAnExpression` or `ZeroDivisionError`."""
     if len(expression) > MAX_CHARS:
         raise NotAnExpression(f"the expression has {len(expression)} characters, {MAX_CHARS} are allowed")
     parser = _Parser(list(_tokens(expression.translate(MONEY))))
-    value = parser.sum()
+    try:
+        value = parser.expression()
+    except ZeroDivisionError:
+        raise ZeroDivisionError("division by zero") from None
     if parser.next is not None:
         raise NotAnExpression(f"unexpected {parser.next!r} in {expression!r}")
     return value
 
 
-def written(value: Fraction) -> str:
-    """As a decimal: exact where it ends within `DECIMALS` digits, else rounded to so many."""
+def format_number(value: Fraction) -> str:
+    """As a decimal, rounded to `DECIMALS` digits."""
     scaled = round(value * 10**DECIMALS)
     whole, rest = divmod(abs(scaled), 10**DECIMALS)
     digits = f"{rest:0{DECIMALS}d}".rstrip("0")
@@ -69,7 +75,7 @@ def _tokens(expression: str) -> Iterator[str]:
         found = TOKEN.match(text, at)
         if found is None:
             raise NotAnExpression(f"cannot read {text[at:].lstrip()[:12]!r} in {expression!r}")
-        yield found["number"] or SAME.get(found["symbol"], found["symbol"])
+        yield found["number"] or SYNONYMS.get(found["symbol"], found["symbol"])
         at = found.end()
 
 
@@ -85,22 +91,12 @@ class _Parser:
     def next(self) -> str | None:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
 
-    def sum(self) -> Fraction:
-        value = self._product()
-        while (sign := self.next) in ("+", "-"):
-            self._at += 1
-            other = self._product()
-            value = _bounded(value + other if sign == "+" else value - other)
-        return value
-
-    def _product(self) -> Fraction:
+    def expression(self, precedence: int = 1) -> Fraction:
         value = self._signed()
-        while (sign := self.next) in ("*", "/"):
+        while (found := OPERATIONS.get(self.next or "")) and found[0] >= precedence:
             self._at += 1
-            other = self._signed()
-            if sign == "/" and other == 0:
-                raise ZeroDivisionError("division by zero")
-            value = _bounded(value * other if sign == "*" else value / other)
+            own_precedence, operation = found
+            value = _bounded(operation(value, self.expression(own_precedence + 1)))
         return value
 
     def _signed(self) -> Fraction:
@@ -116,27 +112,25 @@ class _Parser:
         if self.next != "**":
             return base
         self._at += 1
-        exponent = self._signed()  # to the right: 2^3^2 is 2^9
+        exponent = self._signed()  # from the right: 2^3^2 is 2^9
         if exponent.denominator != 1:
-            raise NotAnExpression(f"the exponent {written(exponent)} is not a whole number")
+            raise NotAnExpression(f"the exponent {format_number(exponent)} is not a whole number")
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if abs(exponent) * bits > 2 * MAX_BITS:
             raise NotAnExpression("the power is too large")
-        if base == 0 and exponent < 0:
-            raise ZeroDivisionError("division by zero")
         return _bounded(Fraction(base ** int(exponent)))
 
     def _atom(self) -> Fraction:
         token = self.next
         if token is None:
-            raise NotAnExpression("the expression ends where a number should stand")
+            raise NotAnExpression("the expression ends where a number is expected")
         self._at += 1
         if token == "(":
             value = self._bracket()
         elif token[0].isdigit() or token[0] == ".":
             value = _bounded(Fraction(token.replace(",", "").rstrip(".")))
         else:
-            raise NotAnExpression(f"unexpected {token!r} where a number should stand")
+            raise NotAnExpression(f"unexpected {token!r} where a number is expected")
         while self.next == "%":
             self._at += 1
             value = _bounded(value / 100)
@@ -146,7 +140,7 @@ class _Parser:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise NotAnExpression(f"brackets are nested more than {MAX_DEPTH} deep")
-        value = self.sum()
+        value = self.expression()
         if self.next != ")":
             raise NotAnExpression("a bracket is not closed")
         self._at += 1

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from agent_r1.envs.check import check_tool
 from agent_r1.tools.base import ToolError
-from agent_r1.tools.calculator import MAX_BITS, MAX_CHARS, MAX_DEPTH, NotAnExpression, calculator, evaluate, written
+from agent_r1.tools.calculator import (
+    MAX_BITS,
+    MAX_CHARS,
+    MAX_DEPTH,
+    NotAnExpression,
+    calculator,
+    evaluate,
+    format_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,29 +56,29 @@ from agent_r1.tools.calculator import MAX_BITS, MAX_CHARS, MAX_DEPTH, NotAnExpre
     ],
 )
 def test_values_by_hand(expression: str, value: str) -> None:
-    assert written(evaluate(expression)) == value
+    assert format_number(evaluate(expression)) == value
     assert asyncio.run(calculator(expression=expression)) == value
 
 
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("", "ends where a number should stand"),
-        ("$", "ends where a number should stand"),
-        ("2 +", "ends where a number should stand"),
+        ("", "ends where a number is expected"),
+        ("$", "ends where a number is expected"),
+        ("2 +", "ends where a number is expected"),
         ("2 3", "unexpected '3'"),
         ("1$2", "unexpected '2'"),  # no twelve
         ("10 % 3", "unexpected '3'"),  # no remainder
         ("2(3)", r"unexpected '\('"),
-        ("* 2", r"unexpected '\*' where a number should stand"),
-        ("()", r"unexpected '\)' where a number should stand"),
+        ("* 2", r"unexpected '\*' where a number is expected"),
+        ("()", r"unexpected '\)' where a number is expected"),
         ("(2", "a bracket is not closed"),
         ("2)", r"unexpected '\)'"),
         ("1,2345", "cannot read ',2345'"),
         ("1,00", "cannot read ',00'"),
         ("1.2.3", "unexpected '.3'"),
         ("two + 2", "cannot read 'two"),
-        ("x", r"unexpected '\*' where a number should stand"),
+        ("x", r"unexpected '\*' where a number is expected"),
         ("2e3", "cannot read 'e3'"),
         ("٣ + 1", "cannot read"),  # digits of one script only
         ("__import__('os')", "cannot read"),
@@ -129,14 +137,14 @@ def test_brackets_nest_so_deep_and_no_deeper() -> None:
     ],
 )
 def test_numbers_are_written_with_six_digits_after_the_point_at_most(value: Fraction, text: str) -> None:
-    assert written(value) == text
+    assert format_number(value) == text
 
 
 @given(st.fractions(min_value=-(10**9), max_value=10**9))
 def test_what_is_written_is_the_nearest_and_reads_back(value: Fraction) -> None:
-    text = written(value)
+    text = format_number(value)
     assert abs(evaluate(text) - value) <= Fraction(1, 2 * 10**6)
-    assert written(evaluate(text)) == text
+    assert format_number(evaluate(text)) == text
 
 
 Tree = tuple[str, Fraction | None]  # an expression and its value; None: a division by zero
@@ -182,7 +190,7 @@ def test_no_text_raises_anything_else_or_gives_an_unbounded_number(text: str) ->
     except (NotAnExpression, ZeroDivisionError):
         return
     assert max(value.numerator.bit_length(), value.denominator.bit_length()) <= MAX_BITS
-    written(value)
+    format_number(value)
 
 
 def test_the_tool_keeps_its_contract() -> None:
