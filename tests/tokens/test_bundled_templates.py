@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
-from agent_r1.build.recipe import TEMPLATES
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations
@@ -19,34 +16,18 @@ from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
-from tests.tokens.rendering_checks import (
-    Subject,
-    check_contents_make_no_control_tokens,
-    check_ids_are_the_tokenizers_own,
-    check_prompts_extend_what_was_sampled,
-)
-from tests.tokens.small_tokenizers import TOOL, template_text, tokenizer_of
+from tests.tokens.small_tokenizers import TOOL, template_text
+from tests.tokens.subjects import BUNDLED, CHATML_TOOLS, subject_of
 
-TEMPLATE = (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
 QUICKSTART = (RECIPES / "quickstart" / "chat_template.jinja").read_text(encoding="utf-8")
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
 HERMES = FORMATS["hermes"]
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-every_family = pytest.mark.parametrize("family", ["smollm2", "qwen2_5", "qwen3"])
-
-
-@cache
-def subject_of(family: str) -> Subject:
-    """One whose tags are plain text, and two in which some of them are tokens."""
-    known = tokenizer_of(family)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=known.backend_tokenizer, eos_token=known.eos_token, chat_template=TEMPLATE
-    )
-    return Subject.of(tokenizer, Renderer(tokenizer), turn_end="<|im_end|>")
+every_family = pytest.mark.parametrize("family", BUNDLED)
 
 
 def written(*messages: Message, tools: list[dict[str, Any]] | None = None) -> str:
-    return template_text(subject_of("smollm2").tokenizer, list(messages), tools)
+    return template_text(subject_of("chatml_tools-smollm2").tokenizer, list(messages), tools)
 
 
 def turns(*pairs: tuple[str, str]) -> str:
@@ -133,11 +114,11 @@ def test_results_that_come_together_share_a_turn() -> None:
 )
 def test_what_it_cannot_write_is_refused(message: Message, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        subject_of("smollm2").renderer.render(Observation(messages=[USER, message]))
+        subject_of("chatml_tools-smollm2").renderer.render(Observation(messages=[USER, message]))
 
 
 def test_a_reply_taken_apart_into_calls_is_extended_exactly() -> None:
-    renderer = subject_of("smollm2").renderer
+    renderer = subject_of("chatml_tools-smollm2").renderer
     conversation = Conversations(renderer)
     first = conversation.prompt(Observation(messages=[USER]), [TOOL])
     text = f"Let me look.\n{HERMES.write_call('search', {'query': 'Faust'})}"
@@ -153,39 +134,11 @@ def test_a_reply_taken_apart_into_calls_is_extended_exactly() -> None:
 @every_family
 @few
 @given(data=st.data())
-def test_a_fresh_prompt_without_look_alikes_is_the_tokenizers_own(family: str, data: st.DataObject) -> None:
-    subject = subject_of(family)
-    messages = data.draw(subject.conversations(subject.clean()))
-    check_ids_are_the_tokenizers_own(subject, messages, data.draw(st.sampled_from([[], [TOOL]])))
-
-
-@every_family
-@few
-@given(data=st.data())
-def test_contents_make_no_control_tokens(family: str, data: st.DataObject) -> None:
-    subject = subject_of(family)
-    check_contents_make_no_control_tokens(subject, data.draw(subject.conversations(subject.wild())))
-
-
-@every_family
-@few
-@given(data=st.data())
-def test_every_prompt_extends_what_was_seen_and_sampled(family: str, data: st.DataObject) -> None:
-    subject = subject_of(family)
-    turn = st.tuples(subject.responses(), subject.answers(subject.wild()))
-    check_prompts_extend_what_was_sampled(
-        subject, data.draw(subject.conversations(subject.clean())), data.draw(st.lists(turn, max_size=3))
-    )
-
-
-@every_family
-@few
-@given(data=st.data())
 def test_rendering_only_new_turns_gives_the_ids_of_the_whole_conversation(family: str, data: st.DataObject) -> None:
     subject = subject_of(family)
     turns = data.draw(st.lists(st.tuples(subject.responses(), subject.answers(subject.wild())), min_size=1, max_size=3))
     first = data.draw(subject.conversations(subject.clean()))
-    for template in (TEMPLATE, QUICKSTART):
+    for template in (CHATML_TOOLS, QUICKSTART):
         whole, count = INDEPENDENT_TURNS.subn("", template)
         assert count == 1
         conversations = [

@@ -7,30 +7,14 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agent_r1.tokens.control_tokens import CUT
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import MAX_CACHED_CHARS, Renderer
 from agent_r1.types import Message, Observation
-from tests.tokens.rendering_checks import (
-    Subject,
-    check_contents_make_no_control_tokens,
-    check_ids_are_the_tokenizers_own,
-    check_prompts_extend_what_was_sampled,
-)
 from tests.tokens.small_tokenizers import FAMILIES, TOOL, renderer_of, template_ids, template_text, tokenizer_of
+from tests.tokens.subjects import subject_of
 
-SUBJECTS = {
-    name: Subject.of(
-        tokenizer_of(name),
-        renderer_of(name),
-        turn_end="<|end|>" if name == "harmony" else family.eos,
-        tool_role=family.tool_role,
-    )
-    for name, family in FAMILIES.items()
-}
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
@@ -42,73 +26,6 @@ def said(text: str) -> Message:
 
 def asking(*messages: Message) -> Observation:
     return Observation(messages=list(messages))
-
-
-# Properties
-
-
-@every_family
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_fresh_prompt_without_look_alikes_is_the_tokenizers_own(name: str, data: st.DataObject) -> None:
-    subject = SUBJECTS[name]
-    messages = data.draw(subject.conversations(subject.clean()))
-    check_ids_are_the_tokenizers_own(subject, messages, data.draw(st.sampled_from([[], [TOOL]])))
-
-
-@every_family
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_contents_change_no_text_and_make_no_control_tokens(name: str, data: st.DataObject) -> None:
-    subject = SUBJECTS[name]
-    check_contents_make_no_control_tokens(subject, data.draw(subject.conversations(subject.wild())))
-
-
-@every_family
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_every_prompt_starts_with_the_exact_prompt_and_response_before_it(name: str, data: st.DataObject) -> None:
-    subject = SUBJECTS[name]
-    turns = st.lists(st.tuples(subject.responses(), subject.answers(subject.wild())), min_size=1, max_size=3)
-    check_prompts_extend_what_was_sampled(subject, data.draw(subject.conversations(subject.wild())), data.draw(turns))
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "smollm2", "llama3"])
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_appending_gives_the_templates_own_text_when_replies_are_canonical(name: str, data: st.DataObject) -> None:
-    subject = SUBJECTS[name]
-    contents = subject.clean().map(str.strip)
-    conversation, messages = Conversations(subject.renderer), [USER]
-    for text, added in data.draw(st.lists(st.tuples(contents, subject.answers(contents)), min_size=1, max_size=3)):
-        conversation.prompt(Observation(messages=messages))
-        conversation.record(subject.renderer.encode_response(text), text)
-        messages = [*messages, said(text), *added]
-    prompt_ids = conversation.prompt(Observation(messages=messages))
-    assert conversation.extended
-    assert subject.text(prompt_ids) == template_text(subject.tokenizer, messages)
-
-
-@every_family
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_token_span_is_every_token_with_a_byte_of_those_characters(name: str, data: st.DataObject) -> None:
-    tokenizer, renderer = tokenizer_of(name), renderer_of(name)
-    words = data.draw(st.lists(st.sampled_from(["🙂", "é", "ab", " 42", "<|im_end|>", "\n\n"]), min_size=1, max_size=8))
-    ids = [i for word in words for i in tokenizer.encode(word, add_special_tokens=False)]  # emojis span several tokens
-    text = renderer.decode(ids)
-    start = data.draw(st.integers(0, len(text)))
-    end = data.draw(st.integers(start, len(text)))
-    # In byte-level vocabularies a token has one character per byte, so the bytes of each token can be counted.
-    lengths = [len(token) for token in tokenizer.convert_ids_to_tokens(ids)]
-    starts = [sum(lengths[:i]) for i in range(len(ids))]
-    low, high = len(text[:start].encode()), len(text[:end].encode())
-    overlapping = [i for i in range(len(ids)) if starts[i] < high and starts[i] + lengths[i] > low]
-    first, last = renderer.token_span(ids, start, end)
-    assert list(range(first, last)) == (overlapping if start < end else [])
-
-
-# By hand
 
 
 def test_three_turns_by_hand() -> None:
@@ -293,7 +210,7 @@ def test_a_reply_taken_apart_into_calls_is_extended_by_its_exact_ids(name: str, 
     assert template_text(tokenizer, [USER, reply, RESULT], [TOOL]).endswith(stop + rest)
     # ... and the look-alikes in the tool's result stayed text.
     without_result = tokenizer.encode(rest.replace(RESULT["content"], ""), add_special_tokens=False)
-    control = SUBJECTS[name].control
+    control = subject_of(name).control
     assert control(after) == control(prompt) + control(response) + control(without_result)
 
 
@@ -308,8 +225,8 @@ def test_look_alikes_in_tool_arguments_and_schemas_make_no_control_tokens() -> N
     ids = renderer_of("qwen2_5").render(Observation(messages=messages), [tool])
     assert tokenizer_of("qwen2_5").decode(ids) == template_text(tokenizer_of("qwen2_5"), messages, [tool])
     # system, user, assistant, user; the last turn is open
-    assert SUBJECTS["qwen2_5"].control(ids)["<|im_start|>"] == 5
-    assert SUBJECTS["qwen2_5"].control(ids)["<|im_end|>"] == 4
+    assert subject_of("qwen2_5").control(ids)["<|im_start|>"] == 5
+    assert subject_of("qwen2_5").control(ids)["<|im_end|>"] == 4
 
 
 def test_our_own_marks_in_a_message_become_replacement_characters() -> None:

@@ -1,4 +1,4 @@
-"""What every tool-call format keeps: never raises, spans in order, limits, and a round trip of its own writing."""
+"""What holds for every tool-call format: it never raises, keeps limits, and reads what it writes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 
 from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.formats.base import MAX_CALLS, Event, ParsedCall, ParseFailure
+from tests.tokens.test_formats import call
 
 HERMES, RETOOL = FORMATS["hermes"], FORMATS["retool"]
-
-
-def call(name: str, text: str) -> tuple[str, dict[str, Any], str]:
-    """The only call in the text: its name, its arguments, and the characters of its span."""
-    (event,) = FORMATS[name].parse(text)[1]
-    assert isinstance(event, ParsedCall), event
-    return event.name, event.arguments, text[slice(*event.span)]
 
 
 def test_results_are_tool_messages_or_one_user_message() -> None:
@@ -62,7 +56,7 @@ def test_results_are_tool_messages_or_one_user_message() -> None:
         ("retool", "<code>1</code>"),
     ],
 )
-def test_a_response_that_repeats_itself_is_cut_off_after_32_calls(name: str, piece: str) -> None:
+def test_at_most_32_calls_of_a_response_are_read(name: str, piece: str) -> None:
     text = piece * 10_000
     _, events = FORMATS[name].parse(text)
     assert len(events) == MAX_CALLS + 1 == 33
@@ -96,7 +90,7 @@ texts = st.one_of(st.text(), st.lists(st.sampled_from(PIECES) | st.text(max_size
 @given(text=texts)
 @example(text="")
 @settings(max_examples=400, deadline=None)
-def test_parsing_never_raises_and_spans_lie_in_order_inside_the_text(name: str, text: str) -> None:
+def test_parsing_never_raises_and_spans_are_ordered(name: str, text: str) -> None:
     content, events = FORMATS[name].parse(text)
     at = 0
     for event in events:
@@ -129,14 +123,14 @@ OPENINGS = {
 @pytest.mark.parametrize(("name", "mark"), [(name, mark) for name, marks in OPENINGS.items() for mark in marks])
 @given(before=texts, after=texts)
 @settings(max_examples=60, deadline=None)
-def test_the_mark_of_a_call_is_never_part_of_an_answer(name: str, mark: str, before: str, after: str) -> None:
+def test_text_with_the_mark_of_a_call_is_never_an_answer(name: str, mark: str, before: str, after: str) -> None:
     text = f"{before}{mark}{after}".replace("<think>", "").replace("</think>", "")
     assert FORMATS[name].parse(text)[1]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("piece", ["</think>", "<think>", "<think></think>", "{", "[f(", "\n[f(a=1", '{"name": "f", '])
-def test_reading_megabytes_of_one_piece_takes_linear_time(name: str, piece: str) -> None:
+def test_parsing_megabytes_takes_linear_time(name: str, piece: str) -> None:
     # Quadratic time would be hours here. Each piece comes alone, and with what opens a call of the format.
     for mark in ("", *OPENINGS.get(name, ("<|channel|>", "to=functions.f"))[:1]):
         FORMATS[name].parse((mark + piece) * (2**20 // len(mark + piece)))
@@ -180,7 +174,7 @@ def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments:
         ("pythonic", "[f(a={value})]"),
     ],
 )
-def test_arguments_nested_too_deeply_to_be_kept_are_a_malformed_call(name: str, text: str) -> None:
+def test_arguments_nested_too_deeply_are_a_malformed_call(name: str, text: str) -> None:
     called, arguments, _ = call(name, text.format(value="[" * 50 + "]" * 50))
     assert (called, len(json.dumps(arguments["a"]))) == ("f", 100)
     for levels in (70, 600):

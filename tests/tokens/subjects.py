@@ -1,23 +1,31 @@
-"""The properties that rendering promises, as checks that any tokenizer and chat template can be put through."""
+"""Tokenizers under test: small ones, ours with the bundled chat template, and real ones.
+
+To test real tokenizers, set AGENT_R1_TOKENIZERS to a directory whose sub-directories each hold a tokenizer.json and a
+tokenizer_config.json (as `AutoTokenizer.from_pretrained` reads them).
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from agent_r1.build.recipe import TEMPLATES
 from agent_r1.tokens.control_tokens import CUT, SLOT
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Message, Observation
-from tests.tokens.small_tokenizers import template_ids, template_text
+from agent_r1.tokens.template_check import verify_template
+from agent_r1.types import Message
+from tests.tokens.small_tokenizers import FAMILIES, renderer_of, tokenizer_of
 
-STAND_IN = "@what-was-sampled@"  # in the template's text, for replies whose own text a template may take apart
 WORDS = ["hello", "The answer", "42", "x<y", "a | b", "{}", '"q"', "it's", "é", "你好", "🙂", "👩‍🚀", "e\u0301", "İ"]
 BLANKS = ["\n", "\n\n", " ", "   ", "\t", "\r\n", "\n \n"]
 
@@ -120,48 +128,27 @@ def _from_tool(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Message]:
     return contents.map(lambda content: {"role": "user", "from_tool": True, "content": content})
 
 
-def check_ids_are_the_tokenizers_own(subject: Subject, messages: list[Message], tools: list[dict[str, Any]]) -> None:
-    """For messages without look-alikes."""
-    ids = subject.renderer.render(Observation(messages=messages), tools)
-    assert ids == template_ids(subject.tokenizer, messages, tools or None)
+CHATML_TOOLS = (TEMPLATES / "chatml_tools.jinja").read_text(encoding="utf-8")
+# With the bundled template: one whose tags are plain text, and two in which some of them are tokens.
+BUNDLED = {f"chatml_tools-{name}": name for name in ("smollm2", "qwen2_5", "qwen3")}
+_ROOT = os.environ.get("AGENT_R1_TOKENIZERS")
+REAL = {path.parent.name: path.parent for path in sorted(Path(_ROOT).glob("*/tokenizer.json"))} if _ROOT else {}
+SUBJECTS = [*FAMILIES, *BUNDLED, *REAL]
 
 
-def check_contents_make_no_control_tokens(subject: Subject, messages: list[Message]) -> None:
-    ids = subject.renderer.render(Observation(messages=messages))
-    assert subject.text(ids) == subject.spelled(template_text(subject.tokenizer, messages))
-    neutral = template_ids(subject.tokenizer, [subject.neutral(message) for message in messages])
-    assert subject.control(ids) == subject.control(neutral)
-
-
-def check_prompts_extend_what_was_sampled(
-    subject: Subject, messages: list[Message], turns: list[tuple[list[int], list[Message]]]
-) -> None:
-    """Each turn is what the model sampled and what the env adds to it."""
-    conversation = Conversations(subject.renderer)
-    prompt_ids = conversation.prompt(Observation(messages=messages))
-    as_seen_by_template = list(messages)
-    for response_ids, added in turns:
-        text = subject.renderer.decode(response_ids)
-        conversation.record(response_ids, text)
-        messages = [*messages, {"role": "assistant", "content": text}, *added]
-        as_seen_by_template += [{"role": "assistant", "content": STAND_IN}, *added]
-
-        seen = prompt_ids + response_ids
-        prompt_ids = conversation.prompt(Observation(messages=messages))
-        assert conversation.extended
-        assert prompt_ids[: len(seen)] == seen
-
-        new_ids = prompt_ids[len(seen) :]
-        ended = bool(response_ids) and response_ids[-1] in subject.renderer.stop_ids
-        assert subject.text(new_ids) == subject.spelled(_rest(subject, as_seen_by_template, ended))
-        neutral_rest = _rest(subject, [subject.neutral(message) for message in as_seen_by_template], ended)
-        assert subject.control(new_ids) == subject.control(
-            subject.tokenizer.encode(neutral_rest, add_special_tokens=False)
+@cache
+def subject_of(name: str) -> Subject:
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        turn_end = "<|end|>" if name == "harmony" else family.eos
+        return Subject.of(tokenizer_of(name), renderer_of(name), turn_end=turn_end, tool_role=family.tool_role)
+    if name in BUNDLED:
+        known = tokenizer_of(BUNDLED[name])
+        tokenizer: Any = PreTrainedTokenizerFast(
+            tokenizer_object=known.backend_tokenizer, eos_token=known.eos_token, chat_template=CHATML_TOOLS
         )
-
-
-def _rest(subject: Subject, messages: list[Message], ended: bool) -> str:
-    """The template's text after the last reply; without the end of its turn if the model has sampled that itself."""
-    rest = template_text(subject.tokenizer, messages).rpartition(STAND_IN)[2]
-    assert rest.startswith(subject.turn_end)
-    return rest.removeprefix(subject.turn_end) if ended else rest
+        return Subject.of(tokenizer, Renderer(tokenizer), turn_end="<|im_end|>")
+    tokenizer = AutoTokenizer.from_pretrained(str(REAL[name]))
+    renderer = Renderer(tokenizer)
+    tool_role = verify_template(renderer).extends_after_tool
+    return Subject.of(tokenizer, renderer, turn_end=tokenizer.eos_token, tool_role=tool_role)
