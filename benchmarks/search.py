@@ -28,12 +28,12 @@ import numpy as np
 
 from agent_r1.data.downloads import data_dir
 from agent_r1.recipes.hotpotqa.data import FOLDER, INDEX, SPLITS, Question, questions
+from agent_r1.serve.search_load import load
+from agent_r1.serve.search_server import ServerLimits, serve
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.dense import ENCODERS, DenseSettings
 from agent_r1.tools.search.index import Index, Kind
 from agent_r1.tools.search.lexical import LexicalSettings
-from agent_r1.tools.search.load import load
-from agent_r1.tools.search.server import ServerLimits, serve
 from benchmarks.machine import RESULTS, machine
 
 BUILD_PASSAGES = 100_000

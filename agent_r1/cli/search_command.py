@@ -93,8 +93,8 @@ def serve_command(
     seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 20.0,
 ) -> None:
     """Serve an index over HTTP until interrupted."""
+    from agent_r1.serve.search_server import ServerLimits, serve
     from agent_r1.tools.search.index import Index
-    from agent_r1.tools.search.server import ServerLimits, serve
     from agent_r1.tools.search.tool import find_index
 
     limits = ServerLimits(max_waiting=max_waiting, seconds=seconds)
@@ -116,7 +116,7 @@ def load_command(
     kind: KindOption = None,
 ) -> None:
     """Load-test a server and report errors, throughput and latency. Exit code 1 if any request failed."""
-    from agent_r1.tools.search.load import QUERIES, load
+    from agent_r1.serve.search_load import QUERIES, load
 
     asked = [line for line in queries.read_text(encoding="utf-8").splitlines() if line] if queries else QUERIES
     if not asked:

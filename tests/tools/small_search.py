@@ -10,11 +10,11 @@ from pathlib import Path
 
 import uvicorn
 
+from agent_r1.serve.search_server import ServerLimits, make_config
 from agent_r1.tools.search.client import SearchClient
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit, Index, Kind
 from agent_r1.tools.search.lexical import LexicalSettings
-from agent_r1.tools.search.server import ServerLimits, make_config
 
 TEXTS = {
     "Otter": "An otter swims in the river and eats fish.",

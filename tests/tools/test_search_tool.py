@@ -13,13 +13,13 @@ import pytest
 from agent_r1.envs.check import check_tool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
+from agent_r1.serve.search_server import ServerLimits
 from agent_r1.tools.base import Returned, ToolCall
 from agent_r1.tools.runner import ToolOutcome, run_tool
 from agent_r1.tools.search.client import SECONDS_PER_ATTEMPT, SearchUnavailable
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
-from agent_r1.tools.search.server import ServerLimits
 from agent_r1.tools.search.tool import NOTHING_FOUND, SearchTool, find_index
 from agent_r1.types import Action, TaskRow, Transition
 from tests.tools.small_search import HeldIndex, build, serving

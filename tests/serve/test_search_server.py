@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from agent_r1.errors import ConfigError
+from agent_r1.serve.search_load import load
+from agent_r1.serve.search_server import QueryQueue, ServerLimits, serve
 from agent_r1.tools.search.client import SearchRefused, check_server
 from agent_r1.tools.search.index import Hit, Index
-from agent_r1.tools.search.load import load
-from agent_r1.tools.search.server import QueryQueue, ServerLimits, serve
 from tests.tools.small_search import HeldIndex, build, search, serving, titles
 
 

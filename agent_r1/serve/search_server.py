@@ -204,7 +204,7 @@ def make_config(index: Index, limits: ServerLimits) -> uvicorn.Config:
         from starlette.routing import Route
     except ImportError as error:
         raise ConfigError("the search server needs starlette and uvicorn: pip install 'agent-r1[server]'") from error
-    from agent_r1.tools.search.connections import bounded_protocol
+    from agent_r1.serve.connections import bounded_protocol
 
     app = _App(index, limits)
     routes = [

@@ -1,0 +1,1 @@
+"""Servers: what faces out of a run or a machine."""
