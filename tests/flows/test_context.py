@@ -63,7 +63,7 @@ class Author:
         return self.texts.pop(0)
 
 
-def test_a_conversation_is_a_head_and_exchanges() -> None:
+def test_a_conversation_is_an_opening_and_exchanges() -> None:
     assert split_exchanges(TALK) == ([SYSTEM, TASK], [ONE, TWO, THREE])
     assert split_exchanges([TASK]) == ([TASK], [])
     assert split_exchanges([]) == ([], [])
@@ -88,7 +88,7 @@ async def shown_later(policy: ContextPolicy, messages: list[Message]) -> list[Me
     return (await policy.show(messages)).messages
 
 
-def test_examples_in_the_first_observation_are_part_of_the_head() -> None:
+def test_examples_in_the_first_observation_are_part_of_the_opening() -> None:
     example = [SYSTEM, said("user", "Open the chest."), said("assistant", "open chest"), TASK]
     for policy in every_policy():
         policy.begin(example)
@@ -99,7 +99,7 @@ def test_examples_in_the_first_observation_are_part_of_the_head() -> None:
         assert ONE[1] not in now
 
 
-def test_a_later_question_of_a_chat_stays_in_view_until_the_next_one_is_asked() -> None:
+def test_the_current_question_of_a_chat_is_always_shown() -> None:
     asked = [SYSTEM, TASK, said("assistant", "It is open."), said("user", "And the chest?")]
     longer = [*asked, *ONE, *TWO, *THREE]
     again = [*longer, said("assistant", "It is, too."), said("user", "And the door?")]
@@ -117,7 +117,7 @@ def test_a_later_question_of_a_chat_stays_in_view_until_the_next_one_is_asked() 
         assert later[-3:] == TWO
 
 
-def test_a_question_is_shown_once_where_it_is_among_the_last_exchanges() -> None:
+def test_a_question_among_the_last_exchanges_is_shown_once() -> None:
     asked = [TASK, said("assistant", "It is open."), said("user", "And the chest?")]
     policy = Window(turns=2)
     policy.begin(asked[:1])
@@ -127,20 +127,20 @@ def test_a_question_is_shown_once_where_it_is_among_the_last_exchanges() -> None
     assert shown(policy, [*asked, *ONE, *TWO, *THREE]) == [*asked, *TWO, *THREE]
 
 
-def test_an_env_that_shows_less_than_at_first_shows_a_head_alone() -> None:
+def test_a_conversation_shorter_than_the_opening_is_shown_unchanged() -> None:
     for policy in every_policy():
         policy.begin([SYSTEM, TASK, TASK, TASK])
         assert asyncio.run(shown_later(policy, [SYSTEM, TASK, ONE[0]])) == [SYSTEM, TASK, ONE[0]]
 
 
-def test_a_window_shows_the_head_and_the_last_exchanges() -> None:
+def test_a_window_shows_the_opening_and_the_last_exchanges() -> None:
     assert shown(Window(turns=2)) == [SYSTEM, TASK, *TWO, *THREE]
     assert shown(Window(turns=1)) == [SYSTEM, TASK, *THREE]
     assert (hidden(Window(turns=2)), hidden(Window(turns=1))) == (2, 5)
     assert shown(Window(turns=3)) == shown(Window(turns=9)) == TALK
 
 
-def test_older_results_give_way_to_a_placeholder_and_all_replies_stay() -> None:
+def test_older_results_are_replaced_by_a_placeholder() -> None:
     policy = DropResults(keep=1, placeholder="...")
     gone = [said("user", "..."), said("tool", "...", name="go"), said("tool", "...", name="see")]
     assert shown(policy) == [SYSTEM, TASK, ONE[0], gone[0], TWO[0], *gone[1:], *THREE]
@@ -148,13 +148,13 @@ def test_older_results_give_way_to_a_placeholder_and_all_replies_stay() -> None:
     assert shown(DropResults(keep=3, placeholder="...")) == TALK
 
 
-def test_a_placeholder_has_the_shape_of_what_it_stands_for() -> None:
+def test_a_placeholder_has_the_shape_of_the_result() -> None:
     parts = [{"type": "text", "text": "long"}, {"type": "text", "text": "longer"}]
     talk = [TASK, said("assistant", "a"), said("user", parts), *THREE]
     assert shown(DropResults(keep=1, placeholder="-"), talk)[2] == said("user", [{"type": "text", "text": "-"}])
 
 
-def test_notes_are_those_of_the_earlier_exchanges_that_bear_on_the_latest_observation() -> None:
+def test_notes_show_the_most_relevant_earlier_exchanges() -> None:
     # of ONE and TWO only ONE shares a word with "The vault asks for a code."; "a" is in TWO, but is no rare word
     note = f"{NOTES_TITLE}\n[1] You: look\nThen: The code is 7319."
     noted = said("user", f"Open the vault.\n\n{note}", from_tool=note)
@@ -166,7 +166,7 @@ def test_notes_are_those_of_the_earlier_exchanges_that_bear_on_the_latest_observ
     assert shown(Notes(turns=3, notes=1, note_chars=9)) == TALK
 
 
-def test_of_notes_that_bear_equally_on_it_the_later_are_shown() -> None:
+def test_later_exchanges_win_ties_between_notes() -> None:
     talk = [TASK, *(said(role, "same") for _ in range(4) for role in ("assistant", "user")), *THREE]
     content = shown(Notes(turns=1, notes=2, note_chars=99), talk)[0]["content"]
     assert "[3]" in content
@@ -174,14 +174,14 @@ def test_of_notes_that_bear_equally_on_it_the_later_are_shown() -> None:
     assert "[1]" not in content
 
 
-def test_a_note_tells_the_calls_of_a_reply_that_was_taken_apart() -> None:
+def test_a_note_includes_the_calls_of_a_parsed_reply() -> None:
     call = {"type": "function", "function": {"name": "go", "arguments": {"to": "hall"}}}
     talk = [TASK, said("assistant", None, tool_calls=[call]), said("tool", [{"type": "text", "text": "done"}]), *THREE]
     content = shown(Notes(turns=1, notes=1, note_chars=99), talk)[0]["content"]
     assert content.endswith('[1] You: {"name": "go", "arguments": {"to": "hall"}}\nThen: done')
 
 
-def test_a_note_has_no_reasoning_and_always_something_of_the_results() -> None:
+def test_a_note_has_no_reasoning_and_always_some_of_the_results() -> None:
     replies = [f"<think>{'hmm ' * 99}</think> look", f"{'hmm ' * 99}</think>look", "look " * 99]
     for reply in replies:
         talk = [TASK, said("assistant", reply), said("user", "the code is 7319"), *THREE]
@@ -202,17 +202,17 @@ def test_a_note_has_no_reasoning_and_always_something_of_the_results() -> None:
         ("<think>and then", ""),
     ],
 )
-def test_reasoning_is_not_spoken(text: str, rest: str) -> None:
+def test_reasoning_is_stripped(text: str, rest: str) -> None:
     assert strip_reasoning(text) == rest
 
 
-def test_reasoning_is_no_part_of_a_summary() -> None:
+def test_a_summary_has_no_reasoning() -> None:
     policy = summary(max_tokens=4)
     asyncio.run(policy.prepare(TALK, Author("<think>well, well</think>\n\ncode 7319")))
     assert shown(policy)[1]["content"] == f"Open the vault.\n\n{SUMMARY_TITLE}\ncode 7319"
 
 
-def test_a_summary_takes_the_place_of_all_but_the_last_exchanges() -> None:
+def test_a_summary_replaces_all_but_the_last_exchanges() -> None:
     author, policy = Author(" code 7319\n"), summary(max_tokens=8)
 
     async def play() -> ContextView:
@@ -246,20 +246,20 @@ def test_a_new_summary_covers_the_old_one() -> None:
     assert made.messages[2:] == longer[-2:]
 
 
-def test_an_empty_summary_leaves_head_and_last_exchanges() -> None:
+def test_an_empty_summary_leaves_opening_and_last_exchanges() -> None:
     policy = summary(max_tokens=4)
     asyncio.run(policy.prepare(TALK, Author(" \n")))
     assert shown(policy) == [SYSTEM, TASK, *THREE]
 
 
-def test_nothing_is_summarised_where_nothing_can_be_left_out() -> None:
+def test_nothing_is_summarised_if_nothing_can_be_left_out() -> None:
     author = Author()
     asyncio.run(summary(max_tokens=1, keep_turns=3).prepare(TALK, author))
     asyncio.run(summary(max_tokens=1).prepare([SYSTEM, TASK], author))
     assert author.asked == []
 
 
-def test_an_env_that_changes_what_a_summary_stands_for_is_shown_as_it_is() -> None:
+def test_a_rewritten_history_discards_its_summary() -> None:
     policy = summary(max_tokens=4)
     talk = deepcopy(TALK)
     asyncio.run(policy.prepare(talk, Author("old news")))
@@ -268,7 +268,7 @@ def test_an_env_that_changes_what_a_summary_stands_for_is_shown_as_it_is() -> No
     assert hidden(policy, talk) == 0
 
 
-def test_an_env_that_changes_its_head_keeps_the_summary() -> None:
+def test_a_changed_opening_keeps_the_summary() -> None:
     policy = summary(max_tokens=4)
     asyncio.run(policy.prepare(TALK, Author("code 7319")))
     counted = [SYSTEM, said("user", "Open the vault. Step 4"), *TALK[2:]]
@@ -297,7 +297,7 @@ def test_a_rewrite_shows_what_a_function_returns_and_may_be_async() -> None:
     assert SYSTEM["content"] == "Be brief."  # it got a copy
 
 
-def test_a_rewrite_may_leave_out_what_is_not_json() -> None:
+def test_a_rewrite_may_drop_messages_that_are_not_json() -> None:
     picture = said("user", [{"type": "image", "image": object()}])
     assert shown(Rewrite(function=last_two), [picture, *THREE]) == THREE
     assert hidden(Rewrite(function=last_two), [picture, *THREE]) == 1
@@ -327,7 +327,7 @@ def _returning(made: Any) -> Callable[[list[Message]], Any]:
     return rewriting
 
 
-def test_text_joins_the_users_last_message_or_becomes_one() -> None:
+def test_text_is_appended_to_the_last_user_message_or_becomes_one() -> None:
     assert append_text([TASK], "more") == [said("user", "Open the vault.\n\nmore")]
     assert append_text([said("user", "")], "more") == [said("user", "more")]
     assert append_text([said("user", [{"type": "image"}])], "more")[0]["content"][1] == {"type": "text", "text": "more"}
@@ -363,7 +363,7 @@ policies: Any = st.one_of(
 
 
 @given(talk=talks, policy=policies)
-def test_whatever_is_shown_begins_and_ends_like_the_conversation_and_never_splits_an_exchange(
+def test_every_view_begins_and_ends_like_the_conversation_and_splits_no_exchange(
     talk: list[Message], policy: ContextPolicy
 ) -> None:
     before = deepcopy(talk)
@@ -383,9 +383,7 @@ def test_whatever_is_shown_begins_and_ends_like_the_conversation_and_never_split
 
 
 @given(talk=talks, policy=policies)
-def test_a_longer_conversation_shows_more_only_at_its_end_until_something_is_left_out(
-    talk: list[Message], policy: ContextPolicy
-) -> None:
+def test_views_only_grow_at_the_end_until_something_is_left_out(talk: list[Message], policy: ContextPolicy) -> None:
     if isinstance(policy, Summary):
         return
     made = asyncio.run(policy.show(talk))

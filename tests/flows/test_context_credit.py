@@ -26,7 +26,7 @@ def summarised(name: str = "t", reward: float = 0.0) -> Trajectory:
     return replace(trajectory, trajectory_id=name, outcome_reward=reward)
 
 
-def test_a_trajectorys_advantage_is_that_of_its_summaries_too() -> None:
+def test_summaries_get_the_advantage_of_their_trajectory() -> None:
     group = Group(row=row(), trajectories=[summarised("a", 1.0), summarised("b")])
     good, bad = assign_credit([group], get_algorithm("dr_grpo"))
     assert {value for step in good.advantages for value in step} == {0.5}
@@ -34,7 +34,7 @@ def test_a_trajectorys_advantage_is_that_of_its_summaries_too() -> None:
     assert all(len(step) > 0 for step in good.advantages)
 
 
-def test_no_time_passes_over_a_summary() -> None:
+def test_a_summary_is_not_discounted() -> None:
     def step(reward: float) -> Step:
         return Step(prompt_ids=[1], response_ids=[2, 3], response_logprobs=[0.0, 0.0], reward=reward)
 
@@ -71,7 +71,7 @@ def gigpo(a: list[Step], b: list[Step], **settings: Any) -> list[PerToken]:
     return [credited.advantages for credited in assign_credit([group], made)]
 
 
-def test_gigpo_never_compares_a_summary_with_an_action_and_looks_past_it_for_what_the_env_showed() -> None:
+def test_gigpo_anchors_an_action_after_a_summary_to_the_observation_before_it() -> None:
     wrote = step(5, summary="whole")
     a, b = gigpo(
         [step(1, feedback="a door"), wrote, step(6, reward=1.0)],
@@ -87,7 +87,7 @@ def test_gigpo_never_compares_a_summary_with_an_action_and_looks_past_it_for_wha
     ]
 
 
-def test_gigpo_never_compares_a_summary_with_an_action_that_was_shown_something_similar() -> None:
+def test_gigpo_never_compares_a_summary_with_a_similar_action() -> None:
     shown, asked = tuple(range(100, 180)), (1, 2, 3, 4)  # the prompt, and the instruction below it
     wrote, acted = step(*shown, *asked, summary="whole"), step(*shown)
     apart = [[[0.5], [0.5]], [[-0.5], [-0.5]]]
@@ -98,7 +98,7 @@ def test_gigpo_never_compares_a_summary_with_an_action_that_was_shown_something_
     assert both == [[[1.0], [0.5]], [[-1.0], [-0.5]]]
 
 
-def test_gigpo_discounts_nothing_over_a_summary() -> None:
+def test_gigpo_does_not_discount_over_a_summary() -> None:
     # from the first step on: 0.5 * 1 with or without a summary on the way, as one action lies between it and the reward
     wrote = step(5, summary="whole")
     a, b = gigpo([step(1), wrote, step(6, reward=1.0)], [step(1), step(7)], anchor="prompt", gamma=0.5)
@@ -108,9 +108,7 @@ def test_gigpo_discounts_nothing_over_a_summary() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
 @pytest.mark.parametrize("last", [None, "whole"])
-def test_nothing_follows_where_an_episode_outgrew_its_context_after_a_summary_or_an_action(
-    name: str, last: SummaryQuality | None
-) -> None:
+def test_an_episode_that_outgrew_its_context_does_not_bootstrap(name: str, last: SummaryQuality | None) -> None:
     cut = attempt("t", step(1), step(2, summary=last), stop=StopReason.MAX_TOKENS)
     made = get_algorithm(name, gamma=0.5, lam=0.0, whiten_batch=False)
     values = Values(per_token=[[8.0], [8.0]])
@@ -118,7 +116,7 @@ def test_nothing_follows_where_an_episode_outgrew_its_context_after_a_summary_or
     assert credited.advantages == [[-4.0], [-8.0]]  # 0.5 * 8 - 8, then 0 - 8
 
 
-def test_an_overlong_penalty_is_for_actions() -> None:
+def test_overlong_penalties_apply_only_to_actions() -> None:
     trajectory = summarised()
     longest = max((step for step in trajectory.steps if not step.is_summary), key=lambda step: len(step.response_ids))
     limit = len(longest.response_ids)
@@ -127,7 +125,7 @@ def test_an_overlong_penalty_is_for_actions() -> None:
     assert [k for k, rewards in enumerate(placed) if any(rewards)] == [trajectory.steps.index(longest)]
 
 
-def test_formats_are_of_actions_and_people_and_judges_can_tell_a_summary() -> None:
+def test_rewards_on_formats_ignore_summaries_and_transcripts_mark_them() -> None:
     trajectory = summarised()
     assert matches(r"code is")(row(), trajectory) == 0
     assert matches(r"\A(on|7319)\Z", "every")(row(), trajectory) == 1
@@ -137,7 +135,7 @@ def test_formats_are_of_actions_and_people_and_judges_can_tell_a_summary() -> No
     assert asked["content"].count("<assistant_notes-") == speakers.count("memo")
 
 
-def test_metrics_count_what_was_hidden_and_written_down() -> None:
+def test_metrics_count_hidden_messages_and_summaries() -> None:
     group = Group(row=row(), trajectories=[summarised("a"), summarised("b")])
     metrics = rollout_metrics([group], success_reward=1.0)
     steps = group.trajectories[0].steps
@@ -152,7 +150,7 @@ def test_metrics_count_what_was_hidden_and_written_down() -> None:
     assert not any(name.startswith("context/") for name in without)
 
 
-def test_records_keep_what_a_policy_did_and_those_without_it_can_be_read() -> None:
+def test_records_store_summaries_and_older_records_can_be_read() -> None:
     trajectory = summarised()
     record = json.loads(json.dumps(trajectory_to_json(trajectory)))
     assert trajectory_from_json(record).steps == trajectory.steps
@@ -161,7 +159,7 @@ def test_records_keep_what_a_policy_did_and_those_without_it_can_be_read() -> No
     assert not any(step.is_summary for step in trajectory_from_json(record).steps)
 
 
-def test_the_picture_of_an_episode_counts_its_actions() -> None:
+def test_the_transcript_panel_counts_actions() -> None:
     trajectory = summarised()
     panel = transcript_panel(Group(row=row(), trajectories=[trajectory]), trajectory)
     assert str(panel.subtitle).endswith("answered, 7 steps")

@@ -107,7 +107,7 @@ def shown(step: Step) -> str:
         ("rewrite", True),
     ],
 )
-def test_what_was_said_early_is_known_late_where_the_policy_keeps_it(policy: str, knows: bool) -> None:
+def test_early_information_is_available_late_if_the_policy_keeps_it(policy: str, knows: bool) -> None:
     trajectory, _ = play(POLICIES[policy])
     assert trajectory.stop is StopReason.ANSWERED
     assert trajectory.total_reward == float(knows)
@@ -154,13 +154,13 @@ def segments(trajectory: Trajectory) -> int:
         ("rewrite", 1 + 4),  # as many, by its own rule
     ],
 )
-def test_steps_merge_where_the_shown_messages_only_grew(policy: str, expected: int) -> None:
+def test_steps_merge_if_the_shown_messages_only_grew(policy: str, expected: int) -> None:
     trajectory, _ = play(POLICIES[policy])
     assert len(trajectory.steps) == 7
     assert segments(trajectory) == expected
 
 
-def test_a_summary_merges_with_the_steps_before_it_and_those_after_it_with_each_other() -> None:
+def test_a_summary_merges_with_the_steps_before_it() -> None:
     trajectory, _ = play(summary)
     marks = [step.is_summary for step in trajectory.steps]
     assert sum(marks) >= 2  # asked again when it had grown again
@@ -176,7 +176,7 @@ def test_a_summary_merges_with_the_steps_before_it_and_those_after_it_with_each_
             assert shown(after).count("<|im_start|>user\n") == 2  # task with summary, latest observation
 
 
-def test_a_policy_that_leaves_nothing_out_gives_the_very_steps_of_append() -> None:
+def test_a_policy_that_leaves_nothing_out_equals_append() -> None:
     plain, _ = play(POLICIES["append"])
     generous: list[Callable[[], ContextPolicy]] = [
         lambda: Window(turns=9),
@@ -193,7 +193,7 @@ def test_a_policy_that_leaves_nothing_out_gives_the_very_steps_of_append() -> No
     assert all(step.hidden_messages is None for step in plain.steps)
 
 
-def test_as_many_exchanges_stay_beside_the_summary_as_are_wanted() -> None:
+def test_keep_turns_exchanges_stay_beside_the_summary() -> None:
     trajectory, _ = play(lambda: summary(keep_turns=2))
     pairs = zip(trajectory.steps, trajectory.steps[1:], strict=False)
     after = next(later for step, later in pairs if step.is_summary)
@@ -203,7 +203,7 @@ def test_as_many_exchanges_stay_beside_the_summary_as_are_wanted() -> None:
 # Limits.
 
 
-def test_summaries_are_not_counted_as_steps_but_every_limit_of_tokens_holds() -> None:
+def test_summaries_are_not_counted_as_steps_but_have_token_limits() -> None:
     trajectory, engine = play(summary, max_steps=5)
     actions = [step for step in trajectory.steps if not step.is_summary]
     assert trajectory.stop is StopReason.MAX_STEPS
@@ -217,7 +217,7 @@ def test_summaries_are_not_counted_as_steps_but_every_limit_of_tokens_holds() ->
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "often"])
-def test_the_prompt_that_max_steps_left_unanswered_is_the_one_that_would_have_been_shown(policy: str) -> None:
+def test_the_unanswered_prompt_is_the_one_that_would_have_been_shown(policy: str) -> None:
     make = {**POLICIES, "often": lambda: summary(200)}[policy]
     whole, _ = play(make)
     ends = [number for number, step in enumerate(whole.steps, 1) if not step.is_summary]
@@ -237,7 +237,7 @@ def test_there_is_at_most_one_summary_before_each_action() -> None:
     assert marks == [False, False, *[True, False] * 5]  # with one exchange there is nothing to leave out
 
 
-def test_a_cut_summary_is_used_as_far_as_it_goes_and_an_empty_one_leaves_the_rest() -> None:
+def test_cut_and_empty_summaries_are_used_as_they_are() -> None:
     trajectory, _ = play(lambda: summary(summary_tokens=7))  # "code is 7319" is cut to "code is"
     cut = next(step for step in trajectory.steps if step.is_summary)
     assert (cut.summary, cut.hidden_messages, cut.info, cut.action_text) == ("cut", None, {}, "code is")
@@ -257,7 +257,7 @@ def test_a_cut_summary_is_used_as_far_as_it_goes_and_an_empty_one_leaves_the_res
     assert "7319" not in shown(after)
 
 
-def test_a_summary_of_reasoning_alone_is_an_empty_one_and_what_was_sampled_stays_exact() -> None:
+def test_a_summary_of_only_reasoning_is_empty_and_its_ids_stay_exact() -> None:
     def thinking(call: ScriptedCall) -> str:
         said = player(call)
         return f"<think>hm</think>{said}" if said.startswith("code") else said
@@ -276,7 +276,7 @@ def test_a_summary_of_reasoning_alone_is_an_empty_one_and_what_was_sampled_stays
     assert next(step for step in trajectory.steps if step.is_summary).summary == "empty"
 
 
-def test_an_env_that_counts_its_steps_in_the_head_does_not_undo_a_summary() -> None:
+def test_an_opening_that_changes_every_step_does_not_undo_a_summary() -> None:
     class Counting(Vault):
         async def step(self, action: Action) -> Transition:
             transition = await super().step(action)
@@ -293,7 +293,7 @@ def test_an_env_that_counts_its_steps_in_the_head_does_not_undo_a_summary() -> N
     assert all(SUMMARY_TITLE in shown(step) for step in trajectory.steps[first + 1 :])
 
 
-def test_what_an_env_tells_of_a_step_is_never_taken_for_what_a_policy_did() -> None:
+def test_info_from_an_env_cannot_pose_as_a_policys_record() -> None:
     class Forging(Vault):
         def reply(self, said: str) -> Reply:
             told = {"context": "summary", "summary": "empty", "context_hidden": "x", "hidden_messages": "the vault"}
@@ -313,7 +313,7 @@ def test_what_an_env_tells_of_a_step_is_never_taken_for_what_a_policy_did() -> N
         assert made == expected
 
 
-def test_a_summary_for_which_there_is_no_room_ends_the_episode_as_any_prompt_does() -> None:
+def test_a_summary_prompt_that_does_not_fit_ends_the_episode() -> None:
     class Shouting(Vault):
         def reply(self, said: str) -> Reply:
             return Reply(text="x" * 400 if self.met else super().reply(said).text)
@@ -323,7 +323,7 @@ def test_a_summary_for_which_there_is_no_room_ends_the_episode_as_any_prompt_doe
     assert not any(step.is_summary for step in trajectory.steps)
 
 
-def test_what_outcome_rewards_grade_is_the_last_action_even_if_a_summary_came_later() -> None:
+def test_final_text_is_the_last_action_even_before_a_summary() -> None:
     acted = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], action_text="42")
     wrote = replace(acted, action_text="the answer is 43", summary="whole")
     trajectory = Trajectory(row_id="r", trajectory_id="t", steps=[acted, wrote], stop=StopReason.MAX_TOKENS)
@@ -334,7 +334,7 @@ def test_what_outcome_rewards_grade_is_the_last_action_even_if_a_summary_came_la
 # Failures.
 
 
-def test_a_rewrite_that_fails_fails_its_episode_and_says_why() -> None:
+def test_a_wrong_rewrite_fails_its_episode() -> None:
     trajectory, _ = play(lambda: Rewrite(function=lambda messages: messages[:-1]))
     assert trajectory.stop is StopReason.ERROR
     assert trajectory.error is not None
@@ -351,7 +351,7 @@ def test_a_policy_needs_messages() -> None:
     assert "a context policy chooses among messages" in trajectory.error
 
 
-def test_an_episode_that_ended_while_its_policy_was_thinking_samples_nothing() -> None:
+def test_an_episode_that_ended_during_its_policy_samples_nothing() -> None:
     async def forever(messages: list[Message]) -> list[Message]:
         await asyncio.sleep(0.2)
         return messages
@@ -384,7 +384,7 @@ def test_tool_text_in_notes_and_summaries_cannot_forge_control_tokens() -> None:
 # Flows.
 
 
-def test_a_flow_says_whether_it_uses_the_policy_and_says_so_again_when_it_plays_in_another_way() -> None:
+def test_uses_context_must_be_set_again_with_a_new_run() -> None:
     class Other(AgentEnvLoop):
         async def run(self, row: TaskRow, episode: Episode) -> StopReason:
             return await super().run(row, episode)
@@ -412,7 +412,7 @@ def test_a_flow_says_whether_it_uses_the_policy_and_says_so_again_when_it_plays_
     assert [flow.uses_context for flow in flows] == [True, False, False, True, True, False, False, True]
 
 
-def test_a_policy_begins_once_in_an_episode_whatever_others_there_are() -> None:
+def test_each_policy_begins_once_per_episode() -> None:
     begun: list[tuple[str, int]] = []
 
     class Noting(Window):

@@ -9,7 +9,7 @@ def relevance(query: str, texts: list[str]) -> list[float]:
     return score_texts(query, list(map(count_words, texts)))
 
 
-def test_relevance_counts_rare_words_and_short_texts_more() -> None:
+def test_rare_words_and_short_texts_count_more() -> None:
     texts = ["the key is red", "the key is under the old mat near the door", "nothing", "the wall"]
     scores = relevance("Where is the KEY?", texts)
     assert scores[0] > scores[1] > scores[3] > scores[2] == 0
@@ -20,6 +20,6 @@ def test_relevance_counts_rare_words_and_short_texts_more() -> None:
     assert rare > max(common) == min(common) > 0
 
 
-def test_the_end_of_a_very_long_text_or_query_is_not_looked_at() -> None:
+def test_the_end_of_a_very_long_text_or_query_is_ignored() -> None:
     assert relevance("key", ["x " * (MAX_CHARS // 2) + "key", "a key"])[0] == 0
     assert relevance("x " * (MAX_QUERY_CHARS // 2) + "key", ["a key"]) == [0.0]

@@ -59,7 +59,7 @@ def play(*texts: str, env: type[ToolEnv] = Shop, row: TaskRow = ROW, **kwargs: A
     return asyncio.run(replay(env, row, texts, **{"tools": [refund], **kwargs}))
 
 
-def test_gold_actions_give_what_a_reward_function_takes() -> None:
+def test_gold_actions_give_a_trajectory_for_a_reward_function() -> None:
     call = say("refund", order="A")
     played = play(f"I refund it. {call}", "Order A is refunded.")
     first, last = played.steps
@@ -80,14 +80,14 @@ def test_gold_actions_give_what_a_reward_function_takes() -> None:
     assert last.response_ids == []
 
 
-def test_the_row_stays_as_it_was_so_a_second_play_is_the_same() -> None:
+def test_replay_does_not_change_the_row() -> None:
     texts = (say("refund", order="B"), "Done.")
     one, other = play(*texts), play(*texts)
     assert ROW.env_kwargs["tools_kwargs"]["orders"] == {"A": "sent", "B": "sent"}
     assert one.steps[-1].info == other.steps[-1].info == {"answer": "Done.", "orders": {"A": "sent", "B": "refunded"}}
 
 
-def test_texts_that_do_not_end_the_episode_leave_it_unfinished() -> None:
+def test_an_unfinished_episode_stops_as_max_steps() -> None:
     assert play(say("refund", order="A")).stop is StopReason.MAX_STEPS
 
 
@@ -96,12 +96,12 @@ def test_texts_after_the_end_are_an_error() -> None:
         play("Done.", say("refund", order="A"))
 
 
-def test_one_text_in_place_of_a_list_is_refused() -> None:
+def test_a_single_text_is_refused() -> None:
     with pytest.raises(TypeError, match=r"list of texts.*'Done"):
         asyncio.run(replay(Shop, ROW, "Done.", tools=[refund]))
 
 
-def test_settings_of_the_row_win_over_the_given_ones() -> None:
+def test_settings_of_the_row_take_precedence() -> None:
     row = TaskRow(prompt=ROW.prompt, row_id="own", env_kwargs={"env_type": "tool", "tools": ["replay_only"]})
     played = play(say("replay_only", word="hi"), env=ToolEnv, row=row)
     assert played.steps[0].calls[0].result == "HI"
@@ -118,7 +118,7 @@ def test_a_row_may_choose_among_the_given_tools_by_name() -> None:
     ]
 
 
-def test_bugs_and_broken_rules_of_the_env_are_raised() -> None:
+def test_errors_of_the_env_are_raised() -> None:
     class Broken(Shop):
         async def step(self, action: Any) -> Transition:
             return Transition(terminated=True, reward=float("nan"))
@@ -133,7 +133,7 @@ def test_bugs_and_broken_rules_of_the_env_are_raised() -> None:
         play("Done.", env=Endless)
 
 
-def test_an_env_that_sees_no_ground_truth_gets_none_and_is_closed() -> None:
+def test_the_env_gets_no_ground_truth_and_is_closed() -> None:
     seen: list[Any] = []
 
     class Looks(Shop):

@@ -49,7 +49,7 @@ To call a tool, write:
 
 
 @every_family
-def test_nothing_is_wrong_with_it(family: str) -> None:
+def test_the_bundled_template_has_no_problems(family: str) -> None:
     assert verify_template(subject_of(family).renderer, [TOOL]).problems == ()
 
 
@@ -57,7 +57,7 @@ def test_without_system_message_and_tools_there_is_no_system_turn() -> None:
     assert written(USER) == turns(("user", USER["content"]))
 
 
-def test_the_system_turn_holds_what_is_given_and_the_tools() -> None:
+def test_the_system_turn_holds_the_system_message_and_the_tools() -> None:
     system: Message = {"role": "system", "content": "Be brief."}
     asked = ("user", USER["content"])
     assert written(system, USER) == turns(("system", "Be brief."), asked)
@@ -65,12 +65,12 @@ def test_the_system_turn_holds_what_is_given_and_the_tools() -> None:
     assert written(system, USER, tools=[TOOL]) == turns(("system", f"Be brief.\n\n{TOOLS_TEXT}"), asked)
 
 
-def test_what_it_says_about_tools_is_short() -> None:
+def test_the_text_about_tools_is_short() -> None:
     said = TOOLS_TEXT.replace(json.dumps(TOOL["function"]), "")
     assert len(said.split()) < 20
 
 
-def test_later_system_messages_are_turns_of_their_own() -> None:
+def test_later_system_messages_are_separate_turns() -> None:
     note: Message = {"role": "system", "content": "Note."}
     assert written(USER, note) == turns(("user", USER["content"]), ("system", "Note."))
 
@@ -84,7 +84,7 @@ def test_calls_are_written_as_the_hermes_parser_reads_and_writes_them(arguments:
     assert written(USER, reply) == written(USER, {"role": "assistant", "content": text})
 
 
-def test_words_and_several_calls_stand_on_lines_of_their_own() -> None:
+def test_words_and_calls_are_on_separate_lines() -> None:
     reply = {"role": "assistant", "content": "Let me look.", "tool_calls": [call("a", {}), call("b", {})]}
     text = "\n".join(["Let me look.", HERMES.write_call("a", {}), HERMES.write_call("b", {})])
     assert written(USER, reply) == turns(("user", USER["content"]), ("assistant", text))
@@ -92,7 +92,7 @@ def test_words_and_several_calls_stand_on_lines_of_their_own() -> None:
     assert written(USER, silent) == turns(("user", USER["content"]), ("assistant", text.partition("\n")[2]))
 
 
-def test_results_that_come_together_share_a_turn() -> None:
+def test_consecutive_results_share_a_turn() -> None:
     reply: Message = {"role": "assistant", "content": "x"}
     results = [{"role": "tool", "content": text} for text in ("Goethe", " 1808\n")]
     one, two = "<tool_response>\nGoethe\n</tool_response>", "<tool_response>\n 1808\n\n</tool_response>"
@@ -112,12 +112,12 @@ def test_results_that_come_together_share_a_turn() -> None:
         ({"role": "user", "content": None}, "the content of a message must be text"),
     ],
 )
-def test_what_it_cannot_write_is_refused(message: Message, problem: str) -> None:
+def test_messages_that_it_cannot_write_are_refused(message: Message, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         subject_of("chatml_tools-smollm2").renderer.render(Observation(messages=[USER, message]))
 
 
-def test_a_reply_taken_apart_into_calls_is_extended_exactly() -> None:
+def test_a_reply_parsed_into_calls_is_extended_exactly() -> None:
     renderer = subject_of("chatml_tools-smollm2").renderer
     conversation = Conversations(renderer)
     first = conversation.prompt(Observation(messages=[USER]), [TOOL])

@@ -78,7 +78,7 @@ def test_each_of_several_roles_keeps_the_ids_it_sampled(roles: list[Tools]) -> N
         assert exact(steps[1], steps[2])
 
 
-def test_a_prompt_is_rendered_with_the_tools_it_is_asked_with() -> None:
+def test_each_prompt_shows_its_own_tools() -> None:
     [first], [second] = asyncio.run(interleave([[TOOL], [OTHER_TOOL]], rounds=1))
     shown = [renderer_of("qwen2_5").decode(step.prompt_ids) for step in (first, second)]
     assert ['"search"' in text for text in shown] == [True, False]
@@ -86,7 +86,7 @@ def test_a_prompt_is_rendered_with_the_tools_it_is_asked_with() -> None:
 
 
 @pytest.mark.parametrize(("template", "kept"), [(None, False), ("plain", True)], ids=["tools shown", "tools ignored"])
-def test_other_tools_keep_the_ids_unless_the_template_shows_them(template: str | None, kept: bool) -> None:
+def test_changed_tools_keep_the_ids_unless_the_template_shows_them(template: str | None, kept: bool) -> None:
     plain = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -103,7 +103,7 @@ def test_other_tools_keep_the_ids_unless_the_template_shows_them(template: str |
     assert exact(first, second) is kept
 
 
-def test_tools_that_an_env_changes_in_place_are_noticed() -> None:
+def test_tools_changed_in_place_are_noticed() -> None:
     tools = [TOOL]
     conversations = Conversations(renderer_of("qwen2_5"))
     conversations.prompt(Observation(messages=[user("?")]), tools)
@@ -133,7 +133,7 @@ def test_the_longest_prefix_is_continued_not_the_latest() -> None:
     assert fifth.prompt_ids == second.prompt_ids
 
 
-def test_a_reply_that_somebody_else_wrote_keeps_the_ids_before_it_also_between_other_conversations() -> None:
+def test_ids_before_a_reply_that_was_not_sampled_are_kept() -> None:
     async def play() -> list[Step]:
         playing = episode([in_letters("hello world")] * 3)
         await playing.act(Observation(messages=[user("?")]))
@@ -146,7 +146,7 @@ def test_a_reply_that_somebody_else_wrote_keeps_the_ids_before_it_also_between_o
     assert exact(first, third)
 
 
-def test_a_conversation_keeps_its_ids_once_however_long_it_grows() -> None:
+def test_the_exchanges_of_a_conversation_share_one_list_of_ids() -> None:
     conversations, messages = Conversations(renderer_of("qwen2_5")), [user("?")]
     for _ in range(20):
         ids = conversations.prompt(Observation(messages=messages))
@@ -179,7 +179,7 @@ TWICE = (
 @pytest.mark.parametrize(
     ("template", "changing"), [(None, True), (TWICE, False)], ids=["tools change", "replies shown twice"]
 )
-def test_a_prompt_that_continues_nothing_costs_the_same_however_many_exchanges_there_were(
+def test_the_cost_of_a_fresh_prompt_does_not_grow_with_the_number_of_exchanges(
     template: str | None, changing: bool
 ) -> None:
     tokenizer, calls = counting_tokenizer()

@@ -40,7 +40,7 @@ def step(text: str, tool_format: str = "hermes") -> Transition:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_is_told_by_its_format(name: str) -> None:
+def test_the_format_of_a_call_is_detected(name: str) -> None:
     assert detect_format(CALLS[name], TOOLS) == name
     assert detect_format(f"I look it up.\n{CALLS[name]}", TOOLS) == name
 
@@ -61,7 +61,7 @@ def test_a_call_is_told_by_its_format(name: str) -> None:
         (" to=functions.add json{}", "harmony"),
     ],
 )
-def test_a_broken_call_is_told_by_its_marks(text: str, name: str) -> None:
+def test_a_broken_call_is_detected_by_its_marks(text: str, name: str) -> None:
     assert detect_format(text, TOOLS) == name
 
 
@@ -107,7 +107,7 @@ OTHERS = [(own, other) for own in FORMATS for other in FORMATS if own != other a
 
 
 @pytest.mark.parametrize(("own", "other"), OTHERS)
-def test_no_call_of_another_format_ends_an_episode(own: str, other: str) -> None:
+def test_a_call_in_another_format_does_not_end_the_episode(own: str, other: str) -> None:
     text = CALLS[other].replace("add", "python") if own == "retool" else CALLS[other]
     result = step(text, own)
     assert not result.terminated
@@ -127,7 +127,7 @@ def test_the_model_is_told_which_format_it_used_and_which_to_use() -> None:
     assert "in the format 'retool'" in (call.error or "")
 
 
-def test_a_call_in_mind_is_not_a_call() -> None:
+def test_a_foreign_call_inside_thinking_is_ignored() -> None:
     result = step(f"<think>{CALLS['llama3_json']}</think>{json.dumps({'answer': 2})}")
     assert result.terminated
     assert result.info == {"answer": '{"answer": 2}'}

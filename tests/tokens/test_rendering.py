@@ -67,14 +67,14 @@ def test_stop_tokens_are_found_in_the_template(name: str) -> None:
     assert stops == (["<|return|>", "<|call|>"] if name == "harmony" else [FAMILIES[name].eos])
 
 
-def test_stop_tokens_of_the_template_of_the_tokenizer_and_extra_ones_add_up() -> None:
+def test_stop_tokens_come_from_template_tokenizer_and_settings() -> None:
     tokenizer = tokenizer_of("smollm2")
     template = FAMILIES["smollm2"].template.replace("+ '<|im_end|>' + '\\n'", "+ '<|endoftext|>'")
     renderer = Renderer(tokenizer, chat_template=template, extra_stop_ids=[7])
     assert renderer.stop_ids == (*tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]), 7)
 
 
-def test_decoding_keeps_special_tokens_but_for_the_stop_token_at_the_end() -> None:
+def test_decoding_drops_only_the_final_stop_token() -> None:
     tokenizer, renderer = tokenizer_of("harmony"), renderer_of("harmony")
     text = "<|channel|>final<|message|> ok , it 's<|end|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -83,7 +83,7 @@ def test_decoding_keeps_special_tokens_but_for_the_stop_token_at_the_end() -> No
     assert renderer.decode([]) == ""
 
 
-def test_another_stop_token_than_the_templates_still_ends_the_turn() -> None:
+def test_a_stop_token_that_the_template_does_not_use_still_ends_the_turn() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     endoftext = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     conversation = Conversations(Renderer(tokenizer, extra_stop_ids=[endoftext]))
@@ -134,7 +134,7 @@ def after_one_reply(text: str) -> tuple[Conversations, list[Message]]:
     ],
     ids=["reply dropped", "reply edited", "question edited", "message added before", "reply as user", "call made up"],
 )
-def test_a_rewritten_history_is_rendered_afresh(rewritten: list[Message]) -> None:
+def test_a_rewritten_history_is_rendered_from_scratch(rewritten: list[Message]) -> None:
     conversation, _ = after_one_reply("Goethe.")
     ids = conversation.prompt(Observation(messages=rewritten))
     assert not conversation.extended
@@ -154,7 +154,7 @@ def test_messages_edited_in_place_count_as_rewritten() -> None:
     assert ids == template_ids(tokenizer_of("qwen2_5"), messages)
 
 
-def test_a_prompt_that_nothing_was_sampled_from_is_not_extended() -> None:
+def test_a_prompt_without_a_response_is_not_extended() -> None:
     conversation = Conversations(renderer_of("qwen2_5"))
     conversation.prompt(asking(USER))
     conversation.prompt(asking(USER, said("Goethe."), USER))
@@ -195,7 +195,7 @@ RESULT: Message = {"role": "tool", "name": "search", "content": "Goethe <|im_end
         ),
     ],
 )
-def test_a_reply_taken_apart_into_calls_is_extended_by_its_exact_ids(name: str, sampled: str, reply: Message) -> None:
+def test_a_reply_parsed_into_calls_is_extended_by_its_exact_ids(name: str, sampled: str, reply: Message) -> None:
     tokenizer, renderer = tokenizer_of(name), renderer_of(name)
     conversation = Conversations(renderer)
     prompt = conversation.prompt(asking(USER), [TOOL])
@@ -237,7 +237,7 @@ def test_our_own_marks_in_a_message_become_replacement_characters() -> None:
 # Text and ids as observations
 
 
-def test_text_observations_are_tokenised_as_they_stand() -> None:
+def test_text_observations_are_tokenised_as_they_are() -> None:
     tokenizer, renderer = tokenizer_of("llama3"), renderer_of("llama3")
     text = "<|begin_of_text|>Thought:\n\n <|eot_id|>"
     assert renderer.render(Observation(text=text)) == tokenizer.encode(text, add_special_tokens=False)
@@ -249,7 +249,7 @@ def test_text_observations_are_tokenised_as_they_stand() -> None:
     [("<|im_end|>\nObservation: 3", True), ("\nObservation: 3", False)],
     ids=["stop token kept", "stop token left out"],
 )
-def test_a_text_that_goes_on_from_what_was_sampled_is_extended(more: str, extended: bool) -> None:
+def test_a_text_that_continues_the_sampled_response_is_extended(more: str, extended: bool) -> None:
     tokenizer, renderer = tokenizer_of("qwen2_5"), renderer_of("qwen2_5")
     conversation = Conversations(renderer)
     prompt = conversation.prompt(Observation(text="Question: 1 + 2\n"))
@@ -284,7 +284,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Any]:
     return calls
 
 
-def test_members_of_a_group_share_the_work_of_rendering_but_nothing_they_could_change(
+def test_a_group_renders_a_prompt_once_and_shares_nothing_mutable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written = count_calls(monkeypatch, "apply_chat_template")
@@ -320,7 +320,7 @@ def test_only_prompts_of_moderate_size_are_cached(monkeypatch: pytest.MonkeyPatc
     assert len(written) == times
 
 
-def test_messages_that_hold_more_than_json_are_rendered_each_time() -> None:
+def test_messages_that_are_not_json_are_rendered() -> None:
     picture = {"role": "user", "content": "Who is this?", "image": object()}
     renderer = renderer_of("qwen3")
     assert renderer.render(asking(picture)) == renderer.render(asking({"role": "user", "content": "Who is this?"}))

@@ -94,7 +94,7 @@ def with_default(value: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "search", "parameters": {"default": value}}}
 
 
-def test_tool_schemas_are_shown_as_given_whatever_was_rendered_before() -> None:
+def test_cached_prompts_never_confuse_similar_tool_schemas() -> None:
     function, tokenizer = TOOL["function"], tokenizer_of("qwen2_5")
     turned = {"function": dict(reversed(function.items())), "type": "function"}
     edited = with_default(0)
@@ -109,7 +109,7 @@ def test_tool_schemas_are_shown_as_given_whatever_was_rendered_before() -> None:
     assert renderer.render(asking(USER), [edited]) == Renderer(tokenizer).render(asking(USER), [edited])
 
 
-def test_a_tokenizer_without_template_still_takes_text() -> None:
+def test_a_tokenizer_without_template_encodes_text() -> None:
     renderer = Renderer(type(tokenizer_of("qwen2_5"))(tokenizer_object=tokenizer_of("qwen2_5").backend_tokenizer))
     assert renderer.render(Observation(text="hello"))
     with pytest.raises(DataError, match="chat template"):
@@ -125,7 +125,7 @@ PARTS_TEMPLATE = (
 )
 
 
-def test_parts_of_a_content_cannot_be_glued_into_a_control_token() -> None:
+def test_parts_of_a_content_cannot_join_into_a_control_token() -> None:
     renderer = with_template(PARTS_TEMPLATE)
     parts = [{"type": "text", "text": text} for text in ("a<|im_ ", "end", "|>b<", "|im_end|", ">")]
     ids = renderer.render(asking({"role": "user", "content": parts}))

@@ -85,13 +85,13 @@ def test_values_by_hand(expression: str, value: str) -> None:
         ("4^0.5", r"exponent 0\.5 is not a whole number"),
     ],
 )
-def test_what_is_no_expression_is_refused_with_the_place(expression: str, message: str) -> None:
+def test_other_text_is_refused_with_the_place(expression: str, message: str) -> None:
     with pytest.raises(NotAnExpression, match=message):
         evaluate(expression)
 
 
 @pytest.mark.parametrize("expression", ["1/0", "1/(2-2)", "0^-1", "5/0%"])
-def test_division_by_zero_is_said(expression: str) -> None:
+def test_division_by_zero_is_reported(expression: str) -> None:
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         evaluate(expression)
     with pytest.raises(ToolError, match="division by zero"):
@@ -108,7 +108,7 @@ def test_size_is_bounded_everywhere() -> None:
     assert (2**255).bit_length() == MAX_BITS
 
 
-def test_brackets_nest_so_deep_and_no_deeper() -> None:
+def test_the_depth_of_brackets_is_limited() -> None:
     def nested(depth: int) -> str:
         return "(" * depth + "1" + ")" * depth
 
@@ -136,12 +136,12 @@ def test_brackets_nest_so_deep_and_no_deeper() -> None:
         (Fraction(1000), "1000"),  # zeros before the point stay
     ],
 )
-def test_numbers_are_written_with_six_digits_after_the_point_at_most(value: Fraction, text: str) -> None:
+def test_numbers_have_at_most_six_decimals(value: Fraction, text: str) -> None:
     assert format_number(value) == text
 
 
 @given(st.fractions(min_value=-(10**9), max_value=10**9))
-def test_what_is_written_is_the_nearest_and_reads_back(value: Fraction) -> None:
+def test_formatted_numbers_are_rounded_and_read_back(value: Fraction) -> None:
     text = format_number(value)
     assert abs(evaluate(text) - value) <= Fraction(1, 2 * 10**6)
     assert format_number(evaluate(text)) == text
@@ -184,7 +184,7 @@ def test_it_agrees_with_fractions_on_every_expression_tree(tree: Tree) -> None:
 
 
 @given(st.text() | st.text(alphabet="0123456789+-*/^%().,x$ ×−", max_size=MAX_CHARS + 5))  # noqa: RUF001
-def test_no_text_raises_anything_else_or_gives_an_unbounded_number(text: str) -> None:
+def test_any_text_is_refused_or_gives_a_bounded_number(text: str) -> None:
     try:
         value = evaluate(text)
     except (NotAnExpression, ZeroDivisionError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -118,7 +116,28 @@ def test_a_signature_becomes_an_openai_schema() -> None:
     assert weather("Bern", unit="f") == "Bern f 1"  # the object is still the function
 
 
-def test_nested_models_are_written_out_and_a_property_named_title_survives() -> None:
+def test_annotated_texts_and_fields_describe_parameters() -> None:
+    @tool
+    def forecast(
+        city: Annotated[str, "Name of the city"],
+        days: Annotated[int, Field(ge=1), "How many days"] = 1,
+        unit: Annotated[Literal["c", "f"], Field(description="Scale")] = "c",
+    ) -> str:
+        """Forecast the weather."""
+        return f"{city} {days} {unit}"
+
+    properties = forecast.schema["function"]["parameters"]["properties"]
+    assert {name: each["description"] for name, each in properties.items()} == {
+        "city": "Name of the city",
+        "days": "How many days",
+        "unit": "Scale",
+    }
+    assert properties["days"]["minimum"] == 1
+    assert run(forecast, {"city": "Ulm"}).text == "Ulm 1 c"
+    assert run(forecast, {"city": "Ulm", "days": 0}).refused
+
+
+def test_nested_models_are_inlined_and_a_property_named_title_survives() -> None:
     nearby = {"type": "object", "properties": {"title": {"type": "string", "description": "its name"}}}
     nearby["required"] = ["title"]
     properties = visit.parameters["properties"]
@@ -131,7 +150,7 @@ def test_nested_models_are_written_out_and_a_property_named_title_survives() -> 
     assert run(visit, {"places": [{"title": "Rome"}]}).text == "['Rome'] None"
 
 
-def test_names_that_pydantic_keeps_for_itself_are_fine_as_parameters() -> None:
+def test_parameters_may_have_names_that_pydantic_reserves() -> None:
     @tool
     def odd(json: str, model_config: int, _id: int, copy: bool = False) -> str:
         """Take odd names."""
@@ -162,22 +181,22 @@ def test_a_tool_that_cannot_be_shown_is_refused_with_the_reason() -> None:
         return ""
 
     cases: list[tuple[Callable[..., Any], str]] = [
-        (undocumented, "tool 'undocumented' has no docstring; the model reads it to decide when to call the tool"),
-        (untyped, "tool 'untyped': parameter 'a' has no type annotation"),
-        (variadic, r"\*words"),
-        (recursive, "Tree contains itself"),
-        (schemaless, "tool 'schemaless': its parameters have no JSON schema"),
+        (undocumented, "'undocumented'.*docstring"),
+        (untyped, "'untyped'.*'a'"),
+        (variadic, r"'variadic'.*\*words"),
+        (recursive, "'recursive'.*Tree contains itself"),
+        (schemaless, "'schemaless'.*JSON schema"),
     ]
     for function, message in cases:
         with pytest.raises(ConfigError, match=message):
             tool(function)
-    with pytest.raises(ConfigError, match="max_batch and max_wait do nothing without batch=True"):
+    with pytest.raises(ConfigError, match="max_batch"):
         tool(max_batch=2)(undocumented)
-    with pytest.raises(ConfigError, match="batch=True needs one parameter, a list of a pydantic model"):
+    with pytest.raises(ConfigError, match=r"'schemaless'.*batch=True"):
         tool(batch=True)(schemaless)
 
 
-def test_bad_arguments_are_answered_with_the_field_the_fault_and_the_signature() -> None:
+def test_bad_arguments_are_answered_with_field_problem_and_signature() -> None:
     outcome = run(weather, {"unit": "k", "dais": 2, "days": 0})
     assert outcome.refused
     assert outcome.error == outcome.text
@@ -190,7 +209,7 @@ def test_bad_arguments_are_answered_with_the_field_the_fault_and_the_signature()
     assert run(add, {"a": "2", "b": 3}).text == "5"  # models quote numbers; that much is forgiven
 
 
-def test_a_long_wrong_value_and_many_faults_are_told_in_short() -> None:
+def test_long_values_and_many_problems_are_shortened() -> None:
     text = run(add, {f"x{i}": 0 for i in range(9)} | {"a": "z" * 9_999, "b": 1}).text
     assert len(text) < 400
     assert "and 5 more" in text  # 9 unknown + 1 invalid = 10, of which 5 are shown
@@ -219,10 +238,10 @@ def test_a_hand_written_schema_is_checked_like_a_signature() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"type": "array"}, "must be a JSON schema of type 'object'"),
-        ({"type": "object", "properties": {"a": {"type": "strin"}}}, "unknown JSON schema type 'strin'. Did you mean"),
-        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}, "write the schema out in place"),
-        ({"type": "object", "properties": {}, "required": ["a"]}, "require 'a', which is not among its properties"),
+        ({"type": "array"}, "'array'"),
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, "'strin'.*'string'"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}, r"#/\$defs/A"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "'a'"),
     ],
 )
 def test_a_wrong_hand_written_schema_is_a_config_error(parameters: dict[str, Any], message: str) -> None:
@@ -232,7 +251,7 @@ def test_a_wrong_hand_written_schema_is_a_config_error(parameters: dict[str, Any
         get_tool(wrong)
 
 
-def test_values_from_the_row_are_hidden_filled_in_and_out_of_the_models_reach() -> None:
+def test_the_model_neither_sees_nor_sets_values_from_the_row() -> None:
     assert list(look_up.parameters["properties"]) == ["key"]
     assert run(look_up, {"key": "a"}, {"table": {"a": "1"}, "other": 0}).text == "1"
     assert run(look_up, {"key": "b"}, {"table": {}, "fallback": "?"}).text == "?"
@@ -243,7 +262,7 @@ def test_values_from_the_row_are_hidden_filled_in_and_out_of_the_models_reach() 
         run(look_up, {"key": "a"}, {"tabel": {}})
 
 
-def test_a_class_takes_the_whole_context_or_what_its_signature_names() -> None:
+def test_execute_takes_the_whole_context_or_named_values() -> None:
     class Named(Echo):
         async def execute(self, args: dict[str, Any], *, seed: int) -> str:  # type: ignore[override]
             return str(seed)
@@ -270,12 +289,7 @@ def test_a_call_alone_is_a_batch_of_one() -> None:
         BatchTool()  # type: ignore[abstract]
 
 
-def test_tools_need_no_torch() -> None:
-    program = "import sys, agent_r1, agent_r1.envs.tool_env; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
-
-
-def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
+def test_tools_are_registered_by_name_and_checked() -> None:
     @BaseTool.register
     class Registered(Echo):
         name = "registered_echo"
@@ -289,7 +303,7 @@ def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
     assert get_tool("registered_add") is plus
     assert isinstance(get_tool("registered_echo"), Registered)
     assert get_tool("registered_echo") is get_tool("registered_echo")  # shared by all episodes
-    with pytest.raises(ConfigError, match=r"unknown tool 'registerd_add'. Did you mean 'registered_add'?"):
+    with pytest.raises(ConfigError, match=r"'registerd_add'.*'registered_add'"):
         get_tool("registerd_add")
     with pytest.raises(ConfigError, match="Decorate a function with @tool"):
         get_tool(len)  # type: ignore[arg-type]
@@ -299,19 +313,23 @@ def test_the_registry_knows_classes_and_objects_and_suggests_names() -> None:
 
     with pytest.raises(ConfigError, match=r"tool name 'registered_echo' is taken by .*Registered"):
         BaseTool.register(Other)
-    wrong_values: list[tuple[str, Any]] = [("timeout", value) for value in (0, math.nan, "5", None)]
-    wrong_values += [("max_batch", value) for value in (0, 2.5)] + [
-        ("max_wait", value) for value in (-1, math.nan, "1")
-    ]
-    for attribute, value in wrong_values:
+
+
+@pytest.mark.parametrize(
+    ("attribute", "values"),
+    [
+        ("timeout", [0, math.nan, "5", None]),
+        ("max_batch", [0, 2.5]),
+        ("max_wait", [-1, math.nan, "1"]),
+        ("description", [""]),
+    ],
+)
+def test_a_tool_with_a_wrong_attribute_is_refused(attribute: str, values: list[Any]) -> None:
+    for value in values:
         wrong = Echo()
         setattr(wrong, attribute, value)
-        with pytest.raises(ConfigError, match=f"tool 'echo': {attribute} must be"):
+        with pytest.raises(ConfigError, match=attribute):
             get_tool(wrong)
-    nameless = Echo()
-    nameless.description = ""
-    with pytest.raises(ConfigError, match="has no 'description'; the model is shown it"):
-        get_tool(nameless)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
@@ -330,27 +348,25 @@ class Outer(BaseModel):
 
 
 @pytest.mark.parametrize("annotation", [FromRow[str] | None, list[FromRow[str]], Inner, Outer])
-def test_what_the_row_fills_in_is_never_asked_of_the_model(annotation: Any) -> None:
+def test_from_row_inside_another_type_is_refused(annotation: Any) -> None:
     def peek(key: str, secret: Any = None) -> str:
         """Look."""
         return f"{key} {secret}"
 
     peek.__annotations__["secret"] = annotation
-    with pytest.raises(ConfigError, match=r"'peek'.*FromRow\[str \| None"):
+    with pytest.raises(ConfigError, match=r"'peek'.*FromRow"):
         tool(peek)
 
-
-def test_a_batch_tool_takes_nothing_from_the_row_and_says_so() -> None:
-    def peek(calls: list[Inner]) -> list[str]:
+    def peek_all(calls: list[Inner]) -> list[str]:
         """Look."""
         return [call.secret for call in calls]
 
-    with pytest.raises(ConfigError, match=r"'peek'.*FromRow"):
-        tool(batch=True)(peek)
+    with pytest.raises(ConfigError, match=r"'peek_all'.*FromRow"):
+        tool(batch=True)(peek_all)
 
 
 @pytest.mark.parametrize("said", ["nan", "NaN", "inf", "-Infinity"])
-def test_a_text_that_spells_no_finite_number_is_no_number(said: str) -> None:
+def test_texts_such_as_nan_are_not_numbers(said: str) -> None:
     @tool
     def half(number: float, more: list[float] = []) -> float:  # noqa: B006 (pydantic copies it)
         """Half of a number."""
@@ -371,7 +387,7 @@ def test_only_a_function_can_be_made_a_tool() -> None:
             return str(number)
 
     for thing in (partial(max, 1), Callable_(), Callable_):
-        with pytest.raises(ConfigError, match=r"@tool takes a function, got .* Wrap it in one, or write a BaseTool"):
+        with pytest.raises(ConfigError, match="@tool takes a function"):
             tool(name="named")(thing)
 
 
@@ -379,7 +395,7 @@ def test_only_a_function_can_be_made_a_tool() -> None:
     ("sent", "taken"),
     [(250, 250), (250.0, 250.0), (2.5, 2.5), (-(10**30), -(10**30)), ("250", 250.0), ("2.5", 2.5)],
 )
-def test_a_number_of_a_hand_written_schema_stays_whole_where_it_was_sent_whole(sent: Any, taken: float) -> None:
+def test_integers_stay_integers_in_a_hand_written_schema(sent: Any, taken: float) -> None:
     class Pay(BaseTool):
         name = "pay"
         description = "Pay."
@@ -403,8 +419,8 @@ def test_a_number_of_a_hand_written_schema_stays_whole_where_it_was_sent_whole(s
     assert run(Pay(), {"amount": "nan"}).refused
 
 
-def test_tool_on_a_method_says_how_to_write_it_instead() -> None:
-    with pytest.raises(ConfigError, match=r"Bank.deposit is a method.* tool\(thing.deposit\)"):
+def test_tool_refuses_methods_without_an_object() -> None:
+    with pytest.raises(ConfigError, match=r"Bank.deposit is a method"):
 
         class Bank:
             @tool

@@ -39,7 +39,7 @@ def test_ids_and_text_are_the_tokenizers_own(name: str, data: st.DataObject) -> 
         assert fast_decoder(tokenizer)(ids, skip_special_tokens=skip) == expected
 
 
-def test_what_others_ask_of_the_tokenizer_changes_nothing(tokenizer: Any) -> None:
+def test_truncation_and_padding_set_by_other_code_have_no_effect(tokenizer: Any) -> None:
     encode = fast_encoder(tokenizer)
     whole = encode(LONG)
     assert len(tokenizer(LONG, truncation=True, max_length=5)["input_ids"]) == 5
@@ -49,20 +49,20 @@ def test_what_others_ask_of_the_tokenizer_changes_nothing(tokenizer: Any) -> Non
     assert encode("42") == tokenizer.encode("42", add_special_tokens=False)
 
 
-def test_a_tokenizer_that_was_saved_with_truncation_does_not_truncate(tokenizer: Any) -> None:
+def test_truncation_saved_with_the_tokenizer_has_no_effect(tokenizer: Any) -> None:
     whole = fast_encoder(tokenizer)(LONG)
     tokenizer.backend_tokenizer.enable_truncation(3)
     assert fast_encoder(tokenizer)(LONG) == whole
 
 
-def test_a_tokenizer_that_splits_special_tokens_goes_on_doing_so(tokenizer: Any) -> None:
+def test_split_special_tokens_is_respected(tokenizer: Any) -> None:
     tokenizer.split_special_tokens = True
     ids = fast_encoder(tokenizer)("<|im_end|>")
     assert len(ids) > 1
     assert ids == tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
 
-def test_a_tokenizer_with_a_way_of_its_own_keeps_it(tokenizer: Any) -> None:
+def test_overridden_methods_of_a_tokenizer_are_used(tokenizer: Any) -> None:
     class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
         def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
             return super().encode(text.upper(), *args, **kwargs)
@@ -75,7 +75,7 @@ def test_a_tokenizer_with_a_way_of_its_own_keeps_it(tokenizer: Any) -> None:
     assert fast_decoder(shouting)(tokenizer.encode("hello"), skip_special_tokens=False) == "HELLO"
 
 
-def test_of_several_templates_none_is_taken_to_forget_because_another_does(tokenizer: Any) -> None:
+def test_independent_turns_of_one_of_several_templates_are_ignored(tokenizer: Any) -> None:
     counting = (
         "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
         "{{- '<|im_start|>assistant ' ~ (messages | length) ~ '\n' }}"
