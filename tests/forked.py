@@ -19,7 +19,7 @@ from agent_r1.cli.app import main
 _FORKS = multiprocessing.get_context("forkserver")
 # What commands import on their way, and nothing that starts threads or looks for a GPU.
 _FORKS.set_forkserver_preload(
-    ["agent_r1.cli.commands.collect", "agent_r1.recipes.quickstart.tiny", "matplotlib.pyplot"]
+    ["agent_r1.cli.commands.collect", "agent_r1.recipes.quickstart.tiny", "matplotlib.figure"]
 )
 
 

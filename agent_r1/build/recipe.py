@@ -29,6 +29,7 @@ TOOLS = PACKAGE / "tools"
 READ_WHOLE = 16 * 2**20  # bytes; larger files are identified by size and time
 CODE = (".py", ".jinja", ".j2")
 # What code reads, as opposed to documentation, logs and pictures.
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where libyaml is there: ten times as fast
 _READ = (*CODE, ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
 
 
@@ -170,7 +171,7 @@ def _describes_run(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml"):
         return False
     try:
-        described = yaml.safe_load(path.read_text(encoding="utf-8"))
+        described = yaml.load(path.read_text(encoding="utf-8"), _YAML)
     except (OSError, ValueError, yaml.YAMLError):
         return False
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:

@@ -215,14 +215,12 @@ def shorten(text: str, limit: int = 800) -> str:
 
 def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
     """Plot training and held-out success over steps; the label says how held-out rows were sampled."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and imports every kind of plot
 
     trained = [(r["step"], r["success"]) for r in records if r["kind"] == "train"]
     held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots(gridspec_kw={"left": 0.09, "right": 0.98, "bottom": 0.12, "top": 0.92})
     if trained:
         axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
     if held_out:
@@ -231,6 +229,4 @@ def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, hel
     axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
