@@ -1,1 +1,1 @@
-"""What is asked: rows from files, datasets and Python, evaluation panels, downloads. Imports no torch."""
+"""Data: rows from files, datasets and Python, the hash of evaluation rows, downloads. Imports no torch."""

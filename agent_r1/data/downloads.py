@@ -1,7 +1,6 @@
-"""Public data files, fetched once and checked.
+"""Public data files, fetched once, checked against their hash and stored completely or not at all.
 
-A file is complete or missing: it is written beside its final place, checked against its hash if one is known, and
-renamed. Recipes say what they need. With `data.path` set to a copy of your own, nothing is fetched.
+Recipes say what they need. If `data.path` names a local copy, nothing is fetched.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
 
-Report = Callable[[str], None]  # tells people, line by line, how far it is
+Report = Callable[[str], None]  # shows a line of progress
 
 SECONDS_TO_CONNECT = 20.0
 SECONDS_WITHOUT_DATA = 60.0
@@ -26,23 +25,23 @@ MIB_PER_LINE = 16
 
 
 def user_cache() -> Path:
-    """Where things are kept that can be had again: $XDG_CACHE_HOME/agent-r1, or ~/.cache/agent-r1."""
+    """Return the folder for things that can be made again: $XDG_CACHE_HOME/agent-r1, or ~/.cache/agent-r1."""
     return anchored(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agent-r1"
 
 
 def data_dir(name: str) -> Path:
-    """Where the data of a recipe are kept: $AGENT_R1_DATA/NAME, or NAME in the user's cache."""
+    """Return where the data of a recipe are kept: $AGENT_R1_DATA/NAME, or NAME in the user's cache."""
     root = os.environ.get("AGENT_R1_DATA")
     return (anchored(root) if root else user_cache() / "data") / name
 
 
 def data_folder(name: str, path: str | None) -> Path:
-    """Where the data of a recipe are read from: the user's own copy (`data.path`), or where they are kept."""
+    """Return where the data of a recipe are read from: the user's copy (`data.path`), or where they are kept."""
     return data_dir(name) if path is None else anchored(path)
 
 
 def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
-    """Download a file to `to`, unless it is there. Raise `DataError` if that fails or its hash is wrong.
+    """Download a file to `to`, unless it exists. Raises `DataError` if that fails or its hash is wrong.
 
     Without a hash (None), the caller must check the content.
     """

@@ -1,4 +1,4 @@
-"""Files of records: JSON, JSON lines (plain or gzipped) and parquet, read with clear errors and written strictly."""
+"""Read and write JSON, JSON Lines (plain or gzipped) and parquet, with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from agent_r1.errors import DataError
 
-MAX_NESTING = 100  # levels of lists and mappings in a file that users give
+MAX_NESTING = 100  # of lists and mappings in files from users
 MAX_REASON_CHARS = 300
 
 
 def plain_or_gzipped(path: Path) -> Path | None:
-    """The file that is there: this one, or the same with `.gz`."""
+    """Return this file, or the same with `.gz`, whichever exists."""
     return next((found for found in (path, Path(f"{path}.gz")) if found.is_file()), None)
 
 
@@ -29,7 +29,7 @@ def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        if "integer string conversion" in str(error):  # its text suggests changing a setting of Python
+        if "integer string conversion" in str(error):  # Python's message suggests changing a setting of the interpreter
             raise ValueError("a number in it has too many digits") from None
         raise
     if max_nesting is not None and is_nested_deeper(value, max_nesting, text=text):
@@ -38,9 +38,10 @@ def read_json(text: str, *, max_nesting: int | None = MAX_NESTING) -> Any:
 
 
 def is_nested_deeper(value: Any, levels: int, *, text: str) -> bool:
-    """Whether lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
+    """Return True if lists and mappings are nested more than `levels` deep; `text` is the value as JSON.
 
-    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early."""
+    Python's own functions fail at a few hundred levels, so deeper input from users and models is refused early.
+    """
     if text.count("[") + text.count("{") <= levels:
         return False
     layer = [value]
@@ -69,9 +70,8 @@ def json_lines(path: Path) -> Iterator[Any]:
             for line in lines:
                 number += 1
                 if line.strip():
-                    yield read_json(
-                        line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    )  # Windows may add a byte-order mark
+                    # Windows may start a file with a byte-order mark.
+                    yield read_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} line {number} cannot be read: {error}") from error
 

@@ -1,8 +1,7 @@
-"""Panels: the fixed list of rows an agent is judged on, known by a short hash.
+"""Panels: a panel is the fixed list of rows that an agent is evaluated on, identified by a short hash.
 
-Two numbers can be compared only if they are of the same rows. The hash says so without the rows: it is made of what a
-row asks and what counts as right, in order, and of nothing that depends on the machine, the run or the file format.
-What only describes a row (`extra_info`, where published rows number themselves) is not part of it.
+Results can be compared only on the same rows. The hash covers what a row asks and what counts as right, in order, and
+nothing that depends on the machine, the run or the file format. `extra_info`, which only describes a row, is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 from agent_r1.errors import DataError
 from agent_r1.types import TaskRow
 
-HASH_DIGITS = 12  # 48 bits: two of a thousand panels are alike once in half a billion times
+HASH_DIGITS = 12  # 48 bits: among a thousand panels, a collision has odds of one in half a billion
 
 
 def panel_hash(rows: Iterable[TaskRow]) -> str:
-    """Of row_id, prompt, ground truth, env_kwargs and data_source of every row, in order."""
+    """Hash row_id, prompt, ground truth, env_kwargs and data_source of every row, in order."""
     digest = hashlib.sha256()
     for row in rows:
         content = {
@@ -37,18 +36,18 @@ def panel_hash(rows: Iterable[TaskRow]) -> str:
 
 
 def _canonical(content: Mapping[str, Any], row_id: str) -> str:
-    """JSON with one spelling: sorted keys, no spaces, ASCII."""
+    """Return JSON with a unique spelling: sorted keys, no spaces, ASCII."""
     try:
         return json.dumps(_plain(content), sort_keys=True, separators=(",", ":"))
     except TypeError as error:
         raise DataError(
-            f"row {row_id!r} cannot be part of a panel: {error}. Give prompts, ground truths and env_kwargs as text, "
-            "numbers, lists and mappings, from which an env or a tool makes what it needs"
+            f"row {row_id!r} cannot be evaluated on: {error}. Use text, numbers, lists and mappings in prompts, ground "
+            "truths and env_kwargs"
         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it. What has no form of its own there is tagged, so that no text can pass for it."""
+    """Return the value as plain JSON. Types that JSON lacks are tagged, so that no text equals them."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -61,4 +60,4 @@ def _plain(value: Any) -> Any:
         return {type(value).__name__: str(value)}
     if hasattr(value, "tolist"):  # numpy's arrays and scalars
         return _plain(value.tolist())
-    raise TypeError(f"it holds {value!r:.60} of type {type(value).__name__}, which has no fixed form")
+    raise TypeError(f"it holds {value!r:.60} of type {type(value).__name__}, which JSON lacks")

@@ -1,19 +1,17 @@
-"""Rows: what is asked. Parquet, JSON Lines (plain or gzipped), Hugging Face datasets or a Python generator, one type
-out.
+"""Rows of a task: from parquet, JSON Lines (plain or gzipped), Hugging Face datasets or a Python generator.
 
 The published row schema (`prompt`, `agent_name`, `reward_model`, `env_kwargs`, `data_source`, `extra_info`) is read
-unchanged; columns it does not name are kept under `extra_info`. Row order is a function of (seed, step), so resuming
-needs no iterator state.
+unchanged; other columns are kept under `extra_info`. Row order is a function of (seed, step), so resuming needs no
+iterator state.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from agent_r1.data.files import json_lines, parquet_rows, read_json
@@ -21,52 +19,56 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
 from agent_r1.types import Message, TaskRow
 
-Demo = tuple[TaskRow, list[str]]  # what is asked, and what an expert says, turn by turn
+Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
-_COLUMNS = {"prompt", "agent_name", "reward_model", "env_kwargs", "data_source", "extra_info", "row_id"}
+_COLUMNS = {field.name for field in fields(TaskRow)}
 
 
 def load_rows(
     source: str | Callable[..., Iterable[Any]], *, split: str, count: int | None = None, beside: Path | None = None
 ) -> list[TaskRow]:
-    """At most `count` rows from a file, from `hf:name[:config]`, or from a function `rows(split=..., count=...)`.
+    """Load at most `count` rows from a file, from `hf:name[:config]`, or from a function `rows(split=..., count=...)`.
 
     A relative path is looked up in the folder `beside` first. Every row is checked here, so a bad one is an error
-    before training with its place, not a crash in the middle.
+    before training that names its place.
     """
     if callable(source):
         where = f"{getattr(source, '__module__', '?')}.{getattr(source, '__name__', source)}"
-        raw = _call(source, where, {"split": split} if count is None else {"split": split, "count": count})
+        raw = source(split=split) if count is None else source(split=split, count=count)
+        # Iterating over a mapping or a pandas frame would give keys or column names.
+        if not isinstance(raw, Iterable) or isinstance(raw, str | Mapping) or hasattr(raw, "iterrows"):
+            raise DataError(f"{where} returned {type(raw).__name__} for split {split!r}: return a list of rows")
     else:
         raw, where = _read(source, split, beside), source
     rows = []
     for index, item in enumerate(islice(raw, count)):
-        place = f"row {index} of {where}"
-        row = _checked(item, place) if isinstance(item, TaskRow) else row_from_record(item, place=place)
+        record = {name: getattr(item, name) for name in _COLUMNS} if isinstance(item, TaskRow) else item
+        row = row_from_record(record, place=f"row {index} of {where}")
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
-        raise DataError(f"{where} gave no rows for split {split!r}")
+        raise DataError(f"{where} has no rows for split {split!r}")
     _check_unique(rows, where)
     return rows
 
 
 def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
-    """One published-style record (a dict, as parquet and JSON give it) as a `TaskRow`."""
+    """Return a published-style record (a dict, from parquet or JSON) as a `TaskRow`."""
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
     if record.get("prompt") is None:
         raise DataError(f"{place} has no 'prompt'; its columns are {sorted(record)}. A prompt is text or messages")
-    if record.get("ground_truth") is not None:  # under extra_info the env would see it, and the reward would not
-        raise DataError(
-            f"{place}: ground_truth belongs into reward_model: {{'ground_truth': ...}}, where no env sees it"
-        )
+    if record.get("ground_truth") is not None:  # in extra_info the environment would see it, but not the reward
+        raise DataError(f"{place}: move ground_truth into reward_model: {{'ground_truth': ...}}")
+    agent_name, row_id = record.get("agent_name"), record.get("row_id")
+    if agent_name is not None and not isinstance(agent_name, str):
+        raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
     extra = dict(_mapping(record.get("extra_info"), "extra_info", place))
     extra |= {key: value for key, value in record.items() if key not in _COLUMNS and value is not None}
     return TaskRow(
         prompt=_messages(record["prompt"], place),
-        row_id=_name(record.get("row_id")),
-        agent_name=_flow(record.get("agent_name"), place),
+        row_id="" if row_id is None else str(row_id),
+        agent_name=agent_name,
         reward_model=_mapping(record.get("reward_model"), "reward_model", place),
         env_kwargs=_mapping(record.get("env_kwargs"), "env_kwargs", place),
         data_source=str(record.get("data_source") or "unknown"),
@@ -74,31 +76,8 @@ def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     )
 
 
-def _checked(row: TaskRow, place: str) -> TaskRow:
-    """As `row_from_record` would have made it. A world that says everything itself may have rows without a prompt."""
-    return replace(
-        row,
-        prompt=_messages(row.prompt, place) if len(row.prompt) else [],
-        row_id=_name(row.row_id),
-        agent_name=_flow(row.agent_name, place),
-        reward_model=_mapping(row.reward_model, "reward_model", place),
-        env_kwargs=_mapping(row.env_kwargs, "env_kwargs", place),
-        extra_info=_mapping(row.extra_info, "extra_info", place),
-    )
-
-
-def _name(row_id: Any) -> str:
-    return "" if row_id is None else str(row_id)
-
-
-def _flow(agent_name: Any, place: str) -> str | None:
-    if agent_name is not None and not isinstance(agent_name, str):
-        raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
-    return agent_name
-
-
 def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) -> list[TaskRow]:
-    """The `count` rows of training step `step` (from 1): shuffled epochs, each a permutation fixed by (seed, epoch)."""
+    """Return the `count` rows of a step, counted from 1. Each epoch is a permutation fixed by (seed, epoch)."""
     chosen: list[TaskRow] = []
     position = (step - 1) * count
     while len(chosen) < count:
@@ -109,22 +88,10 @@ def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) 
     return chosen
 
 
-def _call(source: Callable[..., Any], where: str, arguments: dict[str, Any]) -> Iterable[Any]:
-    made = source(**arguments)
-    if not isinstance(made, Iterable):
-        raise DataError(f"{where} returned {made!r:.80} for split {arguments['split']!r}, not rows")
-    if isinstance(made, str | Mapping) or hasattr(made, "iterrows"):  # which would give characters, keys, column names
-        raise DataError(
-            f"{where} returned a {type(made).__name__} for split {arguments['split']!r}, not rows: give a list of "
-            "them, of a pandas frame its to_dict('records')"
-        )
-    return made
-
-
 def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     if source.startswith("hf:"):
         return _read_hub(source.removeprefix("hf:"), split)
-    path = Path(_filled(source, split)).expanduser()
+    path = Path(source.replace("{split}", split)).expanduser()
     places = [anchored(path)] if beside is None or path.is_absolute() else [beside / path, anchored(path)]
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -135,29 +102,19 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     return map(_without_nulls, parquet_rows(path)) if path.suffix == ".parquet" else json_lines(path)
 
 
-def _filled(source: str, split: str) -> str:
-    try:
-        for _, placeholder, _, _ in Formatter().parse(source):
-            if placeholder not in (None, "split"):
-                raise ValueError(f"there is no {{{placeholder}}}")
-        return source.format(split=split)
-    except ValueError as error:
-        raise ConfigError(f"{source!r}: the only placeholder of a data file is {{split}}: {error}") from None
-
-
 def _split_file(folder: Path, split: str) -> Path:
     names = [f"{split}{suffix}" for suffix in FORMATS]
-    there = [name for name in names if (folder / name).exists()]
-    if len(there) > 1:
-        raise DataError(f"{folder} has {' and '.join(there)}: name the one that is meant, as in {{split}}{FORMATS[1]}")
-    if there:
-        return folder / there[0]
-    found = sorted(path.name for path in folder.iterdir())
-    raise DataError(f"{folder} has none of {', '.join(names)}; it holds {found[:10]}")
+    found = [folder / name for name in names if (folder / name).exists()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(f"{folder} has {' and '.join(path.name for path in found)}: name one, as in {{split}}.jsonl")
+    listed = sorted(path.name for path in folder.iterdir())
+    raise DataError(f"{folder} has none of {', '.join(names)}; it holds {listed[:10]}")
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct all fields of its column: those a row does not have come back as None."""
+    """Drop the None that Arrow fills in for fields of a struct that a row does not have."""
     if isinstance(value, dict):
         kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
         return {**kept, "content": None} if "role" in kept and "content" not in kept else kept
@@ -170,31 +127,25 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
     except ImportError as error:
         raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
     name, _, config = name.partition(":")
-    if not name.strip():
-        raise ConfigError(
-            f"hf:{name}{config and f':{config}'} does not name a dataset: write hf:NAME or hf:NAME:CONFIG"
-        )
     try:
-        loaded: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError) as error:  # datasets raises many kinds, all of them one of these two
+        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
+    except (OSError, ValueError) as error:  # the bases of everything that datasets raises
         raise DataError(f"cannot load split {split!r} of dataset {name!r}: {error}") from error
-    return loaded
+    return rows
 
 
 def _messages(prompt: Any, place: str) -> list[Message]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
-    # Whatever holds them: pandas and datasets give arrays.
-    messages = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping) else None
-    if not messages or not all(map(_is_message, messages)):
-        raise DataError(
-            f"{place}: prompt must be text or a non-empty list of {{role, content}}, got {str(prompt)[:120]}"
-        )
+    # Any container: pandas and datasets give arrays. Environments may provide everything, so the list may be empty.
+    messages = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping) else [None]
+    if not all(map(_is_message, messages)):
+        raise DataError(f"{place}: prompt must be text or a list of {{role, content}}, got {str(prompt)[:120]}")
     return [{"content": None, **message} if "tool_calls" in message else dict(message) for message in messages]
 
 
 def _is_message(message: Any) -> bool:
-    """Its content is text, or parts; beside tool calls it may be missing."""
+    """Whether this is a message: its content is text or parts, and may be missing beside tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -220,7 +171,5 @@ def _check_unique(rows: Sequence[TaskRow], where: str) -> None:
     seen: set[str] = set()
     for row in rows:
         if row.row_id in seen:
-            raise DataError(
-                f"{where} gave two rows with row_id {row.row_id!r}; ids name rows in trajectories and panels"
-            )
+            raise DataError(f"{where} has two rows with row_id {row.row_id!r}; ids name rows in trajectories")
         seen.add(row.row_id)

@@ -221,23 +221,25 @@ def test_a_part_that_hangs_runs_out_the_time_of_its_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("function", "arguments", "settings", "message"),
     [
-        (lambda: weighted(), "no parts"),
-        (lambda: weighted(reward=(exact, 1.0)), "'reward'"),
-        (lambda: weighted(answer=exact), "'answer'"),
-        (lambda: weighted(answer=(exact, math.nan)), "'answer' .* nan"),
-        (lambda: weighted(answer=(lambda row: 1.0, 1.0)), r"'answer' must accept \(row, trajectory\)"),
-        (lambda: gated(exact, clean_calls, threshold=math.nan), "threshold=nan"),
-        (lambda: gated(exact, clean_calls, threshold="1"), "threshold='1'"),
-        (lambda: gated(exact, clean_calls, threshold=1.5), "threshold=1.5"),
-        (lambda: gated(exact, clean_calls, offset=math.inf), "offset=inf"),
-        (lambda: matches("("), "not a regular expression"),
-        (lambda: matches(5), "not a regular expression"),
-        (lambda: matches(b"a"), "not a regular expression"),
-        (lambda: matches("a", where="last"), "final, earlier, every"),
+        (weighted, [], {}, "no parts"),
+        (weighted, [], {"reward": (exact, 1.0)}, "'reward'"),
+        (weighted, [], {"answer": exact}, "'answer'"),
+        (weighted, [], {"answer": (exact, math.nan)}, "'answer' .* nan"),
+        (weighted, [], {"answer": (lambda row: 1.0, 1.0)}, r"'answer' must accept \(row, trajectory\)"),
+        (gated, [exact, clean_calls], {"threshold": math.nan}, "threshold=nan"),
+        (gated, [exact, clean_calls], {"threshold": "1"}, "threshold='1'"),
+        (gated, [exact, clean_calls], {"threshold": 1.5}, "threshold=1.5"),
+        (gated, [exact, clean_calls], {"offset": math.inf}, "offset=inf"),
+        (matches, ["("], {}, "not a regular expression"),
+        (matches, [5], {}, "not a regular expression"),
+        (matches, [b"a"], {}, "not a regular expression"),
+        (matches, ["a"], {"where": "last"}, "final, earlier, every"),
     ],
 )
-def test_what_cannot_work_is_refused_when_it_is_written_down(make: Any, message: str) -> None:
+def test_what_cannot_work_is_refused_when_it_is_written_down(
+    function: Any, arguments: list[Any], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        make()
+        function(*arguments, **settings)
