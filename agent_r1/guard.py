@@ -1,10 +1,10 @@
-"""Running other people's code (tools, environments, rewards) so that it can fail, hang or misbehave alone.
+"""Run user code (tools, environments, rewards) so that its failures and hangs stay its own, and explain them.
 
-One way for all of them: a task of its own under a deadline. What it raises comes back as an ordinary exception, also
-when it raised something that would end the program; what ignores its deadline is cancelled and then left behind.
+User code runs in a task with a deadline. What it raises comes back as an ordinary exception, even if it would have
+ended the program; code that ignores its deadline is cancelled and then abandoned.
 
-Not covered: code that blocks the event loop itself. Python cannot take a thread back either: a sync function that hangs
-keeps its (daemon) thread, so untrusted code belongs in a process that its tool kills.
+Not covered: code that blocks the event loop itself. Python cannot stop a thread either: a sync function that hangs
+keeps its (daemon) thread, so untrusted code belongs in a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CANCEL_SECONDS = 2.0  # how long cancelled code may take to clean up before it is left behind
+CANCEL_SECONDS = 2.0  # for cancelled code to clean up before it is abandoned
 MAX_ERROR_CHARS = 2000
 _BLAME = "_agent_r1_blame"  # attribute of an exception
 _PACKAGE = Path(__file__).parent
@@ -37,7 +37,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class TimedOut(Exception):
-    """The deadline passed. Not a TimeoutError: user code raises those itself, about something else."""
+    """The deadline passed. Not a TimeoutError, which user code may raise itself."""
 
 
 class Signal(BaseException):
@@ -45,7 +45,7 @@ class Signal(BaseException):
 
 
 class Escaped(Exception):
-    """User code raised what would have ended the run: SystemExit, CancelledError, another BaseException."""
+    """User code raised an exception that would have ended the run, such as SystemExit."""
 
 
 class Abort(KeyboardInterrupt):
@@ -53,8 +53,8 @@ class Abort(KeyboardInterrupt):
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two cannot be
-    told apart, and it counts as Ctrl-C."""
+    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two look the
+    same, and it counts as Ctrl-C."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -130,13 +130,13 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     context = copy_context()
 
     def deliver(outcome: tuple[Any, BaseException | None]) -> None:
-        if not done.done():  # timed out or cancelled: nobody waits any more
+        if not done.done():  # else it was cancelled
             done.set_result(outcome)
 
     def work() -> None:
         try:
             outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
-        except BaseException as error:  # noqa: BLE001 (carried over to the waiting side and raised there)
+        except BaseException as error:  # noqa: BLE001 (raised below, in the event loop)
             outcome = (None, error)
         with suppress(RuntimeError):  # the event loop has closed meanwhile
             loop.call_soon_threadsafe(deliver, outcome)
@@ -150,26 +150,26 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it, a function or an object that can be called, runs in the event loop."""
+    """Whether a function or callable object is async."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def describe(error: BaseException) -> str:
-    """`Type: message`, of bounded size and fit for a UTF-8 file, whatever the exception does when it is printed."""
+    """Return `Type: message`, bounded and valid UTF-8, even if printing the exception fails."""
     try:
         text = str(error)
-    except BaseException:  # noqa: BLE001 (an exception that cannot be printed must not hide that something failed)
+    except BaseException:  # noqa: BLE001 (str() of a user's exception may raise anything)
         text = "(its message cannot be printed)"
     return sanitize(f"{type(error).__name__}: {text[:MAX_ERROR_CHARS]}")
 
 
 def trace(error: BaseException) -> str:
-    """Where an exception came from and what it said, for the log; bounded like `describe`."""
+    """Return traceback and message for the log, bounded like `describe`."""
     return "".join(traceback.format_tb(error.__traceback__)) + describe(error)
 
 
 def explain(error: BaseException, source: str = "") -> Failure:
-    """`tool 'reverse' raised KeyError: 'ab' (task.py:11)`; source and place are empty if unknown."""
+    """Describe an exception, for example as `tool 'reverse' raised KeyError: 'ab' (task.py:11)`."""
     blamed, place = vars(error).get(_BLAME, ("", ""))
     return Failure(
         kind=type(error).__name__,
@@ -195,7 +195,7 @@ def _user_place(error: BaseException) -> str:
 
 
 def is_library(file: str | Path) -> bool:
-    """Whether code is part of the standard library or of an installed package other than ours."""
+    """Whether a file belongs to the standard library or to an installed package other than ours."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return False

@@ -1,4 +1,4 @@
-"""What recipes and rows choose by name: envs, flows and tools, each kind in a registry of its own."""
+"""Envs, flows and tools by name, for recipes and rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Thing = TypeVar("Thing")
 
 
 class Registry(Generic[Thing]):
-    """Things of one kind by name; unknown names are errors, and so are names that are taken."""
+    """Things of one kind by name. Unknown and duplicate names are errors."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._things: dict[str, Thing] = {}
 
     def add(self, name: str, thing: Thing) -> None:
-        """The same thing may come again, from a module that is imported twice."""
+        """Register a thing. The same one may be registered again, by a module that is imported twice."""
         known = self._things.setdefault(name, thing)
         if _origin(known) != _origin(thing):
             raise ConfigError(f"{self._kind} name {name!r} is taken by {_origin(known)}")
@@ -30,6 +30,6 @@ class Registry(Generic[Thing]):
 
 
 def _origin(thing: Any) -> str:
-    """Where it was written: a class, an object of one, or what wraps a function and has its name."""
+    """Return where a class, an object of one or a wrapped function is defined."""
     maker = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{maker.__module__}.{maker.__qualname__}"

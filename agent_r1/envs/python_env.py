@@ -1,4 +1,4 @@
-"""`PythonEnv`: a `ToolEnv` in which the variables of the tool "python" last for an episode."""
+"""`PythonEnv`: a `ToolEnv` whose tool "python" keeps its variables until the episode ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from agent_r1.tools.python.tool import PythonTool
 
 @ToolEnv.register("python")
 class PythonEnv(ToolEnv):
-    """A `ToolEnv` whose "python" keeps its variables from call to call until the episode ends."""
-
     def __init__(
         self, *, tools: Sequence[str | BaseTool], tools_kwargs: Mapping[str, Any] | None = None, **settings: Any
     ):
@@ -26,7 +24,7 @@ class PythonEnv(ToolEnv):
         self._session = uuid4().hex
         given = dict(tools_kwargs or {})
         given["python"] = {**given.get("python", {}), "session": self._session}
-        # One call after the other: they share variables.
+        # Not parallel: calls share variables.
         super().__init__(tools=tools, tools_kwargs=given, parallel=False, **settings)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Worlds that talk: say what is shown first and what is answered, and `TextEnv` keeps the conversation.
+"""Environments that talk: write the first text and the replies, and `TextEnv` keeps the conversation.
 
     class Echo(TextEnv):
         def begin(self, row):
@@ -7,8 +7,7 @@
         def reply(self, said):
             return Reply(text=f"You said {said!r}.", done=said == "bye", reward=1.0)
 
-Knows messages, not tokens. Nothing is ever taken out of the conversation here: what a policy gets to see of a long one
-is a context policy's business (`context.py`).
+Knows messages, not tokens. The conversation only grows; a context policy (`flows/context.py`) may show less of it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from agent_r1.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a world answers to what was said."""
+    """The answer of an environment."""
 
-    text: str = ""  # shown to the policy next, and kept for people when the episode is over
+    text: str = ""  # shown to the policy next; after the end, kept in the trajectory
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -51,11 +50,11 @@ class Reply:
 class TextEnv(AgentEnv):
     """Implement `begin` and `reply`, sync or async. Code that blocks belongs in worker processes (`task.workers`)."""
 
-    system: ClassVar[str] = ""  # a system message before the first thing shown; "": none
+    system: ClassVar[str] = ""  # system message; "" for none
 
     @abstractmethod
     def begin(self, row: TaskRow) -> str | Awaitable[str]:
-        """Start the episode and return the first thing that is shown; of the row's prompt, what is said here."""
+        """Start the episode and return the first text. Decides what the policy sees of the row's prompt."""
 
     @abstractmethod
     def reply(self, said: str) -> Reply | Awaitable[Reply]:

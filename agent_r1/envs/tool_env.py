@@ -1,7 +1,7 @@
 """`ToolEnv`: the model calls tools, reads their results, and answers when it calls nothing.
 
 The conversation only grows: each step appends the response and the results of its calls, or what `reply` says to text
-without a call. `tool_calls.py` reads calls and `tool_run.py` runs them; this module is about the episode.
+without a call. `tokens/formats` parses calls and `tools/runner.py` runs them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ToolEnv(AgentEnv):
     `tools_kwargs` fills the parameters that tools take from the row. A key that names a tool holds the values of that
     tool; any other key goes to every tool that takes it: `{"search": {"table": ...}, "language": "en"}`.
 
-    A bad call (one that cannot be read, names no tool, or has arguments that do not fit) is answered with what was
-    wrong. `max_bad_calls` of them in a row, over steps, end the episode as `StopReason.PARSE_LIMIT`; a call that ran
-    starts the count anew, whether its tool was content or not. The count is looked at after all calls of a step.
+    A bad call (malformed, to an unknown tool, or with invalid arguments) is answered with what was wrong. After
+    `max_bad_calls` in a row, also across steps, the episode ends as `StopReason.PARSE_LIMIT`. A call that ran resets
+    the count, even if its tool failed. The limit is checked after all calls of a step.
 
     The calls of a response run one after another, so that tools may change the state of the episode. Consecutive calls
     overlap if all their tools are `parallel`.
@@ -72,14 +72,13 @@ class ToolEnv(AgentEnv):
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
         parallel: bool = True,  # False: calls never overlap, not even those of `parallel` tools
     ) -> None:
-        if min(max_bad_calls, max_calls, max_result_chars) < 1:
-            raise ConfigError(
-                "ToolEnv needs max_bad_calls, max_calls and max_result_chars of at least 1, "
-                f"got {max_bad_calls}, {max_calls} and {max_result_chars}"
-            )
-        self._tools = _by_name(tools)
-        self.tool_format = _format_for(tool_format, self._tools, tool_role).with_max_calls(max_calls)
-        self._context = _context_of(self._tools, tools_kwargs or {})
+        limits = {"max_bad_calls": max_bad_calls, "max_calls": max_calls, "max_result_chars": max_result_chars}
+        for name, limit in limits.items():
+            if limit < 1:
+                raise ConfigError(f"ToolEnv needs {name} of at least 1, got {limit}")
+        self._tools = _index_tools(tools)
+        self.tool_format = _choose_format(tool_format, self._tools, tool_role).with_max_calls(max_calls)
+        self._context = _split_context(self._tools, tools_kwargs or {})
         self._max_bad_calls = max_bad_calls
         self._max_result_chars = max_result_chars
         self._tool_role = tool_role
@@ -115,12 +114,10 @@ class ToolEnv(AgentEnv):
 
     async def step(self, action: Action) -> Transition:
         if self._messages is None:
-            raise RuntimeError(
-                "ToolEnv.step was called outside an episode; call reset first, and make no step after the end"
-            )
+            raise RuntimeError("ToolEnv.step was called outside an episode: call reset first")
         content, events = self.tool_format.parse(action.text)
         if not events and (found := detect_format(content, self._tools)) is not None:
-            events = [self._foreign_call(found, action.text)]
+            events = [self._unreadable_call(found, action.text)]
         if not events:
             return await self._reply_or_end(action, content)
 
@@ -136,7 +133,7 @@ class ToolEnv(AgentEnv):
             return Transition(
                 reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
             )
-        observation = self._after(action, self.tool_format.result_messages(results, events, self._tool_role))
+        observation = self._continue(action, self.tool_format.result_messages(results, events, self._tool_role))
         return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
 
     async def _reply_or_end(self, action: Action, said: str) -> Transition:
@@ -150,17 +147,17 @@ class ToolEnv(AgentEnv):
             self._messages = None
             info = {"answer": said, **reply.info}
             return Transition(reward=reply.reward, terminated=True, feedback=reply.text, info=info)
-        observation = self._after(action, [{"role": "user", "content": reply.text}])
+        observation = self._continue(action, [{"role": "user", "content": reply.text}])
         return Transition(observation=observation, reward=reply.reward, feedback=reply.text, info=reply.info)
 
-    def _after(self, action: Action, answers: Sequence[Message]) -> Observation:
-        assert self._messages is not None  # `step` checks it
+    def _continue(self, action: Action, answers: Sequence[Message]) -> Observation:
+        assert self._messages is not None
         # A new list: observations handed out earlier must not grow. The messages themselves never change.
         self._messages = [*self._messages, self.tool_format.assistant_message(action.text), *answers]
         return Observation(messages=list(self._messages))
 
-    def _foreign_call(self, found: str, text: str) -> ParseFailure:
-        """The failure for a response that was meant as a call but would otherwise count as the answer."""
+    def _unreadable_call(self, found: str, text: str) -> ParseFailure:
+        """Return the failure for a response that looks like a call but would otherwise count as the answer."""
         own = found == format_name(self.tool_format)
         why = "this looks like a call" + ("" if own else f" in the format {found!r}") + ", and cannot be read as one"
         return ParseFailure(message=f"{why}. Write {self.tool_format.form}", span=(0, len(text)))
@@ -177,7 +174,7 @@ class ToolEnv(AgentEnv):
         return self.parallel and (tool is None or tool.parallel)
 
     async def _run_together(self, events: Sequence[Event]) -> list[ToolOutcome]:
-        # A tool's bug is raised when all have ended: no call outlives its step, and the first in order is reported.
+        # Exceptions are raised when all calls have ended, so that no call outlives its step.
         outcomes = await asyncio.gather(*map(self._answer, events), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -217,44 +214,42 @@ class ToolEnv(AgentEnv):
         )
 
     def _cut(self, text: str) -> str:
-        kept = sanitize(text[: self._max_result_chars])  # only what is kept is looked at, however long the result
+        kept = sanitize(text[: self._max_result_chars])
         dropped = len(text) - self._max_result_chars
         return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
 
 
-def _by_name(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
+def _index_tools(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
     if isinstance(tools, str) or not tools:
         raise ConfigError(f"ToolEnv needs a list of at least one tool, got tools={tools!r}")
     found: dict[str, BaseTool] = {}
     for tool in map(get_tool, tools):
         if tool.name in found:
-            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}; the model could not tell them apart")
+            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}")
         found[tool.name] = tool
     return found
 
 
-def _format_for(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
+def _choose_format(name: str | ToolCallFormat, tools: Mapping[str, BaseTool], role: str | None) -> ToolCallFormat:
     chosen = get_format(name)
     if role is not None and role not in chosen.roles:
-        raise ConfigError(
-            f"tool_role {role!r} does not go with tool_format {name!r}.{did_you_mean(role, chosen.roles)}"
-        )
+        raise ConfigError(f"tool_format {name!r} has no tool_role {role!r}.{did_you_mean(role, chosen.roles)}")
     if chosen.fixed_tool is not None and list(tools) != [chosen.fixed_tool]:
         raise ConfigError(
             f"tool_format {name!r} can only call the tool {chosen.fixed_tool!r}, got tools {list(tools)}. "
-            "Name the tool so, or give the format as an object with the name of yours."
+            "Rename the tool, or pass the format as an object with the tool's name."
         )
     return chosen
 
 
-def _context_of(tools: Mapping[str, BaseTool], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The row's values by tool; a value that no tool takes is a mistake, like one that is missing."""
+def _split_context(tools: Mapping[str, BaseTool], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the row's values by tool. Raises ConfigError for values that no tool takes and for missing ones."""
     shared = {key: value for key, value in given.items() if key not in tools}
     for key in shared:
         if not any(tool.row_keys.takes(key) for tool in tools.values()):
             raise ConfigError(
-                f"tools_kwargs has {key!r}, which is neither a tool nor taken by one.{did_you_mean(key, tools)}. "
-                "A tool takes it as a FromRow parameter of that name."
+                f"tools_kwargs has {key!r}, which is neither a tool nor a FromRow parameter of one."
+                f"{did_you_mean(key, tools)}"
             )
     context: dict[str, dict[str, Any]] = {}
     for name, tool in tools.items():

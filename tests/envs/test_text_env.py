@@ -1,4 +1,4 @@
-"""TextEnv: a world of two methods keeps the whole conversation, sync or async."""
+"""TextEnv: two methods, sync or async; it keeps the whole conversation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def act(text: str) -> Action:
     return Action(text=text, token_ids=[])
 
 
-def test_everything_that_was_said_is_in_the_next_observation() -> None:
+def test_the_next_observation_holds_the_whole_conversation() -> None:
     async def play() -> None:
         env = Counter()
         first = await env.reset(ROW)
@@ -57,12 +57,12 @@ def test_everything_that_was_said_is_in_the_next_observation() -> None:
         assert last.observation is None
         assert last.feedback == "stop, that is 2"
         again = await env.reset(ROW)
-        assert again.messages == first.messages, "nothing is left of the episode before"
+        assert again.messages == first.messages  # nothing is left of the episode before
 
     asyncio.run(play())
 
 
-def test_what_was_shown_once_is_not_edited_later() -> None:
+def test_earlier_observations_do_not_change() -> None:
     async def play() -> None:
         env = Counter()
         first = await env.reset(ROW)
@@ -83,11 +83,11 @@ def test_both_methods_may_be_async_and_the_system_message_may_be_missing() -> No
     asyncio.run(play())
 
 
-def test_it_keeps_the_rules_of_an_env() -> None:
+def test_a_text_env_passes_check_env() -> None:
     asyncio.run(check_env(Counter, ROW, ["a", "b", "stop"]))
 
 
-def test_a_reply_that_is_none_is_refused() -> None:
+def test_a_reply_of_the_wrong_type_is_refused() -> None:
     class Wrong(Counter):
         def reply(self, said: str) -> Reply:
             return "just text"  # type: ignore[return-value]
@@ -119,7 +119,7 @@ def test_a_field_of_a_reply_of_the_wrong_type_is_named(field: str, value: Any) -
         Reply(**{field: value})
 
 
-def test_a_world_without_its_two_methods_cannot_be_made() -> None:
+def test_a_class_without_both_methods_cannot_be_created() -> None:
     class Half(TextEnv):
         def begin(self, row: TaskRow) -> str:
             return ""
@@ -128,7 +128,7 @@ def test_a_world_without_its_two_methods_cannot_be_made() -> None:
         Half()  # type: ignore[abstract]
 
 
-def test_a_world_may_end_with_the_truth_of_numpy() -> None:
+def test_done_may_be_a_numpy_bool() -> None:
     class Measured(Counter):
         def reply(self, said: str) -> Reply:
             return Reply(done=np.bool_(said == "stop"))  # type: ignore[arg-type]

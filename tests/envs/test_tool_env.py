@@ -236,7 +236,7 @@ def test_a_bug_of_a_tool_is_raised_for_the_flow_to_handle(parallel: bool) -> Non
     assert explain(raised.value).source == "tool 'broken'"
 
 
-def test_a_huge_result_is_cut_and_the_model_is_told_how_much() -> None:
+def test_a_long_result_is_cut_with_a_note() -> None:
     @tool
     def dump(size: int) -> str:
         """Dump."""
@@ -250,7 +250,7 @@ def test_a_huge_result_is_cut_and_the_model_is_told_how_much() -> None:
     assert step.calls[0].result == "x" * 10
 
 
-def test_text_that_no_tokenizer_takes_is_mended() -> None:
+def test_lone_surrogates_are_replaced() -> None:
     @tool
     def half() -> str:
         """Give half a surrogate pair."""
@@ -276,7 +276,7 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
     ("kwargs", "message"),
     [
         ({"tools": [look_up]}, "tool 'look_up' needs 'table' from the row, which has nothing"),
-        ({"tools": [add], "tools_kwargs": {"table": 1}}, "'table', which is neither a tool nor taken by one"),
+        ({"tools": [add], "tools_kwargs": {"table": 1}}, "tools_kwargs has 'table'"),
         ({"tools": [look_up], "tools_kwargs": {"look_up": {"tabel": 1}}}, r"takes no 'tabel' .* Did you mean 'table'"),
         ({"tools": [look_up], "tools_kwargs": {"look_up": 5}}, r"tools_kwargs\['look_up'\] must be a dict"),
         ({"tools": []}, "at least one tool"),
@@ -285,13 +285,13 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
         ({"tools": ["no_such_tool"]}, "unknown tool 'no_such_tool'"),
         ({"tools": [add], "tool_format": "herms"}, r"unknown tool_format 'herms'\. Did you mean 'hermes'"),
         ({"tools": [add], "tool_format": "retool"}, "can only call the tool 'python', got tools"),
-        ({"tools": [python], "tool_format": "retool", "tool_role": "tool"}, "tool_role 'tool' does not go with"),
-        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls, max_calls and max_result_chars of at least 1, got 0"),
-        ({"tools": [add], "max_calls": 0}, "max_bad_calls, max_calls and max_result_chars of at least 1, got 3, 0"),
+        ({"tools": [python], "tool_format": "retool", "tool_role": "tool"}, "no tool_role 'tool'"),
+        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls of at least 1, got 0"),
+        ({"tools": [add], "max_calls": 0}, "max_calls of at least 1, got 0"),
         ({"tools": [add], "max_tool_calls": 1}, "env 'tool' does not accept these env_kwargs"),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_a_config_error_that_says_what_to_do(kwargs: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_a_config_error(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_env(env_class("tool"), "tool", kwargs)
 
@@ -300,7 +300,7 @@ def test_a_step_outside_an_episode_is_refused() -> None:
     env = ToolEnv(tools=[add])
     with pytest.raises(RuntimeError, match="call reset first"):
         asyncio.run(env.step(Action(text="x", token_ids=[])))
-    with pytest.raises(RuntimeError, match="no step after the end"):
+    with pytest.raises(RuntimeError, match="outside an episode"):
         play(env, "answer", "more")
 
 
@@ -349,7 +349,7 @@ def test_results_can_be_given_by_the_user_role() -> None:
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<|message|>", " to=functions.add", "<code>", "{", "x"]))
 )
 @settings(max_examples=50, deadline=None)
-def test_whatever_the_model_says_the_env_answers(name: str, parts: list[str]) -> None:
+def test_any_text_gets_an_answer(name: str, parts: list[str]) -> None:
     text = "".join(parts)
     (step,) = play(ToolEnv(tools=[python], tool_format=name, max_bad_calls=99), text)
     assert step.terminated == (not step.calls)
@@ -379,7 +379,7 @@ def test_good_and_bad_steps_render_in_the_chat_template_of_the_format(name: str,
 
 
 class Talk(ToolEnv):
-    """A user who says their script, then hangs up."""
+    """A user who follows a script, then hangs up."""
 
     async def reset(self, row: TaskRow) -> Observation:
         self.script, self.heard = ["Both.", "Thanks."], list[str]()
@@ -391,7 +391,7 @@ class Talk(ToolEnv):
         return Reply(text=text, done=not self.script, reward=0.5, info={"heard": len(self.heard)})
 
 
-def test_text_without_a_call_goes_to_reply_and_the_conversation_goes_on() -> None:
+def test_text_without_a_call_goes_to_reply() -> None:
     env = Talk(tools=[add])
     call = say("add", a=1, b=2)
     asked, added, ended = play(env, "<think>which?</think>Which one?", f"Wait. {call}", "It is 3.")
@@ -403,8 +403,6 @@ def test_text_without_a_call_goes_to_reply_and_the_conversation_goes_on() -> Non
     assert env.heard == ["Which one?", "It is 3."]  # neither thinking nor what accompanies a call
     assert (ended.terminated, ended.stop, ended.reward, ended.feedback) == (True, StopReason.ANSWERED, 0.5, "Thanks.")
     assert ended.info == {"answer": "It is 3.", "heard": 2}
-    with pytest.raises(RuntimeError, match="outside an episode"):
-        asyncio.run(env.step(Action(text="more", token_ids=[])))
 
 
 def test_reply_may_be_sync_and_none_ends_the_episode() -> None:
@@ -434,7 +432,7 @@ def test_a_reply_of_the_wrong_type_is_named() -> None:
         play(Wrong(tools=[add]), "hello")
 
 
-def test_an_env_with_a_user_keeps_the_rules() -> None:
+def test_an_env_with_a_user_passes_check_env() -> None:
     class Fixed(Talk):
         deterministic = True
 

@@ -22,21 +22,8 @@ from agent_r1.errors import ConfigError
 from agent_r1.flows.episode import MAX_INFO_NESTING
 from agent_r1.tokens.formats.base import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
-from tests.envs.worker_envs import (
-    Counting,
-    Double,
-    Knowing,
-    Sure,
-    action,
-    double,
-    is_alive,
-    play,
-    row,
-    run,
-    started,
-    without_info,
-)
-from tests.envs.worker_pools import pool_of
+from tests.envs.worker_envs import Counting, Double, Knowing, Sure, action, double, row
+from tests.envs.worker_helpers import is_alive, play, pool_of, run, started, without_info
 
 pool = pool_of(processes=2)
 
@@ -308,3 +295,13 @@ def test_answers_may_be_nested_as_deeply_as_calls_and_info() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     answer = Transition(observation=Observation(messages=[said]), info=nested(MAX_INFO_NESTING))
     assert load(dump(answer, None, "Env"), Transition) == (answer, None)
+
+
+def test_a_failing_close_is_logged_and_affects_no_episode(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
+    async def closed() -> None:
+        await play(counting(pool, bad_close=True), ["1"])
+        for _ in range(2):  # on both processes, so one of them after the failure
+            await play(counting(pool), ["1"])
+
+    run(closed())
+    assert "RuntimeError: stuck door" in caplog.text

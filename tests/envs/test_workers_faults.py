@@ -17,21 +17,8 @@ import pytest
 from agent_r1.envs.processes import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvRaised, EnvStartError, process
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
-from tests.envs.worker_envs import (
-    Counting,
-    Library,
-    Sure,
-    action,
-    is_alive,
-    outcome,
-    pid_of,
-    play,
-    row,
-    run,
-    started,
-    wait_until,
-)
-from tests.envs.worker_pools import pool_of
+from tests.envs.worker_envs import Counting, Library, Sure, action, row
+from tests.envs.worker_helpers import is_alive, outcome, pid_of, play, pool_of, run, started, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import pytest
 
 from agent_r1.envs.processes import EnvCrashed, EnvPool
 from agent_r1.types import Transition
-from tests.envs.worker_envs import Sure, action, is_alive, outcome, run, started, wait_until
-from tests.envs.worker_pools import pool_of
+from tests.envs.worker_envs import Sure, action
+from tests.envs.worker_helpers import is_alive, outcome, pool_of, run, started, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,8 @@ from agent_r1.envs.processes import EnvFault, EnvLost, EnvOutOfMemory, EnvPool
 from agent_r1.envs.processes.pool import MAX_ALIVE, MAX_REPLAYS
 from agent_r1.guard import explain
 from agent_r1.types import Transition
-from tests.envs.worker_envs import action, outcome, pid_of, play, row, run, started
+from tests.envs.worker_envs import action, row
+from tests.envs.worker_helpers import outcome, pid_of, play, run, started
 from tests.envs.worker_leaks import Growing, Hungry, Loading, SureHungry
 
 LIMIT = "of 200 MiB, twice task.workers.memory_mb=100"

@@ -12,23 +12,8 @@ import pytest
 from agent_r1.envs.processes import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvPool
 from agent_r1.envs.processes.pool import MAX_REPLAYS
 from agent_r1.types import Transition
-from tests.envs.worker_envs import (
-    Counting,
-    Fickle,
-    Stalling,
-    Sure,
-    Unordered,
-    action,
-    is_alive,
-    outcome,
-    pid_of,
-    play,
-    row,
-    run,
-    started,
-    wait_until,
-)
-from tests.envs.worker_pools import pool_of
+from tests.envs.worker_envs import Counting, Fickle, Stalling, Sure, Unordered, action, row
+from tests.envs.worker_helpers import is_alive, outcome, pid_of, play, pool_of, run, started, wait_until
 
 pool = pool_of(processes=1)
 

@@ -21,7 +21,8 @@ from agent_r1.envs.processes import EnvPool
 from agent_r1.errors import ConfigError
 from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
-from tests.envs.worker_envs import Counting, play
+from tests.envs.worker_envs import Counting
+from tests.envs.worker_helpers import play
 
 ENV = '''
 """Three turns of small talk, each of which needs 80 MiB; some rows go wrong at the second."""
