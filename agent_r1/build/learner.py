@@ -14,7 +14,7 @@ from agent_r1.learn.algorithms import Algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss
 from agent_r1.learn.memory import estimate
-from agent_r1.learn.model.critic import Critic, CriticTraining
+from agent_r1.learn.model.critic import Critic
 from agent_r1.learn.model.lora import LoRA
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Decay, Schedule, schedule
@@ -130,11 +130,13 @@ def _schedule(config: RunConfig, decay: Decay, warmup_steps: int) -> Schedule:
     return schedule(decay, warmup_steps=warmup_steps, total=total, floor=learner.min_lr_ratio)
 
 
-def _critic(config: RunConfig, policy: PolicyModel) -> CriticTraining:
+def _critic(config: RunConfig, policy: PolicyModel) -> Critic:
     settings, learner = config.critic or CriticConfig(), config.learner
     warmup_steps = learner.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
-    return CriticTraining(
-        critic=Critic(policy, shared=settings.shared, normalize_returns=settings.normalize_returns),
+    return Critic(
+        policy=policy,
+        shared=settings.shared,
+        normalize_returns=settings.normalize_returns,
         lr=10 * learner.lr if settings.lr is None else settings.lr,
         schedule=_schedule(config, settings.schedule or learner.schedule, warmup_steps),
         value_clip=settings.value_clip,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
@@ -25,7 +25,7 @@ LossFunction = Callable[..., LossOutput]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Algorithm:
     """One row. Its settings: the keyword arguments of the two functions, and the fields below the line."""
 
@@ -33,6 +33,7 @@ class Algorithm:
     paper: str
     credit: CreditFunction  # (groups of scored trajectories) -> credit
     loss: LossFunction  # (LossInputs) -> LossOutput
+    _: KW_ONLY
     needs_critic: bool = False
     needs_greedy: bool = False  # one greedy attempt per row, to compare with
     min_group_size: int = 1  # smaller groups teach nothing
@@ -119,102 +120,48 @@ _WEIGHTING: dict[str, Any] = {"aggregation": "token", "horizon": 256}
 _CLIP = partial(losses.token_clip, clip_low=0.2, clip_high=0.2, dual_clip=None, **_WEIGHTING)
 # A hundred times the paper's range, which was tuned for responses of thousands of tokens; see docs/algorithms/gspo.md.
 _STEP_CLIP = partial(losses.step_clip, clip_low=0.03, clip_high=0.04, **{**_WEIGHTING, "aggregation": "step"})
+_REINFORCE = partial(losses.reinforce, **_WEIGHTING)
+_CAPPED = partial(losses.capped_weight, weight_cap=5.0, **_WEIGHTING)
+
 _GROUP = partial(estimators.group_return, scale="group")
 # The step budget is part of the task: evaluation counts success within it, so truncated episodes do not bootstrap. All
 # algorithms share one discount, so that comparisons do not compare discounts.
 _GAMMA = 1.0
 _GAE: dict[str, Any] = {"gamma": _GAMMA, "lam": 1.0, "whiten_batch": True, "bootstrap_truncated": False}
+_STEP_RETURN = partial(estimators.step_return, gamma=_GAMMA, whiten_batch=True)
+_TOKEN_RETURN = partial(estimators.token_return, gamma=_GAMMA)
+_ANCHORED = partial(
+    estimators.anchored_return, scale="group", step_weight=1.0, gamma=_GAMMA, anchor="observation", similarity=None
+)
+_DAPO: dict[str, Any] = {"sampling_rounds": 3, "overlong_penalty": 1.0}
+_PAIRS: dict[str, Any] = {"min_group_size": 2}  # attempts are compared with each other
 
 _ROWS = [
-    Algorithm(name="grpo", paper="arXiv:2402.03300", credit=_GROUP, loss=_CLIP, min_group_size=2),
+    # name, paper, credit, loss, what else it needs
+    Algorithm("grpo", "arXiv:2402.03300", _GROUP, _CLIP, **_PAIRS),
     Algorithm(
-        name="dr_grpo",
-        paper="arXiv:2503.20783",
-        credit=partial(estimators.group_return, scale="none"),
-        loss=partial(_CLIP, aggregation="constant"),
-        min_group_size=2,
+        "dr_grpo", "arXiv:2503.20783", partial(_GROUP, scale="none"), partial(_CLIP, aggregation="constant"), **_PAIRS
     ),
+    Algorithm("dapo", "arXiv:2503.14476", _GROUP, partial(_CLIP, clip_high=0.28), **_PAIRS, **_DAPO),
+    Algorithm("gspo", "arXiv:2507.18071", _GROUP, _STEP_CLIP, **_PAIRS, own_old_logprobs=True),
+    Algorithm("cispo", "arXiv:2506.13585", _GROUP, _CAPPED, **_PAIRS),
+    Algorithm("rloo", "arXiv:2402.14740", estimators.leave_one_out_return, _CLIP, **_PAIRS),
     Algorithm(
-        name="dapo",
-        paper="arXiv:2503.14476",
-        credit=_GROUP,
-        loss=partial(_CLIP, clip_high=0.28),
-        min_group_size=2,
-        sampling_rounds=3,
-        overlong_penalty=1.0,
+        "remax", "arXiv:2310.10505", estimators.greedy_difference, _REINFORCE, needs_greedy=True, on_policy_only=True
     ),
+    Algorithm("reinforce", "10.1007/BF00992696", _STEP_RETURN, _REINFORCE, on_policy_only=True),
+    Algorithm("reinforce++", "arXiv:2501.03262", _TOKEN_RETURN, _CLIP),
+    Algorithm("reinforce++_baseline", "arXiv:2501.03262", estimators.whitened_group_return, _CLIP, **_PAIRS),
+    Algorithm("ppo", "arXiv:1707.06347", partial(estimators.token_gae, **_GAE), _CLIP, needs_critic=True),
     Algorithm(
-        name="gspo",
-        paper="arXiv:2507.18071",
-        credit=_GROUP,
-        loss=_STEP_CLIP,
-        min_group_size=2,
-        own_old_logprobs=True,
-    ),
-    Algorithm(
-        name="cispo",
-        paper="arXiv:2506.13585",
-        credit=_GROUP,
-        loss=partial(losses.capped_weight, weight_cap=5.0, **_WEIGHTING),
-        min_group_size=2,
-    ),
-    Algorithm(
-        name="rloo", paper="arXiv:2402.14740", credit=estimators.leave_one_out_return, loss=_CLIP, min_group_size=2
-    ),
-    Algorithm(
-        name="remax",
-        paper="arXiv:2310.10505",
-        credit=estimators.greedy_difference,
-        loss=partial(losses.reinforce, **_WEIGHTING),
-        needs_greedy=True,
-        on_policy_only=True,
-    ),
-    Algorithm(
-        name="reinforce",
-        paper="10.1007/BF00992696",
-        credit=partial(estimators.step_return, gamma=_GAMMA, whiten_batch=True),
-        loss=partial(losses.reinforce, **_WEIGHTING),
-        on_policy_only=True,
-    ),
-    Algorithm(
-        name="reinforce++", paper="arXiv:2501.03262", credit=partial(estimators.token_return, gamma=_GAMMA), loss=_CLIP
-    ),
-    Algorithm(
-        name="reinforce++_baseline",
-        paper="arXiv:2501.03262",
-        credit=estimators.whitened_group_return,
-        loss=_CLIP,
-        min_group_size=2,
-    ),
-    Algorithm(
-        name="ppo",
-        paper="arXiv:1707.06347",
-        credit=partial(estimators.token_gae, **_GAE),
-        loss=_CLIP,
-        needs_critic=True,
-    ),
-    Algorithm(
-        name="steppo",
-        paper="arXiv:2604.18401",
-        credit=partial(estimators.step_gae, **_GAE),
-        loss=_STEP_CLIP,
+        "steppo",
+        "arXiv:2604.18401",
+        partial(estimators.step_gae, **_GAE),
+        _STEP_CLIP,
         needs_critic=True,
         own_old_logprobs=True,
     ),
-    Algorithm(
-        name="gigpo",
-        paper="arXiv:2505.10978",
-        credit=partial(
-            estimators.anchored_return,
-            scale="group",
-            step_weight=1.0,
-            gamma=_GAMMA,
-            anchor="observation",
-            similarity=None,
-        ),
-        loss=_CLIP,
-        min_group_size=2,
-    ),
+    Algorithm("gigpo", "arXiv:2505.10978", _ANCHORED, _CLIP, **_PAIRS),
 ]
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 

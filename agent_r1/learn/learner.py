@@ -34,7 +34,7 @@ from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
 from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput
-from agent_r1.learn.model.critic import CriticTraining, value_report, with_last_state
+from agent_r1.learn.model.critic import Critic, value_report, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.parallel import OneProcess
@@ -70,7 +70,7 @@ class Learner:
     entropy_coef: float = 0.0
     own_old_logprobs: bool = False  # ratios to the learner's log-probs from before the update, not the sampler's
     correction: Correction | None = None  # implies own_old_logprobs, and weights tokens by the disagreement
-    critic: CriticTraining | None = None
+    critic: Critic | None = None
     offload_optimizer: bool = False  # its state stays on the host between steps
     prefix_sharing: PrefixSharing = "off"
     ranks: OneProcess = field(default_factory=OneProcess)
@@ -92,7 +92,7 @@ class Learner:
         self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **settings)
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None:
-            own = self.critic.critic.parameters
+            own = self.critic.parameters
             schedule = self.critic.schedule or self.schedule
             self._critic_optimizer = Optimizer(own, lr=self.critic.lr, schedule=schedule, **settings)
 
@@ -160,7 +160,7 @@ class Learner:
         """The critic's value before every sampled token, and of the states in which truncated episodes stopped."""
         assert self.critic is not None
         extended = [with_last_state(trajectory) for trajectory in trajectories]
-        values_R = self._query(extended, self.critic.critic.values)
+        values_R = self._query(extended, self.critic.values)
         if not bool(values_R.isfinite().all()):
             raise TrainingError(f"critic values are not finite after {self.updates} updates; try a lower critic.lr")
         values = nested(values_R, extended)
@@ -193,7 +193,7 @@ class Learner:
             "updates": self.updates,
             "nonfinite_updates": self.nonfinite_updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
-            "critic": self.critic.critic.state_dict() if self.critic is not None else None,
+            "critic": self.critic.state_dict() if self.critic is not None else None,
             "critic_optimizer": self._critic_optimizer.state_dict() if self._critic_optimizer is not None else None,
         }
 
@@ -206,7 +206,7 @@ class Learner:
         if (state["critic"] is None) != (self.critic is None):
             raise ConfigError("only one of saved state and learner has a critic: continue with the saved algorithm")
         if self.critic is not None and self._critic_optimizer is not None:
-            self.critic.critic.load_state_dict(state["critic"])
+            self.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
     def _query(
@@ -309,7 +309,7 @@ class Learner:
 
         The policy's is left out if there is nothing to learn from: Adam's momentum alone would move the weights.
         """
-        is_shared = self.critic is not None and self.critic.critic.shared
+        is_shared = self.critic is not None and self.critic.shared
         moves_policy = (batch.has_advantages or is_shared or self._regularizes) and not self.is_warming_up
         policy = {"grad_norm": self._optimizer} if moves_policy else {}
         critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}

@@ -63,7 +63,7 @@ def estimate(learner: Learner, *, longest: int | None = None) -> str:
 
 def fixed_bytes(learner: Learner) -> dict[str, int]:
     """Bytes on the device that are there in every step."""
-    policy, critic = learner.policy.model, learner.critic.critic if learner.critic is not None else None
+    policy, critic = learner.policy.model, learner.critic
     others = [] if critic is None else [*critic.head.parameters()]
     others += [] if critic is None or critic.shared else [*critic.backbone.model.parameters()]
     seen = {id(p) for p in policy.parameters()}

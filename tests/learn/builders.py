@@ -24,7 +24,7 @@ from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get
 from agent_r1.learn.batch.minibatch import on_columns
 from agent_r1.learn.batch.packs import merge_steps, pack, step_sizes
 from agent_r1.learn.losses import Correction
-from agent_r1.learn.model.critic import Critic, CriticTraining
+from agent_r1.learn.model.critic import Critic
 from agent_r1.learn.rewards import KLInReward
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
@@ -197,16 +197,16 @@ def learner_for(name: str, policy: PolicyModel | None = None, *, shared: bool = 
     return Learner(policy, **(settings | overrides))
 
 
-def new_critic(policy: PolicyModel, *, shared: bool, **overrides: Any) -> CriticTraining:
+def new_critic(policy: PolicyModel, *, shared: bool, **overrides: Any) -> Critic:
     """A critic as it begins: it says 0 everywhere."""
     settings: dict[str, Any] = {"lr": 1e-3, "value_clip": None, "value_coef": 1.0, "warmup_updates": 0}
-    return CriticTraining(critic=Critic(policy, shared=shared), **(settings | overrides))
+    return Critic(policy=policy, shared=shared, **(settings | overrides))
 
 
-def critic_of(policy: PolicyModel, *, shared: bool, seed: int = 5, **overrides: Any) -> CriticTraining:
+def critic_of(policy: PolicyModel, *, shared: bool, seed: int = 5, **overrides: Any) -> Critic:
     """A critic whose head says something, so that values differ between states."""
     made = new_critic(policy, shared=shared, **({"value_clip": 0.5} | overrides))
-    head, generator = made.critic.head, torch.Generator().manual_seed(seed)
+    head, generator = made.head, torch.Generator().manual_seed(seed)
     with torch.no_grad():
         head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=generator))
         head.bias.fill_(0.05)
@@ -233,7 +233,7 @@ def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
     """Of the last optimizer step: of the policy by name, of the critic under `critic.`."""
     named = dict(learner.policy.model.named_parameters())
     if learner.critic is not None:
-        critic = learner.critic.critic
+        critic = learner.critic
         named |= {f"critic.head.{name}": p for name, p in critic.head.named_parameters()}
         if not critic.shared:
             named |= {f"critic.body.{name}": p for name, p in critic.backbone.model.named_parameters()}

@@ -51,7 +51,7 @@ def setup(shared: bool, *, name: str = "ppo", seed: int = 1, **overrides: Any) -
 
 def critic_in(learner: Learner) -> Critic:
     assert learner.critic is not None
-    return learner.critic.critic
+    return learner.critic
 
 
 def attempts_of(groups: list[Group]) -> list[Trajectory]:
@@ -333,9 +333,8 @@ def test_a_value_clip_is_for_the_second_update_of_a_batch_and_those_after_it(sha
 
 
 def normalizing(policy: PolicyModel, *, shared: bool, **overrides: Any) -> Learner:
-    training = new_critic(policy, shared=shared, **overrides)
-    critic = Critic(policy, shared=shared, normalize_returns=True)
-    return learner_for("steppo", policy, critic=replace(training, critic=critic))
+    critic = new_critic(policy, shared=shared, normalize_returns=True, **overrides)
+    return learner_for("steppo", policy, critic=critic)
 
 
 def worth(prompt: int, target: float, value: float = 0.0) -> CreditedTrajectory:
@@ -367,9 +366,9 @@ def test_normalised_targets_move_the_unit_and_not_the_values() -> None:
             0.3 * torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(0))
         )
     before = learner.values(attempts)
-    critic.note_targets(torch.tensor([90.0, 110.0]))
+    critic.note_targets([worth(1, 90.0), worth(2, 110.0)])
     assert critic.returns is not None
-    assert (critic.returns.mean, critic.unit) == (100.0, 10.0)
+    assert (critic.returns.mean, critic.returns.std) == (100.0, 10.0)
     for old, new in zip(before, learner.values(attempts), strict=True):
         assert new.per_token[0] == pytest.approx(old.per_token[0], abs=1e-4)
     # V = 100 + 10 * head, also by definition

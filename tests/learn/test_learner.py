@@ -311,8 +311,8 @@ def test_epochs_and_minibatches_are_the_same_steps_taken_by_hand(name: str) -> N
     assert learner.optimizer_steps == by_hand.optimizer_steps == 6
     assert same(snapshot(learner), snapshot(by_hand))
     if learner.critic is not None and by_hand.critic is not None:
-        assert same(learner.critic.critic.head.state_dict(), by_hand.critic.critic.head.state_dict())
-        assert same(dict(learner.critic.critic.backbone.weights()), dict(by_hand.critic.critic.backbone.weights()))
+        assert same(learner.critic.head.state_dict(), by_hand.critic.head.state_dict())
+        assert same(dict(learner.critic.backbone.weights()), dict(by_hand.critic.backbone.weights()))
 
 
 def test_later_minibatches_are_off_policy_and_only_the_first_measures_the_mismatch() -> None:
@@ -395,7 +395,7 @@ def test_a_critic_that_broke_is_named_before_it_poisons_the_advantages() -> None
     learner = learner_for("ppo")
     assert learner.critic is not None
     with torch.no_grad():
-        learner.critic.critic.head.bias.fill_(float("nan"))
+        learner.critic.head.bias.fill_(float("nan"))
     with pytest.raises(TrainingError, match="critic values are not finite"):
         learner.values([item.trajectory for item in batch()])
 

@@ -88,7 +88,7 @@ def by_definition(name: str, shared: bool, credited: list[CreditedTrajectory], f
     ]
     total = weighted_sum(logprobs, REFERENCES[name](episodes)[1])
     if learner.critic is not None:
-        critic = learner.critic.critic
+        critic = learner.critic
         if not shared:
             backbone: Any = critic.backbone.model
             backbone.set_attn_implementation("eager")
@@ -212,7 +212,7 @@ def padded_gradient(name: str, shared: bool, credited: list[CreditedTrajectory],
     logprobs_T = output.logits[at_T, before_T].log_softmax(-1)[torch.arange(len(places)), ids[at_T, before_T + 1]]
     loss = learner.loss(batch.columns.loss_inputs(logprobs_T, at_T, batch.counts)).loss
     if learner.critic is not None:
-        critic = learner.critic.critic
+        critic = learner.critic
         hidden = (output if shared else forward(critic.backbone.model)).hidden_states[-1][at_T, before_T]
         old_T, targets_T = batch.columns.values_R, batch.columns.targets_R
         assert old_T is not None
@@ -271,7 +271,7 @@ def test_the_logprobs_of_tool_text_never_reach_the_gradient(name: str, shared: b
     seen = watch(plain.policy, lambda pack, hidden_ND: hidden_ND)
     watch(scrambled.policy, scramble)
     if scrambled.critic is not None and not shared:
-        watch(scrambled.critic.critic.backbone, scramble)
+        watch(scrambled.critic.backbone, scramble)
     expected, got = gradient(plain, credited), gradient(scrambled, credited)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[key], expected[key]) for key in expected)  # not one bit

@@ -119,7 +119,7 @@ def assert_sound(learner: Learner, metrics: dict[str, float]) -> None:
     assert metrics["skipped_updates"] == metrics["nonfinite_updates"] == 0
     weights = dict(learner.weights())
     if learner.critic is not None:
-        critic = learner.critic.critic
+        critic = learner.critic
         weights |= {f"head.{key}": tensor for key, tensor in critic.head.state_dict().items()}
         weights |= {f"critic.{key}": tensor for key, tensor in critic.backbone.weights().items()}
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

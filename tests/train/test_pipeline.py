@@ -33,7 +33,7 @@ from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import Outcome, run_training
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn.model.critic import CriticTraining
+from agent_r1.learn.model.critic import Critic
 from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.runs.records import read_trajectories, trajectory_to_json
 from agent_r1.runs.run_dir import RunDir
@@ -343,24 +343,24 @@ def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
 
 
 def test_every_setting_of_the_critics_rate_arrives_or_is_the_learners(cache: Path) -> None:
-    def critic(*overrides: str) -> CriticTraining:
+    def critic(*overrides: str) -> Critic:
         config = mini("algorithm.name=ppo", "learner.lr=1e-4", "trainer.steps=11", *overrides)
         made = build_learner(config, load_model(config, base_model(config)), build_algorithm(config), None).critic
         assert made is not None
         return made
 
-    def rates(made: CriticTraining) -> list[float]:
+    def rates(made: Critic) -> list[float]:
         assert made.schedule is not None
         return [made.schedule(step, step) for step in (1, 6, 11)]
 
     falling = ("learner.warmup_steps=1", "learner.schedule=linear", "learner.min_lr_ratio=0")
     assert rates(critic()) == [1.0, 1.0, 1.0]
-    assert critic().critic.returns is None
+    assert critic().returns is None
     assert rates(critic(*falling)) == pytest.approx([0.5, 0.5, 0.0])
     assert rates(critic(*falling, "critic.schedule=constant")) == [0.5, 1.0, 1.0]
     assert rates(critic(*falling, "critic.warmup_steps=3", "critic.schedule=constant")) == [0.25, 1.0, 1.0]
     assert rates(critic("critic.schedule=cosine", "learner.min_lr_ratio=0.5"))[2] == pytest.approx(0.5)
-    assert critic("critic.normalize_returns=true").critic.returns is not None
+    assert critic("critic.normalize_returns=true").returns is not None
 
 
 def test_user_code_that_draws_random_numbers_draws_the_same_ones_again(tmp_path: Path) -> None:

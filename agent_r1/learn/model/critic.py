@@ -12,7 +12,7 @@ Shape suffixes: T = trained tokens of a pack, D = hidden size, N = any set of nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,11 +53,22 @@ class RunningMoments:
         return std if std > MIN_STD else 1.0
 
 
+@dataclass(kw_only=True, eq=False)
 class Critic:
-    def __init__(self, policy: PolicyModel, *, shared: bool, normalize_returns: bool = False) -> None:
-        self.shared = shared
-        self.returns = RunningMoments() if normalize_returns else None
-        self.backbone = policy if shared else policy.copy()
+    """A value model, and how it is trained."""
+
+    policy: InitVar[PolicyModel]  # shared, or copied to be the backbone
+    shared: bool
+    lr: float
+    value_clip: float | None  # how far from its old value a new one may help; None: no clip
+    value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
+    warmup_updates: int  # updates in which only the critic is trained
+    schedule: Schedule | None = None  # of its learning rate; None: the learner's
+    normalize_returns: bool = False
+
+    def __post_init__(self, policy: PolicyModel) -> None:
+        self.returns = RunningMoments() if self.normalize_returns else None
+        self.backbone = policy if self.shared else policy.copy()
         self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)  # start with V = 0 everywhere, not with noise
         nn.init.zeros_(self.head.bias)
@@ -78,19 +89,30 @@ class Critic:
         values_T: Tensor = self.head((hidden_TD if body_learns else hidden_TD.detach()).float())[:, 0]
         return values_T if self.returns is None else self.returns.mean + self.returns.std * values_T
 
-    @property
-    def unit(self) -> float:
-        """The size of one unit of the head's output, in returns."""
-        return 1.0 if self.returns is None else self.returns.std
+    def loss(self, pack: Pack, columns: Columns, policy_hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
+        """This pack's share of the value loss. Without the policy's hidden states, the policy gets no gradient."""
+        assert columns.values_R is not None
+        assert columns.targets_R is not None
+        error = value_loss(
+            self.values(pack, policy_hidden_TD, head_only=policy_hidden_TD is None),
+            columns.values_R,
+            columns.targets_R,
+            num_targets=num_targets,
+            clip=self.value_clip,
+        )
+        unit = 1.0 if self.returns is None else self.returns.std  # of the head's output, in returns
+        error = error / unit**2
+        return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
 
     @torch.no_grad()
-    def note_targets(self, targets_N: Tensor) -> None:
-        """Update mean and std with these targets, and rescale the head so that no value changes (PopArt,
-        arXiv:1602.07714): a value clip compares with earlier values."""
+    def note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
+        """Update mean and std before training, so that the head keeps its unit during the update. The head is rescaled
+        so that no value changes (PopArt, arXiv:1602.07714): a value clip compares with earlier values."""
         if self.returns is None:
             return
+        targets_R = column_with_gaps([item.value_targets or [] for item in credited])
         mean, std = self.returns.mean, self.returns.std
-        self.returns.add(targets_N)
+        self.returns.add(targets_R[targets_R.isfinite()])
         self.head.weight.mul_(std / self.returns.std)
         self.head.bias.mul_(std).add_(mean - self.returns.mean).div_(self.returns.std)
 
@@ -111,37 +133,6 @@ class Critic:
             self.backbone.load_adapter_state(state["backbone"])
         else:
             self.backbone.load_weights(state["backbone"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticTraining:
-    """How a critic is trained."""
-
-    critic: Critic
-    lr: float
-    value_clip: float | None  # how far from its old value a new one may help; None: no clip
-    value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
-    warmup_updates: int  # updates in which the critic alone is trained
-    schedule: Schedule | None = None  # of its learning rate; None: the learner's
-
-    def note_targets(self, credited: Sequence[CreditedTrajectory]) -> None:
-        """Update the critic's statistics before training, so that the head keeps its unit during the update."""
-        targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-        self.critic.note_targets(targets_R[targets_R.isfinite()])
-
-    def loss(self, pack: Pack, columns: Columns, policy_hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
-        """This pack's share of the value loss. Without the policy's hidden states, the policy gets no gradient."""
-        assert columns.values_R is not None
-        assert columns.targets_R is not None
-        error = value_loss(
-            self.critic.values(pack, policy_hidden_TD, head_only=policy_hidden_TD is None),
-            columns.values_R,
-            columns.targets_R,
-            num_targets=num_targets,
-            clip=self.value_clip,
-        )
-        error = error / self.critic.unit**2
-        return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
 
 
 def with_last_state(trajectory: Trajectory) -> Trajectory:
