@@ -27,6 +27,6 @@ def anchored(path: str | Path) -> Path:
 
 
 def shown(path: Path) -> str:
-    """The shortest form of a path that a user can type in the same shell."""
+    """Return the shortest form of a path that a user can type in the same shell."""
     start = _start or Path.cwd()
     return str(path.relative_to(start)) if path.is_relative_to(start) else str(path)

@@ -138,7 +138,8 @@ def _messages(prompt: Any, place: str) -> list[Message]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     # Any container: pandas and datasets give arrays. Environments may provide everything, so the list may be empty.
-    messages = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping) else [None]
+    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping)
+    messages: list[Any] = list(prompt) if is_list else [None]
     if not all(map(_is_message, messages)):
         raise DataError(f"{place}: prompt must be text or a list of {{role, content}}, got {str(prompt)[:120]}")
     return [{"content": None, **message} if "tool_calls" in message else dict(message) for message in messages]

@@ -1,1 +1,1 @@
-"""What remains of a run: its directory, records, metrics and comparisons."""
+"""Run directories: writing and reading them, records, metrics and comparisons. Imports no torch."""

@@ -1,7 +1,4 @@
-"""What a batch of finished episodes says about the policy, as plain numbers.
-
-Pure functions of groups. Names follow `family/name`; docs/metrics.md explains how to read them.
-"""
+"""Metrics of a batch of finished episodes. Pure functions of groups; docs/metrics.md explains the names."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metrics:
-    """Over all episodes; those that failed count as no success and reward 0, so failures cannot flatter a run."""
+    """Return metrics over all episodes. Failed ones count as no success and reward 0, so they cannot flatter a run."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     metrics: Metrics = {
         "reward/mean": _mean(episodes, lambda t: 0.0 if t.stop.is_failure else t.total_reward),
@@ -46,7 +43,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
 
 
 def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metrics:
-    """Where rows of several kinds are played: each kind's own success."""
+    """Return the success on each data source, if there are several."""
     sources = sorted({group.row.data_source for group in groups})
     if len(sources) < 2:
         return {}
@@ -58,7 +55,7 @@ def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metric
 
 
 def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
-    """Where a context policy chose what was shown."""
+    """Return metrics of a context policy."""
     hidden = [step.hidden_messages for t in episodes for step in t.steps if step.hidden_messages is not None]
     return {
         "context/hidden_messages": fmean(hidden),
@@ -68,7 +65,7 @@ def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
 
 
 def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metrics:
-    """Success with its standard error over rows (attempts at one row are not independent), and pass@k."""
+    """Return success with its standard error over rows (attempts at one row are not independent), and pass@k."""
     per_row = [fmean(float(is_success(t, success_reward)) for t in group.trajectories) for group in groups]
     solved = [float(any(is_success(t, success_reward) for t in group.trajectories)) for group in groups]
     result: Metrics = {"success": fmean(per_row), "success_stderr": standard_error(per_row), "rows": float(len(groups))}
@@ -79,7 +76,7 @@ def success_estimate(groups: Sequence[Group], *, success_reward: float) -> Metri
 
 
 def nonfinite(credited: Iterable[CreditedTrajectory]) -> list[CreditedTrajectory]:
-    """Trajectories whose advantages are not finite."""
+    """Return the trajectories whose advantages are not finite."""
     return [item for item in credited if not all(map(math.isfinite, chain.from_iterable(item.advantages)))]
 
 
@@ -92,5 +89,5 @@ def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) 
 
 
 def failed_share(metrics: Mapping[str, float]) -> float:
-    """Of all episodes, those that were no fault of the policy."""
+    """Return the share of episodes that failed through no fault of the policy."""
     return sum(metrics.get(f"stop/{reason.value}", 0.0) for reason in StopReason if reason.is_failure)

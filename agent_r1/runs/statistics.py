@@ -1,7 +1,7 @@
-"""The statistics of evaluations: how sure a mean is, and whether one policy is better than another on the same rows.
+"""Statistics of evaluations: the error of a mean, and whether one policy is better than another on the same rows.
 
-Pure functions of numbers, one per row. Attempts at one row are not independent of each other, so whoever has several
-gives their mean; rows are what is drawn, and what the intervals speak about.
+Pure functions of one number per row. Attempts at one row are not independent, so pass their mean: the intervals are
+about the choice of rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cache
 from statistics import fmean
 
 LEVEL = 0.95  # of every interval
-# If all rows that differ speak for one side, a fair coin would have done the same in 2 of 2**n cases. With five rows
-# that is 6 %: no test could tell it from chance at the 5 % that a 95 % interval stands for.
+# If all n rows that differ favour one side, a fair coin does the same in 2 of 2**n cases. With five rows that is 6 %,
+# more than the 5 % that a 95 % interval allows.
 FEWEST_DIFFERING = 6
 ROUNDING = 1e-12
 
@@ -38,14 +38,14 @@ class PairedDifference:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the rows tell A and B apart."""
+        """Return True if the rows show that A and B differ."""
         return not self.too_few_differ and not self.low <= 0 <= self.high
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifference:
-    """Student's interval of the mean difference; a[i] and b[i] are of the same row."""
+    """Return Student's interval of the mean difference; a[i] and b[i] belong to the same row."""
     if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"a paired interval needs the same rows of both, and two or more: got {len(a)} and {len(b)}")
+        raise ValueError(f"a paired interval needs two or more rows, the same on both sides: got {len(a)} and {len(b)}")
     if not all(map(math.isfinite, (*a, *b))):
         raise ValueError("a paired interval needs finite numbers")
     differences = [_difference(earlier, later) for earlier, later in zip(a, b, strict=True)]
@@ -65,12 +65,12 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
 
 
 def _difference(a: float, b: float) -> float:
-    """Rewards are sums: the same parts in another order may differ in the last digit, and no row is won by that."""
+    """Return b - a, or 0 if they differ by rounding: the parts of a reward may be added in another order."""
     return 0.0 if math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING) else b - a
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for a single value, which says nothing about its spread."""
+    """Return the standard error of the mean; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     mean = fmean(values)
@@ -80,7 +80,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 @cache
 def t_quantile(degrees: int) -> float:
-    """t such that a Student variable lies within -t .. t with probability `LEVEL`."""
+    """Return t such that a Student variable lies within -t .. t with probability `LEVEL`."""
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,1 +1,1 @@
-"""Rewards that are made of parts, judges and reward models."""
+"""Rewards made of parts, judges and reward models."""
