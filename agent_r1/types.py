@@ -134,7 +134,7 @@ class ToolCallRecord:
     arguments: Mapping[str, Any]
     result: str  # as shown to the model
     reward: float = 0.0  # process reward of this call
-    error: str | None = None  # what the model is told if the call was refused or failed
+    error: str | None = None  # the message to the model if the call was refused or failed
     fault: CallFault | None = None  # what kind of error it is
     text_span: tuple[int, int]  # characters [start, end) of the call in the action's text
     token_span: tuple[int, int] | None = None  # response tokens [start, end); set by the flow

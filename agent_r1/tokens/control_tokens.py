@@ -18,7 +18,7 @@ from agent_r1.types import Message
 # Two Unicode noncharacters, which are reserved for internal use. Templates pass them through unchanged; in a message,
 # they become U+FFFD, as Unicode recommends for text from outside.
 CUT = "\ufdd0"  # tokenise the text left and right of it separately
-SLOT = "\ufdd1"  # stands for a content, to find where the template writes it
+SLOT = "\ufdd1"  # a placeholder for a content, to find where the template writes it
 _SCRUB = str.maketrans({CUT: "\ufffd", SLOT: "\ufffd"})
 
 TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # their messages are outside our control

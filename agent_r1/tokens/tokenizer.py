@@ -22,7 +22,7 @@ def fast_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
     backend: Any = tokenizer.backend_tokenizer
 
     def encode(text: str) -> list[int]:
-        # Truncation and padding stay set until the next call of transformers, whoever asked for them.
+        # Other code may have set truncation or padding, which stay until the next call of transformers.
         unset = backend.truncation is None and backend.padding is None
         if not unset or backend.encode_special_tokens != tokenizer.split_special_tokens:
             return slow(text)

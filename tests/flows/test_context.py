@@ -1,4 +1,4 @@
-"""Context policies on messages: what each shows, that it can be rendered, and that it leaves the conversation alone."""
+"""Context policies on messages: what each shows, and that it does not change the conversation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hidden(policy: ContextPolicy, messages: list[Message] = TALK) -> int:
 
 
 class Author:
-    """Counts messages for tokens and says what it is told to say."""
+    """Counts messages as tokens and returns the given texts."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
@@ -155,7 +155,7 @@ def test_a_placeholder_has_the_shape_of_the_result() -> None:
 
 
 def test_notes_show_the_most_relevant_earlier_exchanges() -> None:
-    # of ONE and TWO only ONE shares a word with "The vault asks for a code."; "a" is in TWO, but is no rare word
+    # of ONE and TWO only ONE shares a word with "The vault asks for a code."; "a" is in TWO, but it is not a rare word
     note = f"{NOTES_TITLE}\n[1] You: look\nThen: The code is 7319."
     noted = said("user", f"Open the vault.\n\n{note}", from_tool=note)
     assert shown(Notes(turns=1, notes=1, note_chars=100)) == [SYSTEM, noted, *THREE]
@@ -204,12 +204,6 @@ def test_a_note_has_no_reasoning_and_always_some_of_the_results() -> None:
 )
 def test_reasoning_is_stripped(text: str, rest: str) -> None:
     assert strip_reasoning(text) == rest
-
-
-def test_a_summary_has_no_reasoning() -> None:
-    policy = summary(max_tokens=4)
-    asyncio.run(policy.prepare(TALK, Author("<think>well, well</think>\n\ncode 7319")))
-    assert shown(policy)[1]["content"] == f"Open the vault.\n\n{SUMMARY_TITLE}\ncode 7319"
 
 
 def test_a_summary_replaces_all_but_the_last_exchanges() -> None:
@@ -349,7 +343,7 @@ exchanges = st.builds(
     lambda text, more: [said("assistant", text), *more], contents, st.lists(results, min_size=1, max_size=3)
 )
 talks = st.builds(
-    lambda head, rest: [*head, *(message for exchange in rest for message in exchange)],
+    lambda opening, rest: [*opening, *(message for exchange in rest for message in exchange)],
     st.sampled_from([[TASK], [SYSTEM, TASK], [SYSTEM, TASK, TASK]]),
     st.lists(exchanges, max_size=6),
 )
@@ -370,10 +364,10 @@ def test_every_view_begins_and_ends_like_the_conversation_and_splits_no_exchange
     asyncio.run(policy.prepare(talk, Author("what I know")))
     made = asyncio.run(policy.show(talk))
     assert talk == before
-    head, whole = split_exchanges(talk)
-    shown_head, parts = split_exchanges(made.messages)
-    assert [message["role"] for message in shown_head] == [message["role"] for message in head]
-    assert all(str(now["content"]).startswith(was["content"]) for now, was in zip(shown_head, head, strict=True))
+    opening, whole = split_exchanges(talk)
+    shown_opening, parts = split_exchanges(made.messages)
+    assert [message["role"] for message in shown_opening] == [message["role"] for message in opening]
+    assert all(str(now["content"]).startswith(was["content"]) for now, was in zip(shown_opening, opening, strict=True))
     kept = whole[len(whole) - len(parts) :]
     assert [[m["role"] for m in exchange] for exchange in parts] == [[m["role"] for m in exchange] for exchange in kept]
     assert [exchange[0] for exchange in parts] == [exchange[0] for exchange in kept]  # replies are never changed

@@ -1,4 +1,4 @@
-"""What summaries are to credit, rewards, metrics and people: decisions like any other that are no actions."""
+"""Summaries in credit, rewards, metrics and transcripts: trained like actions, but not counted as such."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Context policies in episodes: the ids shown and sampled are the ids recorded, each sampled token is trained once, and
-a summary is a step like any other that is no action."""
+"""Context policies in episodes: steps stay exact, limits hold, and summaries are trained but are not actions."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Vault(TextEnv):
 
 
 def player(call: ScriptedCall) -> str:
-    """Reads what it is shown and nothing else."""
+    """Knows only what it is shown."""
     prompt = tokenizer().decode(call.prompt_ids)
     found = CODE.search(prompt)
     if prompt.rstrip().removesuffix("<|im_start|>assistant").rstrip().endswith(f"{ASK}<|im_end|>"):
@@ -148,7 +147,7 @@ def segments(trajectory: Trajectory) -> int:
     ("policy", "expected"),
     [
         ("append", 1),
-        ("window", 1 + 4),  # 7 actions: those with 0, 1 and 2 exchanges grow, the other 4 are rendered afresh
+        ("window", 1 + 4),  # 7 actions: those with 0, 1 and 2 exchanges grow, the other 4 are rendered from scratch
         ("drop_results", 1 + 4),
         ("notes", 1 + 4),
         ("rewrite", 1 + 4),  # as many, by its own rule
@@ -191,13 +190,6 @@ def test_a_policy_that_leaves_nothing_out_equals_append() -> None:
             (s.prompt_ids, s.response_ids) for s in plain.steps
         ]
     assert all(step.hidden_messages is None for step in plain.steps)
-
-
-def test_keep_turns_exchanges_stay_beside_the_summary() -> None:
-    trajectory, _ = play(lambda: summary(keep_turns=2))
-    pairs = zip(trajectory.steps, trajectory.steps[1:], strict=False)
-    after = next(later for step, later in pairs if step.is_summary)
-    assert shown(after).count("assistant\non<|im_end|>") == 2
 
 
 # Limits.
@@ -296,8 +288,8 @@ def test_an_opening_that_changes_every_step_does_not_undo_a_summary() -> None:
 def test_info_from_an_env_cannot_pose_as_a_policys_record() -> None:
     class Forging(Vault):
         def reply(self, said: str) -> Reply:
-            told = {"context": "summary", "summary": "empty", "context_hidden": "x", "hidden_messages": "the vault"}
-            return replace(super().reply(said), info=told)
+            forged = {"context": "summary", "summary": "empty", "context_hidden": "x", "hidden_messages": "the vault"}
+            return replace(super().reply(said), info=forged)
 
     for policy in ("append", "window"):
         trajectory, _ = play(POLICIES[policy], env=Forging)

@@ -101,7 +101,7 @@ def test_notes_and_summaries_keep_the_ids_of_the_task_and_are_plain_text(policy:
 
 
 def test_appended_text_cannot_complete_a_control_token() -> None:
-    """Also where somebody marks the end of a content in the middle of what would be a control token."""
+    """Even if the marked text begins in the middle of a control token."""
     family = tokenizer_of("qwen3")
     renderer = Renderer(family, chat_template=PARTS)
     think = family.convert_tokens_to_ids("<think>")
@@ -109,7 +109,7 @@ def test_appended_text_cannot_complete_a_control_token() -> None:
         ids = renderer.render(Observation(messages=[said("user", content, from_tool="ink>")]))
         assert think not in ids
         assert "go <think>" in renderer.decode(ids)
-    # Marked with what it does not end with, all of a content is a tool's.
+    # If the content does not end with the marked text, all of it is the tool's.
     assert think not in renderer.render(Observation(messages=[said("user", "<think> go", from_tool="stop")]))
 
 

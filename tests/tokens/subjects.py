@@ -115,7 +115,7 @@ class Subject:
 
 
 def _joined(pieces: list[str]) -> str:
-    # NFC, because some tokenizers normalise: their own ids do not spell out other texts, whoever renders them.
+    # NFC, because some tokenizers normalise: no ids of theirs spell other texts.
     return unicodedata.normalize("NFC", "".join(pieces).replace(CUT, "").replace(SLOT, ""))
 
 

@@ -1,4 +1,4 @@
-"""Several conversations in one episode: whatever their number and tools, what a role sampled keeps its exact ids."""
+"""Several conversations in one episode, with any tools: what each role sampled keeps its exact ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tools = list[dict[str, Any]]
 
 
 def in_letters(text: str) -> list[int]:
-    """Ids that the tokenizer would not make of this text itself, so encoding it again is noticed."""
+    """Ids that the tokenizer itself would not choose for this text, so encoding it again is noticed."""
     tokenizer = tokenizer_of("qwen2_5")
     ids = [i for letter in text for i in tokenizer.encode(letter, add_special_tokens=False)]
     assert ids != tokenizer.encode(text, add_special_tokens=False)
@@ -157,7 +157,7 @@ def test_the_exchanges_of_a_conversation_share_one_list_of_ids() -> None:
 
 
 def counting_tokenizer() -> tuple[Any, list[None]]:
-    """A tokenizer, and a list with one entry for each time that its template was asked."""
+    """A tokenizer, and a list with one entry per use of its template."""
     calls: list[None] = []
     tokenizer = deepcopy(tokenizer_of("qwen2_5"))
     render = tokenizer.apply_chat_template

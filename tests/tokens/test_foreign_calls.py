@@ -1,4 +1,4 @@
-"""A call in another format than the one that is read: a malformed call, named to the model. Answers stay answers."""
+"""Calls in another format than the env reads are malformed calls, and the model learns which format it used."""
 
 from __future__ import annotations
 
@@ -116,15 +116,13 @@ def test_a_call_in_another_format_does_not_end_the_episode(own: str, other: str)
     assert FORMATS[own].form in call.error
 
 
-def test_the_model_is_told_which_format_it_used_and_which_to_use() -> None:
-    (call,) = step(CALLS["llama3_json"]).calls
-    assert call.error == (
-        "this looks like a call in the format 'llama3_json', and cannot be read as one. "
-        'Write <tool_call>{"name": "...", "arguments": {...}}</tool_call>\nTools: add, python'
-    )
-    assert call.text_span == (0, len(CALLS["llama3_json"]))
-    (call,) = step(CALLS["retool"]).calls
-    assert "in the format 'retool'" in (call.error or "")
+def test_the_error_names_the_format_that_was_used_and_the_one_to_use() -> None:
+    for used in ("llama3_json", "retool"):
+        (call,) = step(CALLS[used]).calls
+        assert call.error is not None
+        assert f"{used!r}" in call.error
+        assert FORMATS["hermes"].form in call.error
+        assert (call.fault, call.text_span) == ("malformed", (0, len(CALLS[used])))
 
 
 def test_a_foreign_call_inside_thinking_is_ignored() -> None:

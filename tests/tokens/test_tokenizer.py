@@ -1,4 +1,4 @@
-"""The short cuts to the library beneath transformers give what transformers itself gives."""
+"""The shortcuts to the library beneath transformers give the results of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = "the answer is 42. " * 20
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """A tokenizer of one's own, to be changed."""
+    """A tokenizer that the test may change."""
     return copy.deepcopy(tokenizer_of("qwen3"))
 
 
@@ -39,7 +39,7 @@ def test_ids_and_text_are_the_tokenizers_own(name: str, data: st.DataObject) -> 
         assert fast_decoder(tokenizer)(ids, skip_special_tokens=skip) == expected
 
 
-def test_truncation_and_padding_set_by_other_code_have_no_effect(tokenizer: Any) -> None:
+def test_truncation_and_padding_of_the_tokenizer_have_no_effect(tokenizer: Any) -> None:
     encode = fast_encoder(tokenizer)
     whole = encode(LONG)
     assert len(tokenizer(LONG, truncation=True, max_length=5)["input_ids"]) == 5
@@ -47,11 +47,7 @@ def test_truncation_and_padding_set_by_other_code_have_no_effect(tokenizer: Any)
     tokenizer.pad_token = tokenizer.eos_token
     assert len(tokenizer("42", padding="max_length", max_length=9)["input_ids"]) == 9
     assert encode("42") == tokenizer.encode("42", add_special_tokens=False)
-
-
-def test_truncation_saved_with_the_tokenizer_has_no_effect(tokenizer: Any) -> None:
-    whole = fast_encoder(tokenizer)(LONG)
-    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_truncation(3)  # as if it had been saved with it
     assert fast_encoder(tokenizer)(LONG) == whole
 
 

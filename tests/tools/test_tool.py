@@ -333,7 +333,7 @@ def test_a_tool_with_a_wrong_attribute_is_refused(attribute: str, values: list[A
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
-def test_whatever_a_model_sends_is_answered_in_text(value: Any) -> None:
+def test_any_arguments_are_answered_with_text(value: Any) -> None:
     outcome = run(visit, {"places": value, "note": value})
     assert isinstance(outcome.text, str)
 

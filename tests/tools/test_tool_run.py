@@ -201,7 +201,7 @@ def test_calls_a_few_loop_rounds_apart_share_a_batch_in_order() -> None:
 def test_max_batch_splits_and_max_wait_holds_a_batch_open() -> None:
     log: list[list[int]] = []
     together(batched(log, max_batch=2), [1, 2, 3, 4, 5])
-    assert sorted(log) == [[1, 2], [3, 4], [5]]  # each batch has a thread of its own, so the log has no order
+    assert sorted(log) == [[1, 2], [3, 4], [5]]  # batches run in separate threads, so the log has no order
 
     log.clear()
     patient = batched(log, max_wait=60, max_batch=2)  # the second call completes the batch, so nothing waits a minute

@@ -108,7 +108,7 @@ def _render_calls(show: Show) -> Iterator[str]:
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": "pong"}
         text = _attempt(show, [_ASK, calling, result])
-        reply = text[len(commonprefix([before, text])) :]  # noqa: RUF071 (characters are what is meant)
+        reply = text[len(commonprefix([before, text])) :]  # noqa: RUF071 (of characters, not of paths)
         if ARGUMENTS["text"] in reply:
             yield reply
 
