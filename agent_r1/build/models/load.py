@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from transformers.utils import logging as transformers_logging
 from agent_r1.build.models.cache import put
 from agent_r1.build.models.device import model_device
 from agent_r1.build.models.find import find_model
-from agent_r1.build.models.source import as_directory, without_hub
+from agent_r1.build.models.hub import explain_hub, without_hub
+from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import recipe_path
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, DataError, did_you_mean
@@ -51,16 +53,13 @@ class Model:
 def load_model(config: RunConfig, directory: str | Path) -> Model:
     """Load a model that `find_model` returned."""
     device, directory = model_device(config), as_directory(str(directory))
-    tokenizer, network = _read(directory)
-    network = network.to(device)
+    tokenizer = load_tokenizer(config, directory)
+    network = _load_network(directory).to(device)
     positions = getattr(network.config, "max_position_embeddings", None)
     if positions is not None and config.rollout.max_context_tokens > positions:
         raise ConfigError(
             f"rollout.max_context_tokens={config.rollout.max_context_tokens} exceeds the model's {positions} positions"
         )
-    if config.model.chat_template is not None:  # set on the tokenizer, so that it is saved with every checkpoint
-        tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
-    _check_template_kwargs(config, tokenizer)
     renderer = Renderer(
         tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
     )
@@ -73,17 +72,26 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=report)
 
 
-def _read(directory: str) -> tuple[Any, Any]:
-    """Read tokenizer and weights. Raises ConfigError for missing weights, which transformers would draw at random."""
+def load_tokenizer(config: RunConfig, directory: str) -> Any:
+    with _explain_failures(directory):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=without_hub(directory))
+    if config.model.chat_template is not None:  # set on the tokenizer, so that it is saved with every checkpoint
+        tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
+    _check_template_kwargs(config, tokenizer)
+    return tokenizer
+
+
+@contextmanager
+def _explain_failures(directory: str) -> Iterator[None]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        network, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, ValueError, ImportError) as error:
+        yield
+    except OSError as error:
+        why = "" if without_hub(directory) else f": {error}"  # the library's text on connections has several lines
         raise ConfigError(
-            f"cannot load a causal language model from {directory}: {error}{without_hub(directory)}"
+            f"cannot load a causal language model from {directory}{why}{explain_hub(directory)}"
         ) from error
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
     except MemoryError:  # not the fault of a file
         raise
     except Exception as error:  # safetensors, tokenizers and transformers raise different types for a damaged file
@@ -91,13 +99,25 @@ def _read(directory: str) -> tuple[Any, Any]:
             f"cannot load a causal language model from {directory}: {describe(error)}. A file is damaged: fetch or "
             "copy it again"
         ) from error
+
+
+def _load_network(directory: str) -> Any:
+    """Load the weights. Raises ConfigError for missing ones, which transformers would draw at random."""
+    with _explain_failures(directory):
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=without_hub(directory),
+        )
     for what, found in (("missing", loading["missing_keys"]), ("of the wrong shape", loading["mismatched_keys"])):
         if names := sorted(key if isinstance(key, str) else key[0] for key in found):
             raise ConfigError(
                 f"the causal language model in {directory} is incomplete: {len(names)} weights are {what}, first "
                 f"{names[0]}"
             )
-    return tokenizer, network
+    return network
 
 
 def save_model(model: Model, directory: Path, weights: Saveable | None = None) -> None:
@@ -115,9 +135,9 @@ def export_model(path: str, directory: Path, report: Callable[[str], None]) -> i
     if not source.is_dir():
         report(f"fetching {path} from the hub")
         try:
-            source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES)))
+            source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=without_hub(path)))
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot fetch {path} from the hub: {error}{without_hub(path)}") from error
+            raise DataError(f"cannot fetch {path} from the hub{explain_hub(path)}") from error
     files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
     if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
         found = ", ".join(sorted(path.name for path in source.iterdir()))

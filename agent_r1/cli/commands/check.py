@@ -20,20 +20,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from agent_r1.build.collectors import train_collector
+from agent_r1.build.models.load import load_tokenizer
+from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
-from agent_r1.build.recipe import recipe_path
 from agent_r1.build.start import base_model, load_demos, play_demos
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.envs.tool_env import ToolEnv
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import DataError
 from agent_r1.flows.flow import AgentEnvLoop
-from agent_r1.guard import describe
 from agent_r1.rollout.collect import Collector, most_common_failure
 from agent_r1.runs.outcomes import is_success
 from agent_r1.tokens.formats import ToolCallFormat
@@ -90,7 +89,9 @@ def run_check(config: RunConfig, plan: Plan, console: Console, *, rows: int) -> 
 
 
 async def _check(config: RunConfig, plan: Plan, console: Console, count: int) -> bool:
-    renderer, found = _load_renderer(config), Findings()
+    found = Findings()
+    tokenizer = load_tokenizer(config, as_directory(str(base_model(config))))
+    renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs)
     rows = plan.train_rows[:count]
     played = await _play_demos(config, plan, renderer, count, found)
     for name, agent in (("empty", _SilentAgent()), ("random", _RandomAgent(config.seed))):
@@ -107,18 +108,6 @@ async def _check(config: RunConfig, plan: Plan, console: Console, count: int) ->
     if not (found.errors or found.warnings):
         console.print(Text("no problems found", style="green"))
     return not found.errors
-
-
-def _load_renderer(config: RunConfig) -> Renderer:
-    """Load the tokenizer only: no weights are needed."""
-    directory = base_model(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the tokenizer of {directory}: {describe(error)}") from error
-    if config.model.chat_template is not None:
-        tokenizer.chat_template = recipe_path(config.model.chat_template, recipe=config.recipe).read_text("utf-8")
-    return Renderer(tokenizer, template_kwargs=config.model.template_kwargs)
 
 
 async def _play_demos(config: RunConfig, plan: Plan, renderer: Renderer, count: int, found: Findings) -> list[Played]:
