@@ -71,7 +71,7 @@ def test_a_damaged_tokenizer_is_told_in_a_line(directory: Path) -> None:
 
 def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(error: Exception) -> None:
-        def from_pretrained(*_: object) -> None:
+        def from_pretrained(*_: object, **__: object) -> None:
             raise error
 
         monkeypatch.setattr("agent_r1.build.models.load.AutoTokenizer.from_pretrained", from_pretrained)
