@@ -73,13 +73,8 @@ def import_file(module_name: str, *, recipe: str) -> ModuleType | None:
     name, known = f"{package}.{module_name}", sys.modules.get(module_name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         sys.modules.setdefault(name, known)  # a test has imported the file by its plain name
-    try:
-        with _neighbours.importing(package):
-            return importlib.import_module(name)
-    except AgentR1Error:
-        raise
-    except (Exception, SystemExit) as error:  # recipes are user code
-        raise _import_failed(str(file), error) from error
+    with _one_line_errors(str(file)), _neighbours.importing(package):
+        return importlib.import_module(name)
 
 
 def make_importable(recipe: str) -> str:
@@ -103,27 +98,30 @@ def recipe_folder(recipe: str) -> Path:
 
 
 def _import_elsewhere(module_name: str, name: str) -> ModuleType:
+    with _one_line_errors(module_name):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, but not what it imports
+                raise
+            raise ConfigError(
+                f"cannot find {name!r}: there is no {module_name.replace('.', '/')}.py beside the recipe and no "
+                f"importable module {module_name!r}"
+            ) from error
+
+
+@contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Replace the traceback of a failed import, which is mostly the import system's, by a line that names the place."""
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, but not what it imports
-            raise _import_failed(module_name, error) from error
-        raise ConfigError(
-            f"cannot find {name!r}: there is no {module_name.replace('.', '/')}.py beside the recipe and no "
-            f"importable module {module_name!r}"
-        ) from error
+        yield
     except AgentR1Error:
         raise
-    except (Exception, SystemExit) as error:
-        raise _import_failed(module_name, error) from error
-
-
-def _import_failed(what: str, error: BaseException) -> ConfigError:
-    """Replace the traceback, which is mostly the import system's, by one line that names the place."""
-    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and Path(error.filename).is_file():
-        source = (error.text or "").strip()
-        return ConfigError(f"cannot import {error.filename}: line {error.lineno}: {error.msg}\n    {source}")
-    return ConfigError(f"importing {what} failed: {explain(error)}")
+    except (Exception, SystemExit) as error:  # recipes are user code
+        if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+            place, source = f"{error.filename}: line {error.lineno}", (error.text or "").strip()
+            raise ConfigError(f"cannot import {place}: {error.msg}\n    {source}") from error
+        raise ConfigError(f"importing {what} failed: {explain(error)}") from error
 
 
 class _Neighbours(MetaPathFinder):
@@ -186,12 +184,9 @@ def _holds(folder: Path, name: str) -> bool:
 def _is_elsewhere(name: str, folder: Path) -> bool:
     """Whether the name already means a module outside the recipe, which keeps its name."""
     found = PathFinder.find_spec(name)
-    return name in sys.stdlib_module_names or (found is not None and not _is_inside(found, folder))
-
-
-def _is_inside(spec: ModuleSpec, folder: Path) -> bool:
-    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    return any(Path(place).resolve().is_relative_to(folder) for place in places)
+    places = [] if found is None else [found.origin] if found.origin else found.submodule_search_locations or []
+    outside = [place for place in places if not Path(str(place)).resolve().is_relative_to(folder)]
+    return name in sys.stdlib_module_names or bool(outside)
 
 
 _neighbours = _Neighbours()

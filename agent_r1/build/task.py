@@ -166,8 +166,7 @@ class _Players:
 def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
     """Return the factory of flows and envs, and the resources that must be open while they play."""
     task, tools = config.task, _tools(config)
-    default_env = resolve(task.env, recipe=config.recipe) if "." in task.env else env_class(task.env)
-    default_flow = resolve(task.flow, recipe=config.recipe) if "." in task.flow else flow_class(task.flow)
+    default_env, default_flow = _lookup(task.env, config, env_class), _lookup(task.flow, config, flow_class)
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
@@ -183,6 +182,16 @@ def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
         make_context=make_context,
     )
     return players, [*_resources(config), *tools, *([] if pool is None else [_EnvProcesses(pool)])]
+
+
+def _lookup(name: str, config: RunConfig, registered: Callable[[str], Any]) -> Any:
+    """Return the object of a dotted name or of a registered name."""
+    if "." in name:
+        return resolve(name, recipe=config.recipe)
+    try:
+        return registered(name)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. If a file of the recipe registers it, import that file in task.py") from error
 
 
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
@@ -222,7 +231,7 @@ def _resources(config: RunConfig) -> list[Resource]:
 
 def _tools(config: RunConfig) -> list[BaseTool]:
     names, settings = config.task.tools, dict(config.task.tool_kwargs)
-    found: list[Any] = [resolve(name, recipe=config.recipe) if "." in name else get_tool(name) for name in names]
+    found = [_lookup(name, config, get_tool) for name in names]
     made = [_tool(name, tool, settings) for name, tool in zip(names, found, strict=True)]
     if settings:
         classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]

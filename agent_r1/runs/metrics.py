@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
-from agent_r1.learn.rewards import is_uniform
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.statistics import standard_error
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
@@ -28,7 +27,6 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
         ),
         "episode/response_tokens": _mean(episodes, lambda t: t.num_response_tokens),
         "episode/prompt_tokens": _mean(episodes, lambda t: sum(len(step.prompt_ids) for step in t.steps)),
-        "group/zero_variance": fmean(float(is_uniform(group)) for group in groups) if groups else 0.0,
         "group/count": float(len(groups)),
         "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
     }

@@ -177,37 +177,29 @@ class _Replay:
         pass
 
 
-@dataclass(frozen=True, slots=True)
 class _ExpertContext(ContextPolicy):
     """A context policy whose summaries a function writes, from the whole conversation."""
 
-    policy: ContextPolicy
-    write_summary: WriteSummary
-    replay: _Replay
+    def __init__(self, policy: ContextPolicy, write_summary: WriteSummary, replay: _Replay) -> None:
+        self._policy, self._write_summary, self._replay = policy, write_summary, replay
 
     def begin(self, messages: list[Message]) -> None:
-        self.policy.begin(messages)
+        self._policy.begin(messages)
 
     async def prepare(self, messages: list[Message], writer: Writer) -> None:
-        await self.policy.prepare(messages, _Expert(self, messages, writer))
+        self._conversation, self._writer = messages, writer
+        await self._policy.prepare(messages, self)
 
     async def show(self, messages: list[Message]) -> ContextView:
-        return await self.policy.show(messages)
-
-
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    context: _ExpertContext
-    conversation: list[Message]
-    writer: Writer
+        return await self._policy.show(messages)
 
     def count_tokens(self, messages: list[Message]) -> int:
-        return self.writer.count_tokens(messages)
+        return self._writer.count_tokens(messages)
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
-        made = self.context.write_summary(deepcopy(self.conversation))
+        made = self._write_summary(deepcopy(self._conversation))
         text = await made if inspect.isawaitable(made) else made
         if not isinstance(text, str):
             raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a text")
-        self.context.replay.say_next(text)
-        return await self.writer.write(messages, max_tokens=max_tokens)
+        self._replay.say_next(text)
+        return await self._writer.write(messages, max_tokens=max_tokens)

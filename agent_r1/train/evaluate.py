@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from statistics import fmean
 
 from agent_r1.data.panels import panel_hash
+from agent_r1.learn.rewards import is_uniform
 from agent_r1.rollout.collect import Collector, check_failures
 from agent_r1.rollout.scoring import Scorer
-from agent_r1.runs.metrics import rollout_metrics, success_estimate
+from agent_r1.runs.metrics import Metrics, rollout_metrics, success_estimate
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.run_dir import Evaluation
 from agent_r1.types import Group, TaskRow
@@ -51,6 +53,13 @@ async def evaluate(
             task.cancel()
     groups = [scored[position] for position in range(len(rows))]
     check_failures(groups, max_error_fraction)
-    metrics = rollout_metrics(groups, success_reward=success_reward)
+    metrics = episode_metrics(groups, success_reward=success_reward)
     metrics |= success_estimate(groups, success_reward=success_reward)
     return Evaluation(metrics=metrics, groups=groups, panel=panel)
+
+
+def episode_metrics(groups: Sequence[Group], *, success_reward: float) -> Metrics:
+    """Describe finished episodes, including the share of groups whose attempts all earned the same."""
+    metrics = rollout_metrics(groups, success_reward=success_reward)
+    metrics["group/zero_variance"] = fmean(float(is_uniform(group)) for group in groups) if groups else 0.0
+    return metrics

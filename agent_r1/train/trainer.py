@@ -18,11 +18,11 @@ from agent_r1.learn.learner import MAX_NAMED, Learner
 from agent_r1.learn.rewards import RewardShaper, is_uniform
 from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
 from agent_r1.rollout.scoring import Scorer
-from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, rollout_metrics
+from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
 from agent_r1.train.checkpoint import Saveable, save_checkpoint
-from agent_r1.train.evaluate import evaluate
+from agent_r1.train.evaluate import episode_metrics, evaluate
 from agent_r1.train.rng import restore_rng, rng_state
 from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
 
@@ -166,7 +166,7 @@ class Trainer:
         )
 
     def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None:
-        metrics |= rollout_metrics(groups, success_reward=self.success_reward) | self.shaper.metrics
+        metrics |= episode_metrics(groups, success_reward=self.success_reward) | self.shaper.metrics
         metrics["nonfinite_advantages"] = float(len(nonfinite(batch)))
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         if step % self.dump_every == 0:

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe is found before anything starts; models are found, loaded and saved whole."""
+"""Plans find mistakes before anything starts; models are found, loaded and saved."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def echo(text: str) -> str:
 
 
 class Recipe:
-    """A recipe folder of its own for each test, with names nobody else registered."""
+    """A recipe folder with unique registered names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.unique = folder, uuid.uuid4().hex[:8]
@@ -176,7 +176,7 @@ def test_names_that_task_py_or_its_imports_register_are_known(recipe: Recipe) ->
         (["algorithm.name=grop"], "Did you mean 'grpo'"),
     ],
 )
-def test_what_is_wrong_is_found_before_anything_starts(
+def test_mistakes_are_found_before_anything_starts(
     recipe: Recipe, overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -197,7 +197,7 @@ def test_what_is_wrong_is_found_before_anything_starts(
         ),
     ],
 )
-def test_every_kind_of_row_is_looked_at(recipe: Recipe, record: dict[str, Any], message: str) -> None:
+def test_every_kind_of_row_is_checked(recipe: Recipe, record: dict[str, Any], message: str) -> None:
     recipe.rows("data/train.jsonl", {"prompt": "a"}, {"prompt": "b"})
     recipe.rows("data/test.jsonl", {"prompt": "c"}, {"prompt": "d"}, {"prompt": "e"} | record)
     config = recipe.config("task.rows='data/{split}.jsonl'")
@@ -210,7 +210,7 @@ def test_flows_without_an_env_need_none(recipe: Recipe) -> None:
         build_plan(recipe.config(f"task.flow={flow}", "task.env=tool"))  # a ToolEnv could not be made without tools
 
 
-def test_what_a_run_began_with_may_be_gone_when_it_is_resumed(recipe: Recipe) -> None:
+def test_the_start_of_a_run_may_be_gone_when_it_is_resumed(recipe: Recipe) -> None:
     config = recipe.config("model.path=./gone", "sft.trajectories=./gone", "sft.epochs=1")
     with pytest.raises(ConfigError, match="there is no such directory"):
         build_plan(config)
@@ -254,9 +254,7 @@ def test_counts_are_upper_bounds(recipe: Recipe) -> None:
         (["task.rows='{split}.jsonl'", "task.test_split=copy"], "one of the splits"),
     ],
 )
-def test_a_test_row_that_is_trained_on_is_refused_with_the_way_out(
-    recipe: Recipe, settings: list[str], message: str
-) -> None:
+def test_a_test_row_that_is_also_a_training_row_is_refused(recipe: Recipe, settings: list[str], message: str) -> None:
     def published(index: int, split: str) -> dict[str, Any]:
         return {"prompt": "1 + 1?", "extra_info": {"index": index, "split": split}, "ability": "math"}
 
@@ -279,7 +277,7 @@ def test_an_unknown_placeholder_is_a_clear_error(recipe: Recipe) -> None:
         build_plan(recipe.config("task.rows='data/{name}.jsonl'"))
 
 
-def test_evaluation_draws_as_the_settings_say(recipe: Recipe) -> None:
+def test_evaluation_uses_its_sampling_settings(recipe: Recipe) -> None:
     config = recipe.config("eval.temperature=0.5", "eval.top_p=0.9", "eval.top_k=5", "rollout.max_response_tokens=9")
     expected = Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=5, stop_ids=renderer().stop_ids)
     engine = ScriptedEngine([], tokenizer=tokenizer())
@@ -349,14 +347,14 @@ def test_settings_that_the_chat_template_reads_are_taken(recipe: Recipe, model_f
         (TEMPLATE, "add_generation_prompt=false", r"template_kwargs\.add_generation_prompt"),
     ],
 )
-def test_settings_that_it_does_not_read_are_errors(
+def test_settings_that_the_chat_template_does_not_read_are_errors(
     recipe: Recipe, model_folder: Path, template: str, given: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         with_template_kwargs(recipe, model_folder, template, given)
 
 
-def test_of_several_templates_any_may_read_them(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
+def test_a_setting_may_be_read_by_any_of_several_templates(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
     made, folder = AutoTokenizer.from_pretrained(str(model_folder)), tmp_path / "several"
     made.chat_template = {"default": TEMPLATE, "tool_use": READS}
     shutil.copytree(model_folder, folder)
@@ -397,7 +395,7 @@ def test_data_errors_stay_data_errors(recipe: Recipe) -> None:
         (["rollout.rows_per_step=64", "rollout.group_size=16", "rollout.max_concurrent=512"], 512),
     ],
 )
-def test_an_engine_is_made_for_as_many_episodes_as_there_can_be(changes: list[str], most: int) -> None:
+def test_the_engine_is_sized_for_the_maximum_number_of_episodes(changes: list[str], most: int) -> None:
     config = load_config("quickstart", changes)
     assert max_episodes(config) == most
     # a context is up to 1,000 tokens, in 32 blocks of 32
@@ -418,7 +416,7 @@ def test_an_engine_is_made_for_as_many_episodes_as_there_can_be(changes: list[st
         (["rollout.max_context_tokens=131072"], None),
     ],
 )
-def test_a_cache_that_one_context_would_outgrow_is_refused(
+def test_a_cache_smaller_than_one_context_is_refused(
     recipe: Recipe, model_folder: Path, sizes: list[str], message: str | None
 ) -> None:
     model = load_model(recipe.config("model.device=cpu", "rollout.max_context_tokens=512"), model_folder)

@@ -1,4 +1,4 @@
-"""A run that is continued with other code than it was begun with says so, and compares nothing across other rows."""
+"""A run resumed with changed code says so, and does not compare results on different rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, cache: None) -> Path:
     return made
 
 
-def test_what_has_changed_since_is_said_and_other_rows_are_not_compared(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_changed_code_is_reported_and_different_rows_are_not_compared(cli: Cli, folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = cli("train", folder, *SHORT, "--run", run)
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""Model directories that are not whole: none is taken for a model, and each says what is wrong with it."""
+"""Damaged and incomplete model directories are refused with the cause."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ def refused(directory: Path, message: str) -> None:
         load_model(mini(), directory)
 
 
-def test_weights_that_are_missing_are_not_made_up(directory: Path) -> None:
+def test_missing_weights_are_an_error(directory: Path) -> None:
     change_weights(directory, lambda weights: weights.pop(NORM))
     refused(directory, rf"incomplete: 1 weights are missing, first {NORM}")
 
 
-def test_weights_of_another_shape_are_not_made_up(directory: Path) -> None:
+def test_weights_of_the_wrong_shape_are_an_error(directory: Path) -> None:
     change_weights(directory, lambda weights: weights.update({NORM: torch.ones(3)}))
     refused(directory, rf"wrong shape, first {NORM}")
 
 
-def test_weights_that_a_model_does_not_use_do_no_harm(directory: Path) -> None:
+def test_unused_weights_are_ignored(directory: Path) -> None:
     change_weights(directory, lambda weights: weights.update({"vision.weight": torch.ones(3)}))
     assert load_model(mini(), directory).network.num_parameters() > 0
 
 
 @pytest.mark.parametrize("kept", [0, 1000])
-def test_weights_that_are_cut_short_are_told_in_a_line(directory: Path, kept: int) -> None:
+def test_truncated_weights_are_a_one_line_error(directory: Path, kept: int) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     refused(directory, f"{directory}: SafetensorError")
 
 
-def test_a_damaged_tokenizer_is_told_in_a_line(directory: Path) -> None:
+def test_a_damaged_tokenizer_is_a_one_line_error(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
     refused(directory, f"{directory}: KeyError")
 
 
-def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_are_not_called_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(error: Exception) -> None:
         def from_pretrained(*_: object, **__: object) -> None:
             raise error
@@ -83,7 +83,7 @@ def test_what_is_no_damage_is_not_called_so(directory: Path, monkeypatch: pytest
         load_model(mini(), directory)
 
 
-def test_weights_that_are_no_numbers_are_not_blamed_on_the_engine(directory: Path) -> None:
+def test_weights_with_nan_are_blamed_on_the_model(directory: Path) -> None:
     change_weights(directory, lambda weights: weights[NORM].fill_(float("nan")))
     model = load_model(mini(), directory)
     with pytest.raises(ConfigError, match="not finite: its weights"):

@@ -1,4 +1,4 @@
-"""Demonstrations are played in the recipe's own world: those that do not fit are left out and counted."""
+"""Demonstrations are played in the recipe's environment; those that exceed a limit are left out and counted."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def length_of_call(number: int) -> int:
     return len(RENDERER.encode_response(texts[0]))
 
 
-def test_all_are_played_to_their_end() -> None:
+def test_all_episodes_are_played_to_their_end() -> None:
     trajectories, said = played("sft.count=12")
     assert [len(trajectory.steps) for trajectory in trajectories] == [2] * 12
     assert said == []
 
 
-def test_those_whose_texts_are_too_long_are_left_out_and_counted() -> None:
+def test_demonstrations_with_long_texts_are_left_out_and_counted() -> None:
     short, long = length_of_call(9), length_of_call(10)  # a number of two digits is one byte longer
     assert long == short + 1
     trajectories, said = played("sft.count=12", f"rollout.max_response_tokens={short}")
@@ -50,12 +50,12 @@ def test_those_whose_texts_are_too_long_are_left_out_and_counted() -> None:
     assert len(played("sft.count=12", f"rollout.max_response_tokens={long}")[0]) == 12
 
 
-def test_those_with_too_many_texts_are_left_out_and_if_most_are_it_is_an_error() -> None:
+def test_it_is_an_error_if_most_demonstrations_do_not_fit() -> None:
     with pytest.raises(DataError, match=r"12 of 12 demonstrations .* row train-0: rollout\.max_steps is 1"):
         played("sft.count=12", "rollout.max_steps=1")
 
 
-def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
+def test_demonstrations_that_exceed_the_context_do_not_fit() -> None:
     [trajectory] = played("sft.count=1")[0]
     last = trajectory.steps[-1]
     needed = len(last.prompt_ids) + len(last.response_ids)
@@ -77,7 +77,7 @@ def test_those_that_outgrow_the_context_do_not_fit_either() -> None:
         ("(good[i] for i in range(9))", r"sft\.demos='task\.mine' raised IndexError: .* \(task\.py:\d+\)$"),
     ],
 )
-def test_what_is_no_demonstration_is_refused_with_its_number(tmp_path: Path, made: str, message: str) -> None:
+def test_invalid_demonstrations_are_refused_with_their_index(tmp_path: Path, made: str, message: str) -> None:
     recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
     with (recipe / "task.py").open("a", encoding="utf-8") as file:
         file.write(f"def mine(count, seed):\n    good = demos(2, seed)\n    return {made}\n")
@@ -128,7 +128,7 @@ def test_when_one_fails_the_others_end_and_close_their_envs(tmp_path: Path) -> N
     assert asyncio.run(play()) == env.opened == 3
 
 
-def test_one_whose_first_prompt_is_too_long_is_left_out_and_counted_too(tmp_path: Path) -> None:
+def test_demonstrations_whose_first_prompt_is_too_long_are_left_out(tmp_path: Path) -> None:
     recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
     with (recipe / "task.py").open("a", encoding="utf-8") as file:
         file.write(

@@ -1,4 +1,4 @@
-"""GGUF files become directories that compute and tokenise as the file says, and nothing is passed over in silence."""
+"""GGUF files are converted exactly, and unsupported content is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("gguf", reason="the optional package gguf is not installed")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1.build.models.gguf import convert_gguf
-from agent_r1.build.models.gguf_tokenizer import CUTTINGS, tokenizer_of
+from agent_r1.build.models.gguf_tokenizer import SPLITTINGS, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
@@ -121,18 +121,18 @@ def metadata(**changes: Any) -> dict[str, Any]:
         ("llama-bpe", ["hello", "Ġ", "Ġ", "123", "4"]),  # up to three digits
     ],
 )
-def test_text_is_cut_as_the_file_says(pre: str, pieces: list[str]) -> None:
+def test_text_is_split_as_the_file_says(pre: str, pieces: list[str]) -> None:
     assert tokenizer_of(metadata(pre=pre), Path("x.gguf")).tokenize("hello  1234") == pieces
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(), pre=st.sampled_from(sorted(set(CUTTINGS) - {"qwen2"})))
-def test_any_text_comes_back_as_it_was(text: str, pre: str) -> None:
+@given(text=st.text(), pre=st.sampled_from(sorted(set(SPLITTINGS) - {"qwen2"})))
+def test_any_text_round_trips(text: str, pre: str) -> None:
     tokenizer = tokenizer_of(metadata(pre=pre), Path("x.gguf"))  # qwen2 normalises, so that e + accent becomes one
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_file_that_asks_for_a_first_token_gets_it() -> None:
+def test_a_file_with_a_bos_token_prepends_it() -> None:
     tokenizer = tokenizer_of(metadata(add_bos_token=True, bos_token_id=1), Path("x.gguf"))
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello")) == ["<|im_start|>", "hello"]
     assert tokenizer.encode("hello", add_special_tokens=False) == [TOKENS.index("hello")]
@@ -156,13 +156,13 @@ def test_a_file_without_a_template_makes_a_tokenizer_without_one(tmp_path: Path)
     ],
     ids=["sentencepiece", "unknown cut", "no merges", "scaled positions", "a weight is missing", "architecture"],
 )
-def test_what_cannot_be_converted_truly_is_an_error(tiny: Tiny, message: str, tmp_path: Path) -> None:
+def test_unsupported_conversions_are_refused(tiny: Tiny, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         converted(tiny, tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, -500], ids=["empty", "no header", "no end of the header", "no end"])
-def test_a_file_that_is_not_whole_is_an_error(kept: int, tmp_path: Path) -> None:
+def test_an_incomplete_file_is_an_error(kept: int, tmp_path: Path) -> None:
     whole = Tiny().write(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "part.gguf").write_bytes(whole[:kept])
     with pytest.raises(DataError, match=r"part\.gguf cannot be read as a GGUF file"):

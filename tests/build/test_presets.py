@@ -50,13 +50,7 @@ def test_a_preset_changes_what_it_names_and_keeps_the_rest(folder: Path) -> None
     assert load_config(str(folder)).trainer.steps == 60
 
 
-def test_overrides_win_over_the_preset_and_the_preset_over_its_base(folder: Path) -> None:
-    small = preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
-    assert load_config(small).trainer.steps == 2
-    assert load_config(small, ["trainer.steps=3"]).trainer.steps == 3
-
-
-def test_a_preset_is_of_a_whole_description_not_of_another_preset(folder: Path) -> None:
+def test_a_preset_cannot_be_based_on_another_preset(folder: Path) -> None:
     preset(folder, "base: base.yaml\ntrainer: {steps: 2}")
     with pytest.raises(ConfigError, match=r"its base 'mine\.yaml' is itself a preset.*: mine\+smaller"):
         load_config(preset(folder, "base: mine.yaml\nseed: 7", "smaller.yaml"))
@@ -78,14 +72,6 @@ def test_presets_are_combined_with_a_plus_and_the_later_one_wins(folder: Path) -
     assert both.recipe == f"{folder}/short.yaml+often"
     assert recipe_folder(both.recipe) == folder.resolve()
     assert parse_config(RunDir.create(folder / "run", both).settings) == both
-
-
-def test_bundled_presets_combine() -> None:
-    both = load_config("alfworld/hints+gigpo")
-    assert (both.task.env_kwargs["hints"], both.algorithm.name) == (True, "gigpo")
-    assert both.recipe == "alfworld/hints+gigpo"
-    assert recipe_name(both.recipe) == "alfworld"
-    assert recipe_folder(both.recipe) == (RECIPES / "alfworld").resolve()
 
 
 def test_only_presets_of_one_base_combine(folder: Path) -> None:
@@ -113,14 +99,14 @@ def test_a_file_or_folder_may_have_a_plus_in_its_name(folder: Path) -> None:
     assert recipe_folder(both.recipe) == inner.resolve()
 
 
-def test_a_preset_may_take_away_what_settings_of_its_base_belong_to(folder: Path) -> None:
+def test_a_preset_may_turn_off_a_part_that_its_base_configures(folder: Path) -> None:
     with_demos = "sft: {demos: task.demos, count: 3}"
     base = folder / "base.yaml"
     base.write_text(f"{base.read_text(encoding='utf-8')}\n{with_demos}\n", encoding="utf-8")
     assert load_config(preset(folder, "base: base.yaml\nsft: {demos: null}")).sft.demos is None
 
 
-def test_of_two_ways_to_begin_the_one_given_last_takes_the_place_of_the_other(folder: Path) -> None:
+def test_a_later_way_to_start_replaces_an_earlier_one(folder: Path) -> None:
     made = preset(folder, "base: base.yaml\nmodel: {make: task.make}\nsft: {demos: task.demos, count: 3, lr: 0.1}")
     assert (load_config(made).model.path, load_config(made).model.make) == (None, "task.make")
     loaded = load_config(made, ["model.path=a/b", "sft.trajectories=runs/a"])
@@ -132,7 +118,7 @@ def test_of_two_ways_to_begin_the_one_given_last_takes_the_place_of_the_other(fo
         load_config(made, ["sft.demos=task.demos", "sft.trajectories=runs/a"])
 
 
-def test_overrides_may_take_away_what_settings_of_a_preset_belong_to(folder: Path) -> None:
+def test_overrides_may_turn_off_a_part_that_a_preset_configures(folder: Path) -> None:
     warm = preset(folder, "base: base.yaml\nsft: {demos: task.demos, count: 3}")
     assert load_config(warm, ["sft.demos=null"]).sft.demos is None
     with pytest.raises(ConfigError, match=r"sft\.count does nothing without sft\.demos"):
@@ -142,14 +128,9 @@ def test_overrides_may_take_away_what_settings_of_a_preset_belong_to(folder: Pat
 
 
 @pytest.mark.parametrize("base", ["mine.yaml", "none.yaml", "../base.yml", "[base.yaml]"])
-def test_a_base_is_another_file_that_is_there(folder: Path, base: str) -> None:
+def test_a_base_must_be_another_existing_file(folder: Path, base: str) -> None:
     with pytest.raises(ConfigError, match="must name another YAML file in the same folder"):
         load_config(preset(folder, f"base: {base}\ntrainer: {{steps: 2}}"))
-
-
-def test_what_is_wrong_in_a_preset_is_found_like_anywhere_else(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer has no field 'step'\. Did you mean 'steps'"):
-        load_config(preset(folder, "base: base.yaml\ntrainer: {step: 2}"))
 
 
 def test_bundled_presets_go_by_recipe_and_name() -> None:
@@ -159,15 +140,8 @@ def test_bundled_presets_go_by_recipe_and_name() -> None:
     assert bundled_presets("quickstart") == []
 
 
-def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown recipe 'gsm8k_tool/tny'\. Did you mean 'gsm8k_tool/tiny'\?"):
-        load_config("gsm8k_tool/tny")
-    with pytest.raises(ConfigError, match="gsm8k_tool/oracle, gsm8k_tool/qwen2_5_1_5b, gsm8k_tool/qwen3_4b"):
-        load_config("gsm8k_tool/none")
-
-
 @pytest.mark.parametrize("name", [name for recipe in bundled_recipes() for name in (recipe, *bundled_presets(recipe))])
-def test_every_bundled_preset_can_be_read_and_what_it_names_exists(name: str) -> None:
+def test_every_bundled_preset_loads_and_its_names_resolve(name: str) -> None:
     config = load_config(name)
     assert config.recipe == name
     named = [config.task.reward, config.task.rows, *config.task.tools, config.sft.demos, config.model.make]
@@ -195,12 +169,6 @@ def test_a_run_of_a_preset_finds_its_recipe_again(tmp_path: Path) -> None:
     assert len(build_plan(again, resume=True).train_rows) == 16
 
 
-def test_a_preset_of_ones_own_finds_its_folder_again(folder: Path) -> None:
-    config = load_config(preset(folder, "base: base.yaml"))
-    assert Path(config.recipe) == folder / "mine.yaml"
-    assert recipe_folder(config.recipe) == folder.resolve()
-
-
 def test_another_algorithm_does_not_inherit_settings_and_the_same_one_does() -> None:
     own = load_config("gsm8k_tool").algorithm.settings
     assert own
@@ -211,6 +179,6 @@ def test_another_algorithm_does_not_inherit_settings_and_the_same_one_does() -> 
 
 
 @pytest.mark.parametrize("recipe", [name for name in bundled_recipes() if (RECIPES / name / "data.py").is_file()])
-def test_every_recipe_with_data_says_where_they_are_kept_and_how_to_get_them(recipe: str) -> None:
+def test_every_recipe_with_data_has_a_folder_and_a_prepare_function(recipe: str) -> None:
     assert resolve("data.FOLDER", recipe=recipe).isidentifier()
     inspect.signature(resolve("data.prepare", recipe=recipe)).bind(Path(), print)

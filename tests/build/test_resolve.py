@@ -1,4 +1,4 @@
-"""Names in a recipe: one file is one module, recipes keep to themselves, and what cannot be found is said clearly."""
+"""Names in a recipe: one file is one module, recipes do not mix, and unknown names are clear errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Guess(AgentEnv):
 
 
 def recipe(folder: Path, **files: str) -> str:
-    """A recipe folder with the given Python files; its name, as a config holds it."""
+    """Write a recipe folder with the given Python files and return its name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.yaml").write_text("task: {}\n", encoding="utf-8")
     for stem, text in files.items():
@@ -145,20 +145,20 @@ def test_modules_have_the_same_name_in_every_process(tmp_path: Path) -> None:
         ("os.nowhere.reward", r"no os/nowhere\.py beside the recipe and no importable module 'os\.nowhere'"),
     ],
 )
-def test_what_cannot_be_found_is_said_clearly(tmp_path: Path, name: str, message: str) -> None:
+def test_unknown_names_are_clear_errors(tmp_path: Path, name: str, message: str) -> None:
     where = recipe(tmp_path / "r", task="def reward(row, trajectory): ...")
     with pytest.raises(ConfigError, match=message):
         resolve(name, recipe=where)
 
 
 def failure(folder: Path, **files: str) -> str:
-    """What is said about a recipe whose `task.py` cannot be imported, the recipe's folder written as R."""
+    """The error of a recipe whose `task.py` cannot be imported, with R for its folder."""
     with pytest.raises(ConfigError) as raised:
         resolve("task.x", recipe=recipe(folder, **files))
     return str(raised.value).replace(str(folder.resolve()), "R")
 
 
-def test_a_syntax_error_in_a_recipe_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_syntax_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
     broken = "x = 1\n\ndef reward()\n    return 1\n"
     said = "line 3: expected ':'\n    def reward()"
     assert failure(tmp_path / "own", task=broken) == f"cannot import R/task.py: {said}"
@@ -167,7 +167,7 @@ def test_a_syntax_error_in_a_recipe_is_told_with_its_line(tmp_path: Path) -> Non
     assert evaluated == "importing R/task.py failed: SyntaxError: invalid syntax (<string>, line 1) (task.py:1)"
 
 
-def test_what_a_recipe_raises_when_imported_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_exception_during_import_names_its_line(tmp_path: Path) -> None:
     assert failure(tmp_path / "own", task="\nx = y\n") == (
         "importing R/task.py failed: NameError: name 'y' is not defined (task.py:2)"
     )
@@ -179,7 +179,7 @@ def test_what_a_recipe_raises_when_imported_is_told_with_its_line(tmp_path: Path
     assert elsewhere.endswith(" (task.py:2)")
 
 
-def test_an_error_of_ours_that_a_recipe_causes_when_imported_stays_what_it_is(tmp_path: Path) -> None:
+def test_an_agent_r1_error_raised_by_an_import_is_not_wrapped(tmp_path: Path) -> None:
     ours = "from agent_r1.errors import DataError\nraise DataError('no data')"
     with pytest.raises(DataError, match=r"^no data$"):
         resolve("task.x", recipe=recipe(tmp_path / "r", task=ours))
@@ -188,7 +188,7 @@ def test_an_error_of_ours_that_a_recipe_causes_when_imported_stays_what_it_is(tm
 @pytest.mark.parametrize(
     "imports", ["import a_package_nobody_has", "import importlib\nimportlib.import_module('a_package_nobody_has')"]
 )
-def test_a_package_that_a_recipe_misses_is_named_and_can_be_added(tmp_path: Path, imports: str) -> None:
+def test_a_missing_package_is_named_and_can_be_installed_later(tmp_path: Path, imports: str) -> None:
     line = 1 + imports.count("\n")
     for _ in range(2):  # nothing half-made is left behind
         assert failure(tmp_path / "broken", task=imports) == (
@@ -198,7 +198,7 @@ def test_a_package_that_a_recipe_misses_is_named_and_can_be_added(tmp_path: Path
     assert resolve("task.x", recipe=name) == 1
 
 
-def test_a_module_elsewhere_that_cannot_be_imported_is_told_the_same_way(
+def test_a_failed_import_outside_the_recipe_is_a_one_line_error_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = recipe(tmp_path / "r", task="")
@@ -227,7 +227,7 @@ def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch
         recipe_path("b.jinja", recipe=name)
 
 
-def test_a_bare_name_is_a_chat_template_of_ours_unless_a_file_has_it(tmp_path: Path) -> None:
+def test_a_bare_name_is_a_bundled_chat_template_unless_a_file_has_it(tmp_path: Path) -> None:
     name = recipe(tmp_path / "mine", task="")
     assert recipe_path("chatml_tools", recipe=name) == TEMPLATES / "chatml_tools.jinja"
     (tmp_path / "mine" / "chatml_tools").write_text("mine", encoding="utf-8")
@@ -249,9 +249,7 @@ def test_a_recipe_depends_on_its_own_files_and_on_the_recipes_and_tools_it_may_b
     assert borrowed <= set(recipe_files(name)) & set(recipe_files("gsm8k_tool/tiny"))
 
 
-def test_modules_elsewhere_that_a_config_names_bring_their_package_or_what_lies_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_borrowed_modules_bring_their_package_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unique = f"_{uuid.uuid4().hex[:8]}"
     alone, package = f"alone{unique}", f"package{unique}"
     name = recipe(tmp_path / "mine", task=f"from {package}.deep.world import World\ndef own(): ...")
@@ -273,9 +271,7 @@ def test_modules_elsewhere_that_a_config_names_bring_their_package_or_what_lies_
     assert files("task.own", "agent_r1.recipes.gsm8k.task.rows", "json.loads", "yaml.safe_load") == []
 
 
-def test_whatever_a_recipe_may_read_counts_but_not_what_runs_and_people_leave_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readable_files_count_but_not_output_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "mine"
     name = recipe(folder, task="")
     monkeypatch.setenv("AGENT_R1_CACHE", str(folder / "cache"))

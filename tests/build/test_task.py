@@ -1,4 +1,4 @@
-"""What a recipe names, made as its settings say: tools that are classes, and data that lie where they are kept."""
+"""Tools, envs, rows and data of a recipe, built from its settings."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def tools(settings: RunConfig) -> dict[str, Any]:
 # Tools
 
 
-def test_a_class_is_made_with_its_settings(folder: Path) -> None:
+def test_a_tool_class_is_created_with_its_settings(folder: Path) -> None:
     given = config(folder, "task.tools=[task.shout,task.Scale]", "task.tool_kwargs={scale: {factor: 3, offset: 1}}")
     made = tools(given)
     assert list(made) == ["shout", "scale"]
@@ -135,7 +135,7 @@ def test_settings_that_no_tool_takes_are_errors(folder: Path, overrides: list[st
         build_plan(config(folder, *overrides))
 
 
-def test_what_a_tool_itself_refuses_is_told_as_it_says(folder: Path) -> None:
+def test_an_error_raised_by_a_tool_class_is_passed_on(folder: Path) -> None:
     with pytest.raises(ValueError, match="factor must not be 0"):
         build_plan(config(folder, "task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 0}}"))
 
@@ -177,7 +177,7 @@ def test_rows_may_choose_envs_with_and_without_tools(folder: Path) -> None:
     assert [schema["function"]["name"] for schema in tool_env.tool_schemas] == ["shout"]
 
 
-def test_without_tools_the_way_out_is_said_unless_a_row_brings_them(folder: Path) -> None:
+def test_missing_tools_are_an_error_unless_rows_bring_them(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.tools is empty: name tools there, another env in task\.env, or set"):
         build_plan(config(folder, "task.tools=[]"))
     bringing = "return [{'prompt': split, 'env_kwargs': {'tools': [shout]}}]"
@@ -217,7 +217,7 @@ def test_a_row_may_choose_some_of_the_tools_by_name(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["return [{'prompt': KEPT[i]} for i in range(3)]", "yield {'prompt': KEPT['a']}"])
-def test_what_a_function_of_rows_raises_is_told_in_a_line(folder: Path, cli: Cli, how: str) -> None:
+def test_an_error_in_the_rows_function_is_one_line(folder: Path, cli: Cli, how: str) -> None:
     broken = f"KEPT = {{}}\ndef broken(split, count=3):\n    {how}\n"
     (folder / "task.py").write_text(TASK + broken, encoding="utf-8")
     ended = cli("train", folder, "task.rows=task.broken", "--dry-run")
@@ -226,7 +226,7 @@ def test_what_a_function_of_rows_raises_is_told_in_a_line(folder: Path, cli: Cli
     assert ended.err == f"error: task.rows='task.broken' for split 'train' raised KeyError: {key} (task.py:{line})\n"
 
 
-def test_functions_with_a_parameter_path_are_told_where_the_data_are(folder: Path) -> None:
+def test_functions_with_a_parameter_path_get_data_path(folder: Path) -> None:
     given = config(folder, "task.rows=task.kept_rows", "sft.demos=task.kept_demos", "data.path=/my/data", "eval.rows=1")
     [row] = build_task(given).test_rows()
     assert row.prompt[0]["content"] == "test 0 of /my/data"
@@ -236,17 +236,17 @@ def test_functions_with_a_parameter_path_are_told_where_the_data_are(folder: Pat
 
 
 @pytest.mark.parametrize("taker", ["task.rows=task.kept_rows", "sft.demos=task.kept_demos"])
-def test_one_that_takes_the_path_is_enough(folder: Path, taker: str) -> None:
+def test_one_function_that_takes_the_path_is_enough(folder: Path, taker: str) -> None:
     build_task(config(folder, taker, "data.path=/my/data"))
 
 
 @pytest.mark.parametrize("overrides", [[], ["sft.demos=task.demos"], ["task.rows='{split}.jsonl'"]])
-def test_a_path_that_nobody_takes_is_an_error(folder: Path, overrides: list[str]) -> None:
+def test_an_unused_data_path_is_an_error(folder: Path, overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"data\.path='/my/data'"):
         build_task(config(folder, *overrides, "data.path=/my/data"))
 
 
-def test_a_recipes_data_are_prepared_where_they_will_be_looked_for(
+def test_data_are_prepared_where_the_recipe_reads_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
@@ -257,9 +257,7 @@ def test_a_recipes_data_are_prepared_where_they_will_be_looked_for(
     assert said == ["one file written"]
 
 
-def test_the_command_puts_data_where_it_is_told_and_says_how_to_use_them(
-    folder: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_the_command_writes_data_to_a_folder_and_says_how_to_use_them(folder: Path, tmp_path: Path, cli: Cli) -> None:
     (folder / "data.py").write_text(DATA, encoding="utf-8")
     ended = cli("data", "recipe", folder, "--to", tmp_path / "here")
     assert ended.code == 0
@@ -268,7 +266,7 @@ def test_the_command_puts_data_where_it_is_told_and_says_how_to_use_them(
     assert f"train {folder} data.path={tmp_path / 'here'}" in ended.out
 
 
-def test_a_recipe_that_makes_something_of_a_copy_is_told_where_it_is(folder: Path, tmp_path: Path, cli: Cli) -> None:
+def test_prepare_gets_the_folder_of_a_copy_if_it_takes_one(folder: Path, tmp_path: Path, cli: Cli) -> None:
     copied = DATA.replace("report):", "report, source=None):").replace('"all of them"', "str(source)")
     (folder / "data.py").write_text(copied, encoding="utf-8")
     ended = cli("data", "recipe", folder, "--from", tmp_path / "copy", "--to", tmp_path / "here")
@@ -277,7 +275,7 @@ def test_a_recipe_that_makes_something_of_a_copy_is_told_where_it_is(folder: Pat
 
 
 @pytest.mark.parametrize("bundled", [False, True])
-def test_a_copy_is_refused_where_it_would_only_be_read(
+def test_a_copy_is_refused_if_the_recipe_reads_data_unchanged(
     folder: Path, tmp_path: Path, cli: Cli, *, bundled: bool
 ) -> None:
     (folder / "data.py").write_text(DATA, encoding="utf-8")

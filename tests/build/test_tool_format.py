@@ -1,4 +1,4 @@
-"""A run reads calls as its chat template writes them, and says so; a contradiction ends it before it begins."""
+"""Tool calls are read in the format of the chat template; a contradiction is refused before the run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make(directory, seed): ...
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template writes calls as Llama 3 does."""
+    """A model whose chat template writes calls in the Llama 3 format."""
     made = tmp_path_factory.mktemp("model")
     resolve("task.make_model", recipe=MINI)(directory=made, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(str(made))
@@ -80,7 +80,7 @@ def config(recipe: Path | str, *overrides: str) -> RunConfig:
 
 
 def play(settings: RunConfig, *texts: str) -> Trajectory:
-    """The first test row, with a model whose template writes calls as Llama 3 does."""
+    """Play the first test row with a model whose chat template writes calls in the Llama 3 format."""
     shown = family_renderer("llama3_json")
     task = build_task(settings)
     collect = eval_collector(settings, task, shown, ScriptedEngine([shown.encode_response(text) for text in texts]))
@@ -90,7 +90,7 @@ def play(settings: RunConfig, *texts: str) -> Trajectory:
 
 
 @pytest.mark.parametrize("more", [[], ["task.workers.processes=1"], ["task.env=task.Passing"]])
-def test_calls_are_read_as_the_template_of_the_model_writes_them(recipe: Path, more: list[str]) -> None:
+def test_calls_are_read_in_the_format_of_the_chat_template(recipe: Path, more: list[str]) -> None:
     played = play(config(recipe, *more), LLAMA_CALL, "It is 8.")
     assert [call.result for step in played.steps for call in step.calls] == ["8"]
     assert played.final_text == "It is 8."
@@ -108,7 +108,7 @@ def test_a_contradiction_is_found_before_the_run(recipe: Path, folder: Path, pat
         build_plan(config(recipe, *told, "task.env=task.Own"))
 
 
-def test_a_model_that_is_not_there_yet_is_judged_when_it_is_loaded(recipe: Path) -> None:
+def test_a_model_not_yet_available_is_checked_when_it_is_loaded(recipe: Path) -> None:
     settings = config(recipe, "task.env_kwargs.tool_format=hermes")
     assert build_plan(settings).tool_format == "hermes, as set"
     with pytest.raises(ConfigError, match="contradicts the chat template"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm
 from agent_r1.learn.rewards import KLInReward, RewardShaper
-from agent_r1.runs.metrics import rollout_metrics
+from agent_r1.train.evaluate import episode_metrics
 from agent_r1.types import Trajectory
 from tests.learn.builders import correction, group, new_critic, step, tiny_model, trajectory
 
@@ -46,7 +46,7 @@ def test_everything_an_update_reports_is_explained() -> None:
     played = attempts_of(groups)
     values, kl = learner.values(played), learner.kl_to_reference(played)
     credited = assign_credit(groups, algorithm, shaper=shaper, values=values, kl=kl)
-    reported = {*learner.update(credited), *rollout_metrics(groups, success_reward=1.0), *shaper.metrics}
+    reported = {*learner.update(credited), *episode_metrics(groups, success_reward=1.0), *shaper.metrics}
     explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))
     assert {name for name in reported - explained - LAYOUT if not name.startswith(FAMILIES)} == set()
     assert {"value_loss", "importance_rejected", "process_scale", "reward_kl", "kl_to_reference"} <= reported

@@ -1,4 +1,4 @@
-"""Every algorithm of the table through the whole pipeline, and what the trainer does for those that need more."""
+"""Every algorithm through the whole pipeline, with greedy baselines and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_an_algorithm_remembers_survives_a_resume(overrides: list[str], tmp
     assert numbers(again) == expected
 
 
-def test_dynamic_sampling_makes_up_for_rows_that_teach_nothing(tmp_path: Path) -> None:
+def test_dynamic_sampling_replaces_rows_without_signal(tmp_path: Path) -> None:
     # Greedy-like sampling: attempts at a row are all alike, so no group varies and every round is used.
     cold = ["sft.demos=null", "rollout.temperature=0.001", "trainer.steps=1", "rollout.max_response_tokens=4"]
     rounds = trained(tmp_path / "rounds", "algorithm.name=dapo", "algorithm.settings.sampling_rounds=3", *cold)
@@ -114,7 +114,7 @@ def test_dynamic_sampling_makes_up_for_rows_that_teach_nothing(tmp_path: Path) -
     assert once.read_metrics("train")[0]["group/count"] == 3
 
 
-def test_dynamic_sampling_makes_up_for_rows_whose_differences_are_not_trained_on(tmp_path: Path) -> None:
+def test_dynamic_sampling_replaces_rows_whose_differences_are_not_trained_on(tmp_path: Path) -> None:
     recipe = tmp_path / "mini"
     shutil.copytree(MINI, recipe)
     with (recipe / "task.py").open("a", encoding="utf-8") as task:
@@ -186,7 +186,7 @@ def test_settings_an_algorithm_cannot_use_are_refused(overrides: list[str], mess
         (["rewards.process=largest"], "rewards.process"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(overrides: list[str], message: str) -> None:
+def test_settings_without_effect_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(MINI, overrides)
 

@@ -183,7 +183,7 @@ def demonstrated(chosen: RunConfig) -> list[Trajectory]:
     return asyncio.run(sft_trajectories(chosen, build_task(chosen), renderer(), lambda line: None))
 
 
-def test_what_an_expert_cannot_have_written_is_told(recipe: str) -> None:
+def test_invalid_expert_summaries_are_errors(recipe: str) -> None:
     with pytest.raises(DataError, match=r"failed when played: .*demo_summary returned 7; it must return a text"):
         demonstrated(config(recipe, "summary", "context.demo_summary=task.nonsense"))
     with pytest.raises(DataError, match=r"demo_summary wrote 7 tokens, and 3 are allowed: 'seen"):
@@ -256,7 +256,7 @@ def test_a_wrong_setting_is_an_error_that_helps(recipe: str, overrides: list[str
         ("summary", ["context.demo_summary=task.no_arguments"], r"context\.demo_summary='task\.no_arguments' cannot"),
     ],
 )
-def test_what_would_be_ignored_or_cannot_work_is_told_before_the_run(
+def test_policies_without_effect_are_refused_before_the_run(
     recipe: str, policy: str, more: list[str], message: str | None
 ) -> None:
     if message is None:
@@ -266,7 +266,7 @@ def test_what_would_be_ignored_or_cannot_work_is_told_before_the_run(
             build_plan(config(recipe, policy, *more))
 
 
-def test_settings_under_which_no_summary_could_be_written_are_told_where_tokens_can_be_counted(recipe: str) -> None:
+def test_a_context_budget_without_room_for_a_summary_is_refused(recipe: str) -> None:
     instruction = "Sum up."  # 7 tokens of one byte, after 2 line ends
     fits = 400 - len("\n\nSum up.") - 16
     for max_tokens in (fits, fits + 1):
@@ -280,7 +280,7 @@ def test_settings_under_which_no_summary_could_be_written_are_told_where_tokens_
                     make(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
 
 
-def test_room_for_less_than_what_always_stays_is_refused(recipe: str) -> None:
+def test_a_context_budget_below_what_is_never_summarised_is_refused(recipe: str) -> None:
     turn = len("<|im_start|>user\n?<|im_end|>\n")  # characters: each is one token, but the two control tokens
     for keep_turns in (1, 2):
         messages = [{"role": "user", "content": "?"}]
@@ -298,9 +298,7 @@ def test_room_for_less_than_what_always_stays_is_refused(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [policy for policy in SETTINGS if policy != "rewrite"])
-def test_an_env_that_does_not_repeat_itself_needs_other_settings_where_messages_are_left_out(
-    recipe: str, policy: str
-) -> None:
+def test_an_env_that_refers_to_hidden_messages_is_refused(recipe: str, policy: str) -> None:
     def build(*more: str) -> None:
         build_task(config(recipe, policy, "task.env=task.Terse", *more))
 
@@ -314,7 +312,7 @@ def test_an_env_that_does_not_repeat_itself_needs_other_settings_where_messages_
             build(*more)
 
 
-def test_so_does_one_that_a_row_chooses_or_sets(recipe: str) -> None:
+def test_an_env_chosen_by_a_row_is_checked_too(recipe: str) -> None:
     told = "context.policy=window leaves out .*, and Terse does not"
     chosen = {"env_type": "terse_of_a_row"}
     cases: list[tuple[list[str], dict[str, Any], bool]] = [
@@ -335,7 +333,7 @@ def test_so_does_one_that_a_row_chooses_or_sets(recipe: str) -> None:
         task.make_flow(asked).make_env(asked)
 
 
-def test_what_a_rewrite_leaves_out_is_its_authors_to_know(recipe: str) -> None:
+def test_a_rewrite_may_hide_messages_from_any_env(recipe: str) -> None:
     build_task(config(recipe, "rewrite", "task.env=task.Terse"))
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of is kept from the garbage collector while it runs, and only then."""
+"""The parts of a run are hidden from the garbage collector only while it runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_garbage_from_before_is_collected_and_garbage_from_inside_too() -> None:
     assert any(item is kept for item in gc.get_objects())
 
 
-def test_parts_are_set_aside_while_a_run_plays_and_not_after_it(recipe: Path, tmp_path: Path) -> None:
+def test_parts_are_frozen_only_while_a_run_plays(recipe: Path, tmp_path: Path) -> None:
     few = ("trainer.steps=1", "eval.rows=2", "rollout.rows_per_step=1", "task.reward=noting.reward")
     config = load_config(str(recipe), few)
     run = RunDir.create(tmp_path / "run", config)

@@ -1,6 +1,6 @@
-"""Whole runs in surroundings that work against them: the display goes away, envs attack the process, the disk fails.
+"""Whole runs in a hostile setting: the display disappears, envs attack the process, the disk fails.
 
-Each is a process of its own, whose exit code, output and files are looked at.
+Each runs in its own process; exit code, output and files are checked.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_a_terminal_that_hangs_up_lets_the_run_save(shell: Shell) -> None:
     shell.assert_complete()
 
 
-def test_under_nohup_it_goes_on(shell: Shell) -> None:
+def test_a_run_under_nohup_ignores_sighup(shell: Shell) -> None:
     assert shell.train(trick="hang up", NOHUP="1").code == 0
     shell.assert_complete()
 
@@ -225,8 +225,8 @@ def test_under_nohup_it_goes_on(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "ENOSPC", "EROFS"])
-def test_an_evaluation_that_is_not_complete_is_made_again(shell: Shell, fault: str) -> None:
-    """It dies between the two files that an evaluation writes."""
+def test_an_incomplete_evaluation_is_repeated(shell: Shell, fault: str) -> None:
+    """The process dies between the two files that an evaluation writes."""
     ended = shell.train(fault=fault)
     assert ended.code == (-signal.SIGKILL if fault == "kill" else 2)
     if fault != "kill":
@@ -236,7 +236,7 @@ def test_an_evaluation_that_is_not_complete_is_made_again(shell: Shell, fault: s
     assert shell("compare", "run", "--step", "first,last").code == 0
 
 
-def test_so_is_one_whose_episodes_are_missing(shell: Shell) -> None:
+def test_an_evaluation_without_its_episodes_is_repeated(shell: Shell) -> None:
     """As versions left it that wrote the metrics first."""
     assert shell.train().code == 0
     shell.run.trajectories_file("eval", 2).unlink()
@@ -246,7 +246,7 @@ def test_so_is_one_whose_episodes_are_missing(shell: Shell) -> None:
     assert shell("compare", "run", "--step", "first,last").code == 0
 
 
-def test_one_that_is_complete_is_not(shell: Shell) -> None:
+def test_a_complete_evaluation_is_not_repeated(shell: Shell) -> None:
     assert shell.train().code == 0
     before = (shell.run.path / "metrics.jsonl").read_bytes()
     assert shell("train", "--resume", "run").code == 0

@@ -1,4 +1,4 @@
-"""The global random streams, which user code may draw from: the same in every repetition of a run."""
+"""The global random streams, which user code may use, repeat with the run."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def rewards(run: Path) -> list[dict[str, Any]]:
     return [{name: record.get(name) for name in kept} for record in RunDir.open(run).read_metrics()]
 
 
-def test_they_do_not_depend_on_whether_the_warm_start_was_there_already(recipe: Path, tmp_path: Path) -> None:
+def test_random_streams_do_not_depend_on_a_cached_warm_start(recipe: Path, tmp_path: Path) -> None:
     settings = (*LUCKY, *FEW, "trainer.steps=1")
     made = train(recipe, tmp_path / "first", *settings)
     assert train(recipe, tmp_path / "second", *settings) == made
 
 
-def test_a_step_that_failed_draws_the_same_again_when_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
+def test_a_failed_step_draws_the_same_numbers_after_resuming(recipe: Path, tmp_path: Path) -> None:
     settings = (*LUCKY, *FEW, "sft.demos=null", "trainer.steps=2")
     whole = train(recipe, tmp_path / "whole", *settings)
     # That was 1 + 12 + 12 + 1 rewards; the second run gets through its first step and breaks within the second.
@@ -91,7 +91,7 @@ def test_a_step_that_failed_draws_the_same_again_when_the_run_goes_on(recipe: Pa
     assert resume(RunDir.open(tmp_path / "broken")) == whole
 
 
-def test_a_run_whose_reference_is_gone_does_not_take_another_one(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_reference_cannot_be_resumed(recipe: Path, tmp_path: Path) -> None:
     settings = ("algorithm.kl_coef=0.1", "sft.demos=null", "eval.rows=1", *FEW)
     train(recipe, tmp_path / "run", *settings, "trainer.steps=1")
     run = RunDir.open(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The warm start says what it imitates and when it ends: failed calls of demonstrations, and the target loss."""
+"""The warm start reports failed calls of demonstrations and stops at its target loss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def said_about(recipe: Path, *given: list[str] | str, ending: str = "done") -> l
     return said
 
 
-def test_demonstrations_without_a_failed_call_need_no_word(recipe: Path) -> None:
+def test_demonstrations_without_failed_calls_report_nothing(recipe: Path) -> None:
     assert said_about(recipe, [GOOD], [GOOD, GOOD], []) == []
 
 
@@ -102,11 +102,11 @@ def warm_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *overrides: st
     return [re.sub(r"loss \d+\.\d+|\d+:\d\d", "#", line) for line in console.file.getvalue().splitlines()]
 
 
-def test_without_a_target_loss_the_time_left_is_no_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_target_loss_the_time_left_is_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert warm_started(monkeypatch, tmp_path) == [f"warm start {n}/30  #  # left" for n in (10, 20, 30)]
 
 
-def test_a_warm_start_that_its_target_loss_ends_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_warm_start_stopped_by_its_target_loss_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Any loss is below 100, so the first full window of 20 is enough.
     assert LOSS_WINDOW == 20
     assert warm_started(monkeypatch, tmp_path, "sft.target_loss=100") == [
@@ -117,7 +117,7 @@ def test_a_warm_start_that_its_target_loss_ends_says_so(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("settings", [("sft.target_loss=1e-9",), ("sft.target_loss=100", "sft.epochs=10")])
-def test_one_that_makes_all_its_updates_was_not_stopped(
+def test_a_warm_start_that_makes_all_updates_was_not_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     # 10 epochs are 20 updates: the target is reached with the very last.
@@ -151,9 +151,7 @@ def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitate
 
 
 @pytest.mark.parametrize("name", ["best.jsonl", "eval_1.jsonl"])
-def test_a_folder_without_training_episodes_is_refused_before_the_run_as_it_would_be_in_it(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_folder_without_training_episodes_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
     config = with_one_trajectory(tmp_path, name)
     for look in (check_start, imitated):
         with pytest.raises(DataError) as raised:

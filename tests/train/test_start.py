@@ -1,4 +1,4 @@
-"""The cache of made models and warm starts: made once, found again, never stale."""
+"""The cache of created models and warm starts is reused and never stale."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key(*overrides: str) -> str:
     return warm_start_key(config, base_model(config))
 
 
-def test_a_model_is_made_once_per_seed(cache: Path) -> None:
+def test_a_model_is_created_once_per_seed(cache: Path) -> None:
     first = base_model(mini())
     before = (Path(first) / "model.safetensors").stat().st_mtime_ns
     assert base_model(mini("trainer.steps=9")) == first
@@ -59,33 +59,25 @@ def test_what_changes_a_warm_start_changes_its_key(override: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["learner.lr=1e-5", "trainer.steps=9", "rollout.group_size=2", "eval.rows=3"])
-def test_what_concerns_rl_alone_does_not(override: str) -> None:
+def test_settings_of_rl_alone_do_not_change_the_key(override: str) -> None:
     assert key(override) == key()
 
 
-def test_other_trajectories_under_the_same_path_give_another_key(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "trajectories"
-    folder.mkdir(parents=True)
-    settings = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null")
-    (folder / "train_000001.jsonl").write_text("one", encoding="utf-8")
-    before = key(*settings)
-    (folder / "train_000001.jsonl").write_text("two more", encoding="utf-8")
-    assert key(*settings) != before
-
-
-def test_another_chat_template_under_the_same_name_gives_another_key(tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages }}", encoding="utf-8")
-    before = key(f"model.chat_template={template}")
-    template.write_text("{{ messages[0] }}", encoding="utf-8")
-    assert key(f"model.chat_template={template}") != before
-
-
-def test_other_data_under_the_same_path_give_another_key(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("one", encoding="utf-8")
-    before = key(f"data.path={tmp_path}")
-    (tmp_path / "train.jsonl").write_text("two more", encoding="utf-8")
-    assert key(f"data.path={tmp_path}") != before
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("run/trajectories/train_000001.jsonl", ["sft.trajectories={folder}/run", "sft.demos=null"]),
+        ("chat.jinja", ["model.chat_template={folder}/chat.jinja"]),
+        ("data/train.jsonl", ["data.path={folder}/data"]),
+    ],
+)
+def test_other_content_under_the_same_path_gives_another_key(tmp_path: Path, file: str, settings: list[str]) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("one", encoding="utf-8")
+    filled = [setting.format(folder=tmp_path) for setting in settings]
+    before = key(*filled)
+    (tmp_path / file).write_text("two more", encoding="utf-8")
+    assert key(*filled) != before
 
 
 def copied(folder: Path) -> Path:
@@ -97,7 +89,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def test_what_lies_beside_a_recipe_and_what_it_keeps_elsewhere_are_part_of_the_key(
+def test_files_beside_a_recipe_and_its_data_are_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, kept = copied(tmp_path / "mine"), tmp_path / "data" / "mine_data"
@@ -163,7 +155,7 @@ def test_a_run_in_the_folder_of_its_recipe_finds_its_warm_start_again(
     assert warm_start_key(config, base_model(config)) == before
 
 
-def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Path) -> None:
+def test_the_first_of_two_concurrent_writers_wins(tmp_path: Path) -> None:
     folder = tmp_path / "made"
 
     def slow(part: Path) -> None:
@@ -176,7 +168,7 @@ def test_of_two_runs_that_make_the_same_thing_the_first_ones_stays(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     def broken(part: Path) -> None:
         (part / "half").write_text("x", encoding="utf-8")
         raise OSError("disk full")

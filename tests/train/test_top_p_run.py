@@ -48,7 +48,7 @@ def test_a_run_with_top_p_agrees_with_its_sampler(overrides: tuple[str, ...], tm
     assert (evaluated.steps[0].temperature, evaluated.steps[0].support) == (0.0, None)
 
 
-def test_its_trajectories_can_be_imitated(tmp_path: Path) -> None:
+def test_trajectories_of_a_run_can_be_imitated(tmp_path: Path) -> None:
     trained(tmp_path / "run", *SAMPLING)
     source = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null", "sft.min_reward=-9", "sft.epochs=1")
     config = load_config(MINI, (*SAMPLING, *source))

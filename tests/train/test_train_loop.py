@@ -1,4 +1,4 @@
-"""The loop's order of events, checked with fakes that write down what was asked of them."""
+"""The order of events in the loop, checked with fakes that record their calls."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_nothing_is_saved_when_a_later_update_was_torn() -> None:
     assert parts.events == [*one_step(1), "collect 2", "credit", "update"]
 
 
-def test_a_step_whose_numbers_could_not_be_written_is_not_saved_either() -> None:
-    """Resuming makes it again, so no step is missing from the metrics."""
+def test_a_step_whose_metrics_were_not_written_is_not_saved() -> None:
+    """Resuming repeats the step, so none is missing from the metrics."""
     parts = Fake(fail="report 2")
     with pytest.raises(asyncio.CancelledError):
         run(parts)

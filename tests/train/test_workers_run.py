@@ -1,4 +1,4 @@
-"""`task.workers`: a whole run whose world is killed, hangs and lies in some episodes, and what is wrong beforehand."""
+"""`task.workers`: a whole run whose environments crash, hang and misbehave in some episodes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Heavy(BaseTool):
         return ""
 """
 BASE = """
-task: {rows: task.rows, env: talk, reward: task.reward, workers: {processes: 2, step_seconds: 2.5}}
+task: {rows: task.rows, env: env.Talk, reward: task.reward, workers: {processes: 2, step_seconds: 2.5}}
 model: {make: tests.mini.task.make_model, device: cpu}
 sft: {demos: task.demos, count: 8, epochs: 60, batch_size: 8, lr: 1.0e-2, target_loss: 0.01}
 rollout: {rows_per_step: 4, group_size: 2, max_steps: 3, max_response_tokens: 40, max_context_tokens: 256,
@@ -105,7 +105,7 @@ eval: {rows: 4}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe outside of any package: other processes find its modules only because they are told where."""
+    """A recipe outside any package; worker processes must be able to import it."""
     made = tmp_path_factory.mktemp("recipe")
     for name, text in (("env.py", ENV), ("task.py", TASK), ("base.yaml", BASE)):
         (made / name).write_text(text, encoding="utf-8")
@@ -130,7 +130,7 @@ def env_processes() -> list[int]:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_run_goes_on_where_its_world_does_not(folder: Path, tmp_path: Path) -> None:
+def test_a_run_survives_environments_that_crash_and_hang(folder: Path, tmp_path: Path) -> None:
     settings = config(folder)
     run = RunDir.create(tmp_path / "run", settings)
     console = Console(file=io.StringIO())
@@ -168,7 +168,7 @@ def test_a_run_goes_on_where_its_world_does_not(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_leak_fails_the_episodes_that_leak_and_no_other(folder: Path, tmp_path: Path) -> None:
+def test_a_leak_fails_only_the_episodes_that_leak(folder: Path, tmp_path: Path) -> None:
     settings = config(folder, "task.rows=task.leaky_rows", "task.workers.memory_mb=128", "trainer.steps=1")
     run = RunDir.create(tmp_path / "run", settings)
     run_training(settings, build_plan(settings), run, Console(file=io.StringIO()), resume=False)
@@ -206,10 +206,10 @@ def test_what_env_processes_print_is_in_the_log_of_the_run(tmp_path: Path) -> No
         (["task.workers.processes=0"], "task.workers.processes=0: input should be greater than or equal to 1"),
         (["task.workers.seconds=3"], "task.workers has no field 'seconds'. Did you mean 'step_seconds'"),
         (["task.workers={step_seconds: 3}", "task.workers.processes=null"], "task.workers.processes"),
-        (["task.flow=single_step"], "task.workers does nothing with task.flow=single_step, which has no env"),
+        (["task.flow=single_step"], "task.workers has no effect with task.flow=single_step"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(folder: Path, overrides: list[str], message: str) -> None:
+def test_invalid_worker_settings_are_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         build_task(config(folder, *overrides))
     assert message in str(refused.value)
@@ -224,7 +224,7 @@ def test_envs_are_checked_before_there_is_a_process(folder: Path) -> None:
     assert env_processes() == []
 
 
-def test_the_log_keeps_a_part_of_what_env_processes_print_and_all_of_what_is_wrong(
+def test_the_log_bounds_output_of_env_processes_but_keeps_all_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent_r1.cli.log.MAX_CHARS", 200)

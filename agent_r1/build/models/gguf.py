@@ -1,9 +1,7 @@
-"""GGUF files, the one-file format of llama.cpp, -> Hugging Face directories that transformers and vLLM read.
+"""Convert GGUF files, the one-file format of llama.cpp, to Hugging Face directories for transformers and vLLM.
 
-transformers reads the architecture and unpacks the weights, `gguf_tokenizer.py` reads the tokenizer. What the file says
-and transformers passes over in silence (scaled positions, weights that are not there) is an error here.
-
-Knows nothing of recipes and caches; `model_source.py` decides what is converted and where it is kept.
+transformers reads the architecture and unpacks the weights, `gguf_tokenizer.py` reads the tokenizer. Scaled positions
+and missing weights, which transformers ignores silently, are errors here.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from agent_r1.build.models.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
 
-transformers_logging.disable_progress_bar()  # it would draw over our own display
+transformers_logging.disable_progress_bar()  # it would overwrite our display
 
 
 def convert_gguf(file: Path, directory: Path) -> None:
@@ -33,7 +31,7 @@ def convert_gguf(file: Path, directory: Path) -> None:
 
 
 def _read(file: Path) -> tuple[Metadata, torch.dtype]:
-    """What the file says about itself, and the smallest format its weights fit in."""
+    """Return the file's metadata and the smallest dtype that holds its weights."""
     try:
         from gguf import GGMLQuantizationType, GGUFReader
     except ImportError as error:
@@ -42,27 +40,27 @@ def _read(file: Path) -> tuple[Metadata, torch.dtype]:
         reader = GGUFReader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError) as error:
-        raise DataError(f"{file} cannot be read as a GGUF file: {error}. Was it downloaded to its end?") from error
+        raise DataError(f"{file} cannot be read as a GGUF file: {error}. Is the download complete?") from error
     _check_positions(metadata, {tensor.name for tensor in reader.tensors}, file)
     wide = {GGMLQuantizationType.F64, GGMLQuantizationType.F32, GGMLQuantizationType.F16}
     matrices = [tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1]
-    # Of a weight packed into 8 bits or fewer, bfloat16 loses nothing that packing had not lost before.
+    # bfloat16 loses nothing of a weight that was packed into 8 bits or fewer.
     return metadata, torch.float32 if wide.intersection(matrices) else torch.bfloat16
 
 
 def _check_positions(metadata: Metadata, tensors: set[str], file: Path) -> None:
-    """transformers reads these scalings for gpt-oss alone, and would load a model that sees other positions."""
+    """Refuse scaled positions: transformers reads them for gpt-oss only and would load a different model."""
     architecture = metadata.get("general.architecture")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if architecture != "gpt-oss" and (scaling != "none" or "rope_freqs.weight" in tensors):
-        raise DataError(f"{file} scales its positions (as Llama 3.1 and later do), which is not read. {INSTEAD}")
+        raise DataError(f"{file} scales its positions (as Llama 3.1 and later do), which is not supported. {INSTEAD}")
 
 
 def _load_network(file: Path, dtype: torch.dtype) -> Any:
     arguments: dict[str, Any] = {"gguf_file": file.name, "dtype": dtype, "output_loading_info": True}
     try:
         from transformers import GgufConfig
-    except ImportError:  # a release that always unpacks
+    except ImportError:  # this release always unpacks
         pass
     else:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
@@ -70,17 +68,16 @@ def _load_network(file: Path, dtype: torch.dtype) -> Any:
         network, loading = AutoModelForCausalLM.from_pretrained(str(file.parent), **arguments)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         raise DataError(f"transformers cannot read the model in {file}: {error}. {INSTEAD}") from error
-    made_up = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
-    if made_up:
-        raise DataError(f"{file} lacks {len(made_up)} weights of its architecture, the first is {made_up[0]}")
+    missing = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
+    if missing:
+        raise DataError(f"{file} lacks {len(missing)} weights of its architecture, the first is {missing[0]}")
     if getattr(network.config, "quantization_config", None) is not None:
-        del network.config.quantization_config  # they are unpacked now
+        del network.config.quantization_config  # the weights are unpacked now
     return network
 
 
 def _make_portable(directory: Path) -> None:
-    """transformers 5 spells some settings its own way; with the older spelling added, transformers 4 and vLLM read
-    the same model from the directory."""
+    """Add the older spelling of settings that transformers 5 renamed, for transformers 4 and vLLM."""
     model = _load(directory / "config.json")
     model.pop("_model_name_or_path", None)
     model["torch_dtype"] = model["dtype"]

@@ -1,10 +1,10 @@
-"""The tokenizer inside a GGUF file, as one of transformers.
+"""Read the tokenizer of a GGUF file as a transformers tokenizer.
 
-transformers can read it as well, but its releases disagree about special tokens and about how text is cut before it is
-merged (`tokenizer.ggml.pre`), so that one file would tokenise differently from release to release. Here the metadata
-decides; what it says and we do not know is an error, because a wrong cut is a model that reads slightly wrong for ever.
+Releases of transformers disagree about special tokens and about how text is split before merging
+(`tokenizer.ggml.pre`), so that the same file would be tokenised differently. Here the metadata decides, and an unknown
+splitting rule is an error: a wrong one would degrade the model unnoticed.
 
-Knows byte-level BPE (`tokenizer.ggml.model` is gpt2: Llama 3, Qwen, SmolLM), not SentencePiece (Llama 2, Gemma).
+Supports byte-level BPE (`tokenizer.ggml.model` is gpt2: Llama 3, Qwen, SmolLM), not SentencePiece (Llama 2, Gemma).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from transformers import PreTrainedTokenizerFast
 from agent_r1.errors import DataError, did_you_mean
 
 Metadata = Mapping[str, Any]
-INSTEAD = "Take the model from a hub or as a Hugging Face directory instead"
+INSTEAD = "Use a Hugging Face directory or a hub id instead"
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
-# Words, digits and the rest apart; Qwen takes digits one by one, Llama 3 up to three at once.
+# Words, digits and the rest are split; Qwen takes digits one by one, Llama 3 up to three at once.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
-    """What happens to text before its bytes are merged."""
+class Splitting:
+    """How text is prepared before its bytes are merged."""
 
     steps: tuple[Any, ...]  # pre-tokenizers, in order
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is a token stays one, whatever the merges say
+    ignore_merges: bool = False  # a piece that is a token stays one
 
 
-def _cut_by(digits: str) -> tuple[Any, ...]:
+def _split_by(digits: str) -> tuple[Any, ...]:
     pattern = Regex(f"{_WORDS}|{digits}|{_REST}")
     return (
         pre_tokenizers.Split(pattern, behavior="isolated"),
@@ -49,29 +49,29 @@ def _cut_by(digits: str) -> tuple[Any, ...]:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-CUTTINGS = {  # by tokenizer.ggml.pre
-    "gpt-2": Cutting(steps=(_GPT2,)),
-    "smollm": Cutting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
-    "qwen2": Cutting(steps=_cut_by(r"\p{N}"), nfc=True),
-    "llama-bpe": Cutting(steps=_cut_by(r"\p{N}{1,3}"), ignore_merges=True),
+SPLITTINGS = {  # by tokenizer.ggml.pre
+    "gpt-2": Splitting(steps=(_GPT2,)),
+    "smollm": Splitting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
+    "qwen2": Splitting(steps=_split_by(r"\p{N}"), nfc=True),
+    "llama-bpe": Splitting(steps=_split_by(r"\p{N}{1,3}"), ignore_merges=True),
 }
 
 
 def tokenizer_of(metadata: Metadata, file: Path) -> Any:
-    """A fast tokenizer with the file's vocabulary, special tokens and chat template."""
+    """Return a fast tokenizer with the file's vocabulary, special tokens and chat template."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise DataError(f"{file} has a tokenizer of kind {kind!r}; only gpt2 (byte-level BPE) can be read. {INSTEAD}")
-    if pre not in CUTTINGS:
-        hint = did_you_mean(str(pre), CUTTINGS).replace("Choose one of", "Known are")
-        raise DataError(f"{file} cuts text in a way we do not know, tokenizer.ggml.pre={pre!r}.{hint}. {INSTEAD}")
+    if pre not in SPLITTINGS:
+        hint = did_you_mean(str(pre), SPLITTINGS).replace("Choose one of", "Known are")
+        raise DataError(f"{file} splits text in an unknown way, tokenizer.ggml.pre={pre!r}.{hint}. {INSTEAD}")
     missing = [name for name in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{name}" not in metadata]
     if missing:
         raise DataError(f"{file} has no tokenizer.ggml.{missing[0]}, so its tokenizer cannot be read. {INSTEAD}")
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _NAMED.items()}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level(metadata, CUTTINGS[pre]),
+        tokenizer_object=_byte_level(metadata, SPLITTINGS[pre]),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],  # no causal model takes the default's token_type_ids
         **{name: tokens[index] for name, index in ids.items() if index is not None},
@@ -80,16 +80,16 @@ def tokenizer_of(metadata: Metadata, file: Path) -> Any:
     return tokenizer
 
 
-def _byte_level(metadata: Metadata, cutting: Cutting) -> Any:
+def _byte_level(metadata: Metadata, splitting: Splitting) -> Any:
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=cutting.ignore_merges))
-    if cutting.nfc:
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.ignore_merges))
+    if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(cutting.steps))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitting.steps))
     tokenizer.decoder = decoders.ByteLevel()
-    # Those that no merge makes: they are found in a text as a whole, and keep the ids they have.
+    # Tokens that no merge produces are matched as a whole and keep their ids.
     whole = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in whole])
     if metadata.get("tokenizer.ggml.add_bos_token"):

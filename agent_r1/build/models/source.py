@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
+from textwrap import shorten
 from zipfile import ZipFile
 
 from agent_r1.build.models.cache import cache_root, put
@@ -32,7 +33,6 @@ CONVERSION = 1  # raised when the same source yields different files, so that ol
 ALTERNATIVES = "use a GGUF file or a Hugging Face directory instead"
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)(?:==([\w.+!-]+))?")
-_MAX_LISTED = 8  # files named in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,5 +221,4 @@ def _extract(archive: ZipFile, name: str, to: Path) -> str:
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    return shorten(", ".join(names), 200, placeholder=" ...")

@@ -21,12 +21,12 @@ from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.rollout.collect import check_failures
-from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.runs.outcomes import Outcomes, row_outcomes
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.vocabulary import token_texts
+from agent_r1.train.evaluate import episode_metrics
 from agent_r1.train.garbage import parts_frozen
 from agent_r1.types import TaskRow, Trajectory
 
@@ -84,7 +84,7 @@ async def _collect(
                     played = await collector(rows[first : first + size], seed=seed, on_episode=on_episode)
                     groups = await task.scorer(played)
                     check_failures(groups, config.rollout.max_error_fraction)
-                    metrics = rollout_metrics(groups, success_reward=task.success_reward)
+                    metrics = episode_metrics(groups, success_reward=task.success_reward)
                     run.write_trajectories("train", number, groups)
                     run.append_metrics("collect", number, metrics | {"episodes": float(len(groups) * samples)})
                     by_row = {group.row.row_id: group.trajectories for group in groups}
