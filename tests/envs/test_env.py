@@ -1,4 +1,4 @@
-"""The env registry, how a row's settings lie on top of the recipe's, and what envs may be made with and return."""
+"""The env registry, settings of recipe and row, and the values that envs may return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CountEnv(AgentEnv):
         return Transition(terminated=True)
 
 
-def test_a_registered_env_is_made_by_name_with_its_settings() -> None:
+def test_a_registered_env_is_created_by_name_with_its_settings() -> None:
     env = make_env(env_class("count_for_tests"), "count_for_tests", {"limit": 5})
     assert isinstance(env, CountEnv)
     assert env.limit == 5
@@ -84,7 +84,7 @@ class Set(CountEnv):
         ("seed", "x", "a whole number or null, not str 'x'"),
     ],
 )
-def test_a_setting_of_another_kind_than_its_annotation_is_a_config_error(key: str, value: Any, told: str) -> None:
+def test_a_setting_that_does_not_match_its_annotation_is_a_config_error(key: str, value: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"^env 'task\.Set': env_kwargs\.{key} of Set must be {told}$"):
         make_env(Set, "task.Set", {key: value})
 
@@ -97,11 +97,11 @@ def test_a_setting_of_another_kind_than_its_annotation_is_a_config_error(key: st
         {"turns": np.int64(3), "share": np.float32(0.5), "hints": np.bool_(True)},  # rows are made by programs
     ],
 )
-def test_a_setting_that_fits_or_of_which_nothing_simple_is_said_is_taken(kwargs: dict[str, Any]) -> None:
+def test_settings_that_match_or_have_no_simple_annotation_are_accepted(kwargs: dict[str, Any]) -> None:
     assert isinstance(make_env(Set, "task.Set", kwargs), Set)
 
 
-def test_annotations_that_cannot_be_evaluated_check_nothing() -> None:
+def test_annotations_that_cannot_be_evaluated_are_ignored() -> None:
     class ForCheckers(CountEnv):
         def __init__(self, price: Decimal, hints: bool = False) -> None:
             pass
@@ -113,7 +113,7 @@ def test_annotations_that_cannot_be_evaluated_check_nothing() -> None:
 
 
 class Odd(AgentEnv):
-    """Begins well, and then returns what it is made with."""
+    """Returns the answer it is created with."""
 
     def __init__(self, answer: Transition) -> None:
         self.answer = answer
@@ -204,13 +204,13 @@ def test_a_malformed_observation_fails_its_episode_with_the_line_that_made_it() 
     assert f"(test_env.py:{Begins.reset.__code__.co_firstlineno + 1})" in error
 
 
-def test_an_env_that_ends_its_episode_as_failed_is_named() -> None:
+def test_an_env_that_reports_a_failure_is_named() -> None:
     told = "Odd.step ended the episode itself, with StopReason."
     assert outcome(Odd(ended(stop=StopReason.ERROR))) == (StopReason.ERROR, f"{told}ERROR")
     assert outcome(Odd(ended(stop=StopReason.TIMEOUT))) == (StopReason.TIMEOUT, f"{told}TIMEOUT")
 
 
-def test_half_a_surrogate_pair_is_mended_for_the_tokenizer_and_for_people() -> None:
+def test_lone_surrogates_are_replaced_in_prompts_and_records() -> None:
     first = {"role": "user", "content": "a\ud800b"}
     said, more = {"role": "assistant", "content": "x"}, {"role": "user", "content": "\udfff"}
 

@@ -1,4 +1,4 @@
-"""Names of envs, flows and tools: one rule for when a name is taken, whatever bears it."""
+"""Names of envs, flows and tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spade() -> BaseTool:
     return dig
 
 
-def test_the_same_thing_may_come_again_as_a_class_as_its_object_and_as_a_function_defined_anew() -> None:
+def test_the_same_thing_may_be_registered_again() -> None:
     names: Registry[Any] = Registry("tool")
     names.add("dig", Dig)
     made = Dig()
@@ -41,7 +41,7 @@ def test_the_same_thing_may_come_again_as_a_class_as_its_object_and_as_a_functio
 
 
 @pytest.mark.parametrize("other", [spade(), SingleStepFlow, object()])
-def test_another_thing_may_not_take_a_name_and_leaves_it_as_it_was(other: object) -> None:
+def test_a_taken_name_is_refused(other: object) -> None:
     names: Registry[Any] = Registry("tool")
     names.add("dig", Dig)
     with pytest.raises(ConfigError, match=rf"^tool name 'dig' is taken by {__name__}\.Dig$"):
@@ -49,7 +49,7 @@ def test_another_thing_may_not_take_a_name_and_leaves_it_as_it_was(other: object
     assert names["dig"] is Dig
 
 
-def test_a_flow_is_found_by_each_of_its_names_and_an_unknown_one_is_an_error() -> None:
+def test_a_flow_is_found_by_each_of_its_names() -> None:
     assert flow_class("single_step") is flow_class("single_step_agent") is SingleStepFlow
     with pytest.raises(ConfigError, match=r"unknown flow 'singel_step'\. Did you mean 'single_step'\?"):
         flow_class("singel_step")

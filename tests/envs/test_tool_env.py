@@ -1,4 +1,4 @@
-"""Episodes with tools, from the outside: observations, rewards, records and ends."""
+"""Episodes with tools: observations, rewards, records and ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_row_is_copied_and_earlier_observations_do_not_grow() -> None:
     assert ROW.prompt[0]["content"] == "How much is 1 + 2?"
 
 
-def test_good_and_bad_calls_of_one_step_are_each_answered_in_order() -> None:
+def test_good_and_bad_calls_of_one_step_are_answered_in_order() -> None:
     text = "".join(
         [
             say("add", a=1, b=2),
@@ -130,7 +130,7 @@ def test_good_and_bad_calls_of_one_step_are_each_answered_in_order() -> None:
     assert [text[slice(*call.text_span)] for call in step.calls][2] == "<tool_call>{oops}</tool_call>"
 
 
-def test_bad_calls_in_a_row_end_the_episode_with_their_own_reason() -> None:
+def test_too_many_bad_calls_in_a_row_end_the_episode() -> None:
     bad, good = say("nope"), say("add", a=1, b=2)
     steps = play(ToolEnv(tools=[add], max_bad_calls=3), bad, bad, good, bad, bad, "<tool_call>")
     assert [step.terminated for step in steps] == [False] * 5 + [True]  # the good one started the count anew
@@ -157,7 +157,7 @@ def test_the_calls_of_a_response_beyond_max_calls_are_refused(name: str, limit: 
 
 
 class Log(BaseTool):
-    """Writes down when its calls begin and end."""
+    """Logs when its calls begin and end."""
 
     description = "Log."
     parameters: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}  # noqa: RUF012
@@ -175,7 +175,7 @@ class Log(BaseTool):
 
 
 def logged(first: bool | None, second: bool | None = None, **settings: Any) -> str:
-    """When the calls a, b of the first tool and c, d of the second began and ended."""
+    """Return when the calls a, b of the first tool and c, d of the second began and ended."""
     log: list[str] = []
     env = ToolEnv(tools=[Log("one", log, parallel=first), Log("two", log, parallel=second)], **settings)
     text = "".join(say(name, x=x) for name, x in (("one", "a"), ("one", "b"), ("two", "c"), ("two", "d")))
@@ -191,7 +191,7 @@ def test_calls_of_a_response_run_in_order_unless_their_tools_are_parallel() -> N
     assert logged(True, True, parallel=False) == "a+, a-, b+, b-, c+, c-, d+, d-"
 
 
-def test_sync_calls_that_change_the_state_of_an_episode_lose_nothing() -> None:
+def test_sync_calls_do_not_lose_updates_of_the_state() -> None:
     @tool
     def deposit(amount: int, account: FromRow[dict[str, int]]) -> int:
         """Put money on the account."""
@@ -205,7 +205,7 @@ def test_sync_calls_that_change_the_state_of_an_episode_lose_nothing() -> None:
     assert [call.result for call in step.calls] == ["1", "3", "7"]
 
 
-def test_the_calls_of_one_response_come_to_a_batch_tool_together() -> None:
+def test_a_batch_tool_gets_the_calls_of_one_response_together() -> None:
     sizes: list[int] = []
 
     class Item(BaseModel):
@@ -304,7 +304,7 @@ def test_a_step_outside_an_episode_is_refused() -> None:
         play(env, "answer", "more")
 
 
-def test_tools_are_shown_as_openai_schemas_and_come_by_name() -> None:
+def test_tools_may_be_given_by_name_and_have_openai_schemas() -> None:
     BaseTool.register(add)
     env = ToolEnv(tools=["add", python])
     assert [schema["function"]["name"] for schema in env.tool_schemas] == ["add", "python"]

@@ -1,4 +1,4 @@
-"""User code under guard: results, exceptions, deadlines, and what would have ended the program."""
+"""User code under guard: results, exceptions, deadlines, and attempts to end the program."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_result_and_an_ordinary_exception_pass_through() -> None:
         asyncio.run(guarded(throw(KeyError("gone")), seconds=5))
 
 
-def test_a_timeout_of_the_code_itself_is_not_ours() -> None:
+def test_a_timeout_error_of_user_code_is_not_our_deadline() -> None:
     with pytest.raises(TimeoutError, match="the server was slow"):
         asyncio.run(guarded(throw(TimeoutError("the server was slow")), seconds=5))
     with pytest.raises(TimedOut, match=r"not finished after 0\.05 s"):
@@ -58,13 +58,13 @@ def test_a_timeout_of_the_code_itself_is_not_ours() -> None:
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()], ids=repr
 )
-def test_what_would_end_the_program_becomes_an_exception(error: BaseException) -> None:
+def test_an_attempt_to_end_the_program_becomes_an_exception(error: BaseException) -> None:
     with pytest.raises(Escaped, match=type(error).__name__):
         asyncio.run(guarded(throw(error), seconds=5))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-def test_so_does_what_a_sync_function_raises_in_its_thread(error: BaseException) -> None:
+def test_an_attempt_to_end_the_program_in_a_thread_becomes_an_exception(error: BaseException) -> None:
     def leave() -> None:
         raise error
 
@@ -72,7 +72,7 @@ def test_so_does_what_a_sync_function_raises_in_its_thread(error: BaseException)
         asyncio.run(guarded(call(leave), seconds=5))
 
 
-def test_a_second_ctrl_c_is_no_failure_of_the_code_it_interrupts() -> None:
+def test_a_second_ctrl_c_is_not_blamed_on_the_code_it_interrupts() -> None:
     async def deaf() -> None:
         os.kill(os.getpid(), signal.SIGINT)  # asyncio cancels what runs
         os.kill(os.getpid(), signal.SIGINT)  # and raises
@@ -81,7 +81,7 @@ def test_a_second_ctrl_c_is_no_failure_of_the_code_it_interrupts() -> None:
         asyncio.run(guarded(deaf(), seconds=5))
 
 
-def test_a_loop_goes_on_that_user_code_stops_or_raises_into() -> None:
+def test_the_event_loop_continues_when_user_code_stops_it() -> None:
     async def hostile() -> str:
         loop = asyncio.get_running_loop()
         loop.stop()
@@ -93,7 +93,7 @@ def test_a_loop_goes_on_that_user_code_stops_or_raises_into() -> None:
 
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
-        ours = signal.signal(signal.SIGINT, lambda *_: None)  # a handler of the program's, as `interruptible` has
+        ours = signal.signal(signal.SIGINT, lambda *_: None)  # as `interruptible` does
         try:
             assert run_through(loop, loop.create_task(hostile())) == "2 strays"
             with pytest.raises(RuntimeError, match="its own"):
@@ -106,12 +106,12 @@ def throw_now(error: BaseException) -> None:
     raise error
 
 
-def test_code_that_cancels_itself_cancels_nobody_else() -> None:
+def test_code_that_cancels_itself_does_not_cancel_its_caller() -> None:
     with pytest.raises(Escaped, match="CancelledError"):
         asyncio.run(guarded(cancel_itself(), seconds=5))
 
 
-def test_cancelling_the_caller_cancels_the_code_and_waits_for_its_cleaning_up() -> None:
+def test_cancelling_the_caller_cancels_the_code_and_waits_for_its_cleanup() -> None:
     cleaned: list[str] = []
 
     async def careful() -> None:
@@ -145,7 +145,7 @@ def test_sync_async_and_callable_objects_are_called_alike() -> None:
         assert asyncio.run(call(function, 3)) == 6
 
 
-def test_an_error_is_described_whatever_it_does_when_printed() -> None:
+def test_any_exception_can_be_described() -> None:
     class Rude(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no")
@@ -185,7 +185,7 @@ def test_a_frozen_exception_can_be_blamed_on_its_source() -> None:
     assert explain(error).source == "tool 'reverse'"
 
 
-def test_the_place_is_in_code_that_users_write() -> None:
+def test_the_place_is_in_user_code() -> None:
     for file, expected in (
         (Path(agent_r1.__file__).parent / "recipes" / "mine" / "task.py", "task.py:1"),
         (Path(agent_r1.__file__).parent / "run" / "train.py", HERE_CALLING),
@@ -205,20 +205,20 @@ def run_code(text: str, file: str) -> None:
 HERE_CALLING = f"test_guard.py:{run_code.__code__.co_firstlineno + 1}"
 
 
-def test_an_exception_from_another_process_still_says_where() -> None:
+def test_an_exception_from_another_process_keeps_its_place() -> None:
     arrived = load_error(dump_error(raised(KeyError("ab"))))
     assert arrived.__traceback__ is None
     assert str(explain(arrived)) == f"KeyError: 'ab' ({HERE})"
 
 
 class Worded:
-    """An object that is called like an async function; making one is an ordinary call."""
+    """An object with an async call; creating one is an ordinary call."""
 
     async def __call__(self) -> str:
         return "said"
 
 
-def test_what_is_async_is_what_calling_it_gives() -> None:
+def test_callable_objects_may_be_async() -> None:
     assert is_async(give)
     assert is_async(Worded())
     assert not is_async(Worded)

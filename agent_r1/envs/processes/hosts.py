@@ -70,6 +70,7 @@ class Host:
     """A process, the envs it hosts, and its calls without an answer, oldest first. The oldest is the one that runs."""
 
     process: WorkerProcess = field(init=False)
+    max_bytes: int | None  # memory limit
     hosted: dict[int, HostedEnv] = field(default_factory=dict)
     calls: deque[Call] = field(default_factory=deque)
     began: float = 0.0  # when the oldest call began
@@ -80,6 +81,7 @@ class Host:
     imported: set[type[AgentEnv]] = field(default_factory=set)
     data_bytes: int = 0  # memory of the process, as of its last answer
     base_bytes: int = 0  # of these, what came with the start and with imports
+    was_half_full: bool = False  # before its last answer, episodes had taken more than half of what is left for them
 
     def send(self, call: Call) -> None:
         if not self.calls:
@@ -91,16 +93,14 @@ class Host:
         """Return the call that was answered, and attribute its memory. What comes with an import is nobody's."""
         call = self.calls.popleft()
         self.began = time.monotonic()
+        left = (self.max_bytes or 0) - self.base_bytes
+        self.was_half_full = self.max_bytes is not None and 2 * (self.data_bytes - self.base_bytes) > left
         grown, self.data_bytes = answer.data_bytes - self.data_bytes, answer.data_bytes
         if call.imports:
             self.base_bytes += grown
         elif call.hosted is not None:
             call.hosted.grown_bytes += grown
         return call
-
-    def is_half_full(self, max_bytes: int | None) -> bool:
-        """Whether episodes have taken more than half of the memory that is left for them."""
-        return max_bytes is not None and 2 * (self.data_bytes - self.base_bytes) > max_bytes - self.base_bytes
 
     def release(self, leaving: Iterable[HostedEnv]) -> dict[HostedEnv, list[Call]]:
         """Remove envs. Returns copies of their calls without an answer; answers to the originals are ignored."""

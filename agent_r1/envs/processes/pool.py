@@ -197,7 +197,7 @@ class EnvPool:
                 return least
         if self._start_error is not None:
             raise EnvStartError(self._start_error)
-        host = Host(is_apart=apart, is_retired=apart)
+        host = Host(max_bytes=self._start.max_bytes, is_apart=apart, is_retired=apart)
         try:
             host.process = WorkerProcess(on_answer=partial(self._on_answer, host), on_lost=partial(self._on_lost, host))
         except OSError as error:
@@ -213,9 +213,6 @@ class EnvPool:
             return
         if not host.calls:
             raise ValueError("an answer without a call")
-        # If half of the memory was free, a call that gets none has asked for too much.
-        was_full = host.is_half_full(self._start.max_bytes) and not host.is_apart
-        taken_mb = host.data_bytes // MIB
         if not host.has_started and answer.failed:
             host.start_problem = answer.traceback
             self._lose(host)
@@ -225,7 +222,7 @@ class EnvPool:
             host.has_started, self._bad_starts = True, 0
         self._check_size(host, answer.resident_bytes // MIB)
         if call.hosted is not None:
-            self._deliver(host, call, call.hosted, answer, taken_mb=taken_mb, was_full=was_full)
+            self._deliver(host, call, call.hosted, answer)
         if host in self._hosts and host.is_retired and not host.hosted and not host.calls:
             self._hosts.remove(host)
             host.process.end()
@@ -237,15 +234,14 @@ class EnvPool:
             size = f"{resident_mb} MiB, more than task.workers.memory_mb={self._memory_mb}"
             logger.warning("an env process has grown to %s: no new episodes", size)
 
-    def _deliver(
-        self, host: Host, call: Call, hosted: HostedEnv, answer: Answer, *, taken_mb: int, was_full: bool
-    ) -> None:
+    def _deliver(self, host: Host, call: Call, hosted: HostedEnv, answer: Answer) -> None:
         value, error = self._read(hosted, call.message, answer)
         if answer.out_of_memory and self._memory_mb is not None:
-            if was_full and self._empty(host, hosted, call):
+            # If half of the memory was free, the call itself has asked for too much.
+            if host.was_half_full and not host.is_apart and self._empty(host, hosted, call):
                 return
             fault = EnvOutOfMemory(
-                f"{call.message} got no memory: the process of {len(host.hosted)} episodes had taken {taken_mb} of "
+                f"{call.message} got no memory: its process hosts {len(host.hosted)} episodes and may take "
                 f"{self._limit}. Raise the limit, or look for what {hosted.cls.__name__} keeps"
             )
             if error is not None:
