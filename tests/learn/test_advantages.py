@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import math
-import random
-
 import pytest
 import torch
 from hypothesis import given
@@ -34,10 +31,6 @@ def test_group_centered_by_hand() -> None:
     # mean of 0, 0, 1, 1 is 0.5; unbiased std is sqrt(4 * 0.25 / 3) = 0.57735
     got = group_centered(double(0, 0, 1, 1), divide_by_std=True)
     assert got.tolist() == pytest.approx([-0.8660, -0.8660, 0.8660, 0.8660], abs=1e-4)
-
-
-def test_without_std_it_is_the_difference_from_the_mean() -> None:
-    assert group_centered(double(0, 3), divide_by_std=False).tolist() == [-1.5, 1.5]
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -105,44 +98,11 @@ def test_advantages_of_a_group_sum_to_zero(values: list[float], divide_by_std: b
     assert abs(leave_one_out(double(*values)).sum().item()) < 1e-8
 
 
-@given(rewards, st.integers(-100, 100), st.booleans())
-def test_a_constant_added_to_all_rewards_changes_nothing(values: list[float], shift: int, divide_by_std: bool) -> None:
-    # multiples of 1/64 stay exact when an integer is added
-    exact = double(*(round(v * 64) / 64 for v in values))
-    torch.testing.assert_close(
-        group_centered(exact + shift, divide_by_std=divide_by_std),
-        group_centered(exact, divide_by_std=divide_by_std),
-        rtol=1e-6,
-        atol=1e-9,
-    )
-    torch.testing.assert_close(leave_one_out(exact + shift), leave_one_out(exact), rtol=1e-6, atol=1e-9)
-
-
-@given(rewards, st.randoms(use_true_random=False), st.booleans())
-def test_advantages_permute_with_the_group(values: list[float], rng: random.Random, divide_by_std: bool) -> None:
-    order = list(range(len(values)))
-    rng.shuffle(order)
-    tensor = double(*values)
-    torch.testing.assert_close(
-        group_centered(tensor[order], divide_by_std=divide_by_std),
-        group_centered(tensor, divide_by_std=divide_by_std)[order],
-    )
-    torch.testing.assert_close(leave_one_out(tensor[order]), leave_one_out(tensor)[order])
-
-
 @given(rewards)
 def test_leave_one_out_is_centering_times_n_over_n_minus_1(values: list[float]) -> None:
     n = len(values)
     centered = group_centered(double(*values), divide_by_std=False)
     torch.testing.assert_close(leave_one_out(double(*values)), centered * n / max(1, n - 1))
-
-
-@given(rewards, st.sampled_from([2.0, 64.0, 1024.0]))
-def test_scaling_the_rewards_leaves_grpo_unchanged_above_the_floor(values: list[float], factor: float) -> None:
-    exact = double(*(round(v * 64) / 64 for v in values))
-    scaled = group_centered(exact * factor, divide_by_std=True)
-    # a group of multiples of 1/64 that differ has a std far above the floor of 1e-4
-    torch.testing.assert_close(scaled, group_centered(exact, divide_by_std=True), rtol=1e-9, atol=0)
 
 
 # Sequences.
@@ -185,41 +145,12 @@ def test_gae_with_lam_0_is_the_one_step_error(values: list[float], seed: int, bo
     assert got.tolist() == pytest.approx(wanted, abs=1e-12)
 
 
-@given(rewards, shares)
-def test_the_discounted_return_is_gae_of_a_critic_that_says_zero(values: list[float], gamma: float) -> None:
-    nothing = torch.zeros(len(values), dtype=torch.float64)
-    torch.testing.assert_close(
-        discounted_return(double(*values), gamma=gamma),
-        gae(double(*values), nothing, bootstrap=0.0, gamma=gamma, lam=1.0),
-    )
-
-
 # Whitening.
 
 
 def test_whiten_by_hand() -> None:
     # 1, 2, 3: mean 2, unbiased std 1
     assert standardize(double(1, 2, 3)).tolist() == pytest.approx([-1.0, 0.0, 1.0])
-
-
-@pytest.mark.parametrize("numbers", [(5.0,), (2.0, 2.0)])
-def test_whitening_what_does_not_vary_gives_zero(numbers: tuple[float, ...]) -> None:
-    assert standardize(double(*numbers)).tolist() == [0.0] * len(numbers)
-
-
-@given(rewards)
-def test_whitened_numbers_have_mean_0_and_std_1(values: list[float]) -> None:
-    exact = double(*(round(v * 64) / 64 for v in values))
-    got = standardize(exact)
-    assert abs(got.mean().item()) < 1e-9
-    assert all_equal(exact) or got.std().item() == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e8, 1e150])
-def test_no_scale_of_rewards_gives_nan_or_inf(scale: float) -> None:
-    numbers = double(1, 2, 2, 5) * scale
-    for got in (group_centered(numbers, divide_by_std=True), leave_one_out(numbers), standardize(numbers)):
-        assert all(map(math.isfinite, got.tolist()))
 
 
 # States.

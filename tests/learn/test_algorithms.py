@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.credit import Values, as_demonstrations, assign_credit, attempts_of, trainable
-from agent_r1.learn.losses import Counts, LossInputs, supervised_loss
+from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper, is_uniform
 from agent_r1.types import Group, StopReason, Trajectory
 from tests.learn.builders import group, steady_kl, step, trajectory
@@ -124,21 +124,7 @@ def test_grpo_refuses_groups_it_cannot_learn_from() -> None:
     GRPO.require_group_size(2)
 
 
-def test_losses_divide_by_the_count_of_the_whole_step() -> None:
-    batch = inputs([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0], tokens=8)
-    assert GRPO.loss(batch).loss.item() == pytest.approx(-2 / 8)
-    assert supervised_loss(batch).loss.item() == pytest.approx(3 / 8)
-
-
 # Which trajectories count.
-
-
-def test_failed_trajectories_enter_neither_the_statistics_nor_the_result() -> None:
-    good, bad = trajectory(step([1], [2]), reward=1.0, name="good"), trajectory(step([1], [2]), name="bad")
-    broken = trajectory(step([1], [2]), reward=math.nan, name="broken", stop=StopReason.ERROR)
-    late = trajectory(step([1], [2]), reward=-50.0, name="late", stop=StopReason.TIMEOUT)
-    with_failures = assign_credit([group(good, broken, bad, late)], GRPO)
-    assert with_failures == assign_credit([group(good, bad)], GRPO)
 
 
 def test_trajectories_in_which_nothing_was_sampled_are_left_out() -> None:
@@ -147,12 +133,6 @@ def test_trajectories_in_which_nothing_was_sampled_are_left_out() -> None:
     pair = [trajectory(step([1], [2]), reward=1.0), trajectory(step([1], [2]))]
     assert assign_credit([group(nothing, *pair, silent)], GRPO) == assign_credit([group(*pair)], GRPO)
     assert assign_credit([group(nothing), group()], GRPO) == []
-
-
-def test_groups_are_compared_only_with_themselves() -> None:
-    high, low = group(episode([1], 100.0), episode([1], 101.0)), group(episode([1], 0.0), episode([1], 1.0))
-    numbers = [c.advantages[0][0] for c in assign_credit([high, low], GRPO)]
-    assert numbers[:2] == pytest.approx(numbers[2:])
 
 
 @pytest.mark.parametrize("name", ["grpo", "remax"])
@@ -282,25 +262,17 @@ def test_remax_without_greedy_attempts_is_refused() -> None:
         assign_credit([group(episode([1])), replace(group(episode([1])), greedy=episode([1]))], get_algorithm("remax"))
 
 
-# Nothing breaks.
+# Nothing breaks. Odd shapes go through the whole learner in tests/numerics/test_edge_cases.py.
 
-LONG = [1] * 200
 BATCHES: dict[str, list[list[Trajectory]]] = {
-    "nothing": [],
-    "no attempts": [[]],
     "one trajectory": [[episode([3], 1.0)]],
-    "one token": [[episode([1], 1.0)]],
     "groups of one": [[episode([2], 1.0)], [episode([1, 2], 0.0)]],
     "no variance": [[episode([2], 1.0), episode([1, 1], 1.0)], [episode([1], 1.0)]],
     "all zero": [[episode([2]), episode([1, 1])]],
-    "empty responses": [[episode([0, 2, 0], 1.0, rewards=[1.0, 2.0, 3.0]), episode([2, 0, 0], 0.0)]],
-    "no tokens at all": [[episode([0, 0], 1.0), episode([], 1.0)], [episode([0], 0.0)]],
-    "200 steps": [[episode(LONG, 1.0, rewards=[0.1] * 200), episode(LONG, 0.0), episode([5], 1.0)]],
     "huge": [[episode([2], 1e8), episode([2], -1e8, rewards=[1e8])], [episode([1], 1e8), episode([1], 1e8 + 1e-6)]],
     "tiny": [[episode([2], 1e-12), episode([2], 0.0)], [episode([1], 1.0), episode([1], 1.0 + 1e-15)]],
     "astronomic": [[episode([2], 1e150), episode([1], -1e150)]],
     "cut off": [[episode([2, 1], 1.0, stop=StopReason.MAX_STEPS), episode([1], 0.0, stop=StopReason.MAX_TOKENS)]],
-    "all failed": [[episode([2], 1.0, stop=StopReason.ERROR), episode([1], 0.0, stop=StopReason.TIMEOUT)]],
 }
 
 

@@ -106,15 +106,6 @@ def test_truncated_importance_by_hand_through_the_learner() -> None:
             torch.testing.assert_close(gradients[factor][name], weight * gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_rejecting_everything_leaves_no_gradient() -> None:
-    policy = PolicyModel(tiny_model())
-    learner = learner_for("grpo", policy, correction=correction("reject", cap=2.0, floor=1.99))
-    metrics = learner.update(batch(policy, noise=0.01))
-    assert metrics["importance_rejected"] == 1
-    assert metrics["grad_norm"] == metrics["loss"] == 0
-    assert all(not gradient.any() for gradient in gradients_of(learner).values())
-
-
 def test_the_kl_to_a_reference_is_corrected_like_the_loss() -> None:
     # Nothing but the penalty has a gradient (advantages 0); sampled at half the learner's probability: weight 2.
     policy = PolicyModel(tiny_model())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 from agent_r1.learn.credit import Values, assign_credit
-from agent_r1.learn.rewards import RewardShaper, total
+from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import group, steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, critic, episode, flat
@@ -42,16 +42,6 @@ def test_a_return_is_compared_with_those_of_its_group(name: str) -> None:
     assert second == close([-0.70711])
 
 
-def test_dr_grpo_does_not_divide() -> None:
-    assert advantages(group(episode([2], 3.0), episode([1], 0.0)), algorithm="dr_grpo") == [[[1.5, 1.5]], [[-1.5]]]
-
-
-def test_rloo_compares_with_the_mean_of_the_others() -> None:
-    # the others of 1, 4 and 7 have means 5.5, 4 and 2.5
-    three = group(*(episode([1], reward) for reward in (1.0, 4.0, 7.0)))
-    assert advantages(three, algorithm="rloo") == [[[-4.5]], [[0.0]], [[4.5]]]
-
-
 def test_reinforce_plus_plus_with_baseline_whitens_over_tokens() -> None:
     # minus the group's mean: -1 on three tokens, 1 on one, and 0 for an attempt without others
     # mean -0.4, squares 3 * 0.36 + 1.96 + 0.16 = 3.2, std sqrt(3.2 / 4) = 0.89443
@@ -61,7 +51,7 @@ def test_reinforce_plus_plus_with_baseline_whitens_over_tokens() -> None:
     assert got == [close([-0.67082, -0.67082], [-0.67082]), close([1.56525]), close([0.44721])]
 
 
-def test_the_scale_is_that_of_the_group_of_the_batch_or_of_nobody() -> None:
+def test_advantages_are_scaled_by_group_by_batch_or_not_at_all() -> None:
     # returns 2, 0 and 5, 1. Differences from the group's mean: 1, -1 and 2, -2.
     # std: of the groups sqrt(2) and sqrt(8), of 2, 0, 5, 1 (mean 2, squares 0 + 4 + 9 + 1) sqrt(14 / 3)
     groups = [group(episode([1], 2.0), episode([1], 0.0)), group(episode([1], 5.0), episode([1], 1.0))]
@@ -75,35 +65,12 @@ def test_the_scale_is_that_of_the_group_of_the_batch_or_of_nobody() -> None:
             assert advantages(*groups, algorithm=name, scale=scale) == [close([value]) for value in wanted]
 
 
-@given(batch=batches())
-@quick
-def test_the_scale_of_the_batch_is_that_of_trl(batch: Batch) -> None:
-    """TRL 1.16 with scale_rewards="batch": (r - mean of the group) / (std of all rewards + 1e-4); we take the larger of
-    both instead of their sum, so that rewards of usual size are not scaled at all."""
-    made = batch.credit(get_algorithm("grpo", scale="batch"))
-    plain = batch.credit(get_algorithm("grpo", scale="none"))
-    returns = list(map(total, RewardShaper()([item.trajectory for item in plain])))
-    deviation = stdev(returns) if len(returns) > 1 else 0.0
-    for ours, centered in zip(made, plain, strict=True):
-        for a, b in zip(flat(ours.advantages), flat(centered.advantages), strict=True):
-            trl = b / (deviation + 1e-4)
-            assert a == pytest.approx(trl * (1 + 1e-4 / max(deviation, 1e-4)), rel=1e-6, abs=1e-9)
-
-
 def test_a_group_without_signal_stays_without_in_a_batch_that_has_some() -> None:
     # returns 1, 1 and 1, 0: mean 3/4, squares 3/16 + 9/16 = 3/4 over 3: std 1/2
     groups = [group(episode([1], 1.0), episode([1], 1.0)), group(episode([1], 1.0), episode([1], 0.0))]
     got = advantages(*groups, algorithm="grpo", scale="batch")
     assert got == [[[0.0]], [[0.0]], close([1.0]), close([-1.0])]
     assert advantages(groups[0], algorithm="grpo", scale="batch") == [[[0.0]], [[0.0]]]
-
-
-def test_gigpo_compares_steps_in_units_of_all_steps_of_the_batch() -> None:
-    # one step each, from one prompt: returns 2, 0 and 5, 1 of attempts and of steps alike, so both parts are equal
-    groups = [group(episode([1], 2.0), episode([1], 0.0)), group(episode([1], 5.0), episode([1], 1.0))]
-    got = advantages(*groups, algorithm="gigpo", scale="batch", step_weight=0.5)
-    unit = (14 / 3) ** 0.5
-    assert got == [close([1.5 * value / unit]) for value in (1, -1, 2, -2)]
 
 
 def test_remax_subtracts_the_return_of_its_own_greedy_attempt() -> None:
@@ -118,12 +85,6 @@ def test_remax_learns_nothing_from_returns_that_differ_by_rounding_alone() -> No
     )
     assert same.trajectories[0].total_reward != same.greedy.total_reward  # type: ignore[union-attr]
     assert advantages(same, algorithm="remax") == [[[0.0], [0.0], [0.0]]]
-
-
-def test_remax_learns_nothing_where_the_greedy_attempt_failed() -> None:
-    failed = replace(group(episode([1], 5.0)), greedy=episode([1], 1.0, stop=StopReason.ERROR))
-    sound = replace(group(episode([1], 5.0)), greedy=episode([1], 1.0))
-    assert advantages(failed, sound, algorithm="remax") == [[[0.0]], [[4.0]]]
 
 
 # By hand: one number per step.
@@ -291,12 +252,6 @@ def test_gigpo_adds_a_comparison_of_equal_states() -> None:
     assert got == [[[1.75], [1.5, 1.5]], [[-1.75]]]
 
 
-def test_gigpo_divides_both_parts_by_their_own_deviation() -> None:
-    # returns 4 and 1: +-0.70711. From the first prompt on 2 and 1: +-0.70711 again
-    got = advantages(group(episode([1, 1], 4.0), episode([1], 1.0)), algorithm="gigpo", gamma=0.5)
-    assert got == [close([1.41421], [0.70711]), close([-1.41421])]
-
-
 def visits(*places: str, outcome: float, start: int, named: bool = False) -> Trajectory:
     """One token per step; each prompt is a new one. The env shows where it leads, or names where it was."""
     steps = [step([start, k], [1]) for k in range(len(places) + 1)]
@@ -382,15 +337,6 @@ def changed(groups: list[Group], change: Callable[[Trajectory], Trajectory]) -> 
     return [replace(each, trajectories=[change(one) for one in each.trajectories]) for each in groups]
 
 
-@pytest.mark.parametrize("name", GROUP_ROWS)
-@given(batch=batches())
-@quick
-def test_advantages_of_a_group_sum_to_zero(name: str, batch: Batch) -> None:
-    for each in batch.groups:
-        credited = batch.credit(name, [each])
-        assert sum(flat(item.advantages)[0] for item in credited) == pytest.approx(0.0, abs=1e-9)
-
-
 @given(batch=batches())
 @quick
 def test_the_step_part_of_gigpo_sums_to_zero_over_the_decisions_of_a_group(batch: Batch) -> None:
@@ -441,7 +387,7 @@ def test_what_tools_write_between_steps_changes_no_advantage(name: str, batch: B
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(batch=batches(stops=SOUND), bad=st.sampled_from([math.nan, 1e9, -5.0]))
 @quick
-def test_failed_attempts_change_nobodys_advantage(name: str, batch: Batch, bad: float) -> None:
+def test_failed_attempts_change_no_advantage(name: str, batch: Batch, bad: float) -> None:
     failed = episode([3, 1], bad, rewards=[bad, 0.0], stop=StopReason.TIMEOUT, name="failed")
     crowded = [replace(g, trajectories=[failed, *g.trajectories, failed]) for g in batch.groups]
     lost = replace(batch.groups[0], trajectories=[failed])
@@ -475,18 +421,6 @@ def test_steppo_is_ppo_where_every_response_is_one_token(batch: Batch, gamma: fl
     steppo, ppo = short.credit(get_algorithm("steppo", **settings)), short.credit(get_algorithm("ppo", **settings))
     same(steppo, ppo)
     assert [item.value_targets for item in steppo] == [item.value_targets for item in ppo]
-
-
-@given(batch=batches())
-@quick
-def test_steppo_is_ppo_at_the_first_token_of_one_step_episodes_without_discounting(batch: Batch) -> None:
-    one_step = replace(batch, groups=changed(batch.groups, lambda one: replace(one, steps=one.steps[:1])))
-    said = {k: replace(v, per_token=v.per_token[:1]) for k, v in batch.values.items()}
-    one_step = replace(one_step, values=said)
-    steppo = one_step.credit(get_algorithm("steppo", whiten_batch=False))
-    ppo = one_step.credit(get_algorithm("ppo", whiten_batch=False))
-    for a, b in zip(steppo, ppo, strict=True):
-        assert a.advantages[0][0] == pytest.approx(b.advantages[0][0])
 
 
 @pytest.mark.parametrize(

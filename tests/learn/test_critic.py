@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import Learner, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn import Learner, PolicyModel
 from agent_r1.learn.model.critic import Critic, RunningMoments, explained_variance, with_last_state
 from agent_r1.learn.rewards import zeros
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
@@ -101,20 +101,6 @@ def test_the_step_added_for_the_last_state_is_seen_by_the_critic_alone() -> None
     learner, _ = setup(True)
     (item,) = credit_for("ppo", [group(cut)], learner)
     assert item.trajectory is cut
-
-
-@both_kinds
-def test_the_bootstrap_enters_the_advantages_of_truncated_episodes_alone(shared: bool) -> None:
-    # one step, reward 1, gamma = lambda = 1, no whitening: A = 1 + V(next) - V(start) if truncated, 1 - V(start) if not
-    learner, _ = setup(shared, name="steppo")
-    row = get_algorithm("steppo", whiten_batch=False, bootstrap_truncated=True)
-    for stop in (StopReason.MAX_STEPS, StopReason.ANSWERED):
-        attempt = replace(trajectory(step([1, 2], [3, 4]), reward=1.0, stop=stop), next_prompt_ids=[1, 2, 3, 4, 5])
-        (item,) = assign_credit([group(attempt)], row, values=learner.values([attempt]))
-        after = value_of(critic_in(learner), [1, 2, 3, 4, 5]) if stop.is_truncated else 0.0
-        before = value_of(critic_in(learner), [1, 2])
-        assert item.advantages == [pytest.approx([1 + after - before] * 2, abs=1e-5)]
-        assert item.value_targets == [[pytest.approx(1 + after, abs=1e-5), None]]
 
 
 def gradient_by_hidden(learner: Learner, credited: list[CreditedTrajectory]) -> list[tuple[Any, Tensor]]:
@@ -232,14 +218,6 @@ def test_a_batch_without_signal_leaves_the_policy_alone_also_after_one_with_sign
     assert all(torch.equal(tensor, before[key]) for key, tensor in learner.weights().items())
     assert not torch.equal(critic_in(learner).head.weight, critic)
     assert (metrics["grad_norm"], metrics["optimizer_steps"]) == (0.0, 2.0)
-
-
-def test_a_new_critic_says_zero_everywhere() -> None:
-    policy = PolicyModel(tiny_model())
-    learner = learner_for("ppo", policy, critic=new_critic(policy, shared=True))
-    cut = replace(trajectory(step([1, 2], [3, 4]), stop=StopReason.MAX_STEPS), next_prompt_ids=[5])
-    (values,) = learner.values([cut])
-    assert (values.per_token, values.bootstrap) == ([[0.0, 0.0]], 0.0)
 
 
 @both_kinds

@@ -116,16 +116,6 @@ def test_the_layout_counts_packs_segments_steps_and_tokens() -> None:
     assert layout([]) == dict.fromkeys(counted, 0)
 
 
-def test_what_attempts_start_with_in_common_is_laid_out_once() -> None:
-    # [1 2 3 4 5 6] and [1 2 3 4 7]: 11 tokens, of which 4 are shared
-    attempts = [trajectory(step([1, 2, 3, 4], said)) for said in ([5, 6], [7])]
-    credited = [CreditedTrajectory(trajectory=each, advantages=[[1.0] * each.num_response_tokens]) for each in attempts]
-    apart, together = made(credited), made(credited, prefix_sharing="auto")
-    assert layout(apart.packs)["tokens_computed"] == layout(together.packs)["tokens_flat"] == 11
-    assert layout(together.packs)["tokens_computed"] == 7
-    assert layout(together.packs)["segments"] == 2
-
-
 @pytest.mark.parametrize("column", ["old_logprobs_R", "advantages_R", "importance_R", "values_R", "targets_R"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_whatever_number_is_not_finite_its_trajectory_is_named(column: str, value: float) -> None:

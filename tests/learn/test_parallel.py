@@ -77,7 +77,7 @@ def test_a_rank_without_a_trajectory_takes_part(runs: Any) -> None:
         assert rank["one trajectory"]["metrics"][0]["grad_norm"] > 0
 
 
-def test_gradients_add_up_and_what_nobody_used_has_none(runs: Any) -> None:
+def test_gradients_add_up_and_unused_parameters_have_none(runs: Any) -> None:
     # [1, 2] + [2, 4]; rank 1's alone; and none rather than zero, which an optimizer would take for a gradient
     for rank in runs[1]:
         assert rank["partial"] == [[3.0, 6.0], [5.0, 7.0], None]

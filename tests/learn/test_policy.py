@@ -59,49 +59,6 @@ def test_the_temperature_flattens_the_distribution() -> None:
     assert cold < hot
 
 
-def test_neighbours_in_a_pack_do_not_see_each_other() -> None:
-    policy = PolicyModel(tiny_model("qwen3"))
-    with torch.no_grad():
-        before = policy.logprobs(pack_of([1, 2, 3], [4, 5, 6]), temperature=1.0)[0]
-        after = policy.logprobs(pack_of([9, 8, 7], [4, 5, 6]), temperature=1.0)[0]
-    assert before[2:].tolist() == after[2:].tolist()
-    assert before[:2].tolist() != after[:2].tolist()
-
-
-def test_what_a_tool_answers_changes_nothing_that_was_said_before() -> None:
-    policy = PolicyModel(tiny_model())
-
-    def logprobs(tool_text: list[int]) -> list[float]:
-        attempt = trajectory(step([1, 2], [3, 4]), step([1, 2, 3, 4, *tool_text], [5]))
-        (packed,) = pack(merge_steps([attempt]), 100)
-        assert packed.lengths == (7 + len(tool_text) - 2,)  # merged
-        with torch.no_grad():
-            values: list[float] = policy.logprobs(packed, temperature=1.0)[0].tolist()
-        return values
-
-    first, second = logprobs([10, 11]), logprobs([20, 21])
-    assert first[:2] == second[:2]
-    assert first[2] != second[2]
-
-
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
-def test_chunked_logprobs_and_gradients_equal_unchunked_ones(family: str, entropy_gradient: bool) -> None:
-    packed = one_pack(1)
-    assert packed.num_trained > 6
-
-    def run(max_logits: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        policy = PolicyModel(tiny_model(family), max_logits=max_logits)
-        logprobs, entropy = policy.logprobs(packed, temperature=0.8, entropy_gradient=entropy_gradient)
-        (logprobs.square().mean() + (entropy.mean() if entropy_gradient else 0.0)).backward()
-        assert entropy.requires_grad == entropy_gradient
-        gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-        return logprobs.detach(), entropy.detach(), gradients
-
-    whole, chunked = run(2**20), run(VOCABULARY * 2)  # two tokens at a time
-    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
-
-
 class Doubled(torch.nn.Linear):
     """A head that is more than a matrix."""
 
