@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.request import Chunk, Draw, Request
 from agent_r1.engines.local.scheduler import Scheduler
 
 STOP = 99
@@ -34,16 +34,21 @@ def request(tokens: list[int], *, max_tokens: int = 3, session: str = "s") -> Re
     return Request(session=session, tokens=list(tokens), sampling=sampling, uniforms=np.zeros(max_tokens))
 
 
-def draws(chunks: list[Chunk], token: int = 7) -> tuple[list[list[int]], list[list[float]]]:
+def drawn(*tokens: list[int]) -> list[Draw]:
+    """The results of a step, with log-probs of 0."""
+    return [(new, [0.0] * len(new), None) for new in tokens]
+
+
+def draws(chunks: list[Chunk], token: int = 7) -> list[Draw]:
     """Every request drew `token`, up to its count, or once if it ends the response."""
     counts = [1 if token == STOP else chunk.count for chunk in chunks for _ in chunk.draws]
-    return [[token] * count for count in counts], [[0.0] * count for count in counts]
+    return drawn(*([token] * count for count in counts))
 
 
 def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]:
     """Plan a step and record `token` for every sampling chunk."""
     chunks = engine.plan()
-    return chunks, engine.apply(chunks, *draws(chunks, token))
+    return chunks, engine.apply(chunks, draws(chunks, token))
 
 
 def run(engine: Scheduler, token: int = 7) -> list[Request]:

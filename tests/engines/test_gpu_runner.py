@@ -145,9 +145,7 @@ def test_a_stop_token_anywhere_in_a_burst_ends_the_response_and_the_session_cont
     stopping = Sampling(max_tokens=12, temperature=0.0, stop_ids=(96, whole.token_ids[index]))
     with engine(model, **GPU) as local:
         read_late(local)
-        first, _ = asyncio.run(
-            mixed(local, [prompt, other], [stopping, GREEDY])
-        )  # the other keeps it running
+        first, _ = asyncio.run(mixed(local, [prompt, other], [stopping, GREEDY]))  # the other keeps it running
         assert (first.token_ids, first.stop) == (whole.token_ids[:end], "stop")
         extended = prompt + first.token_ids + addition
         (second,) = generate(local, [extended], GREEDY)

@@ -9,7 +9,7 @@ import numpy as np
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.request import Request
-from tests.engines.scheduler_steps import GPU, STOP, draws, request, run, scheduler, step
+from tests.engines.scheduler_steps import GPU, STOP, drawn, draws, request, run, scheduler, step
 
 
 def test_a_request_is_prefilled_at_once_and_then_decoded_token_by_token() -> None:
@@ -111,7 +111,7 @@ def test_a_request_cancelled_during_a_step_leaves_without_a_trace() -> None:
     chunks = engine.plan()
     engine.cancel(gone)
     engine.cancel(gone)
-    engine.apply(chunks, *draws(chunks))
+    engine.apply(chunks, draws(chunks))
     assert (gone.tokens, stays.tokens) == ([1, 2], [3, 4, 7])
     assert run(engine) == [stays]
     engine.release("stays")
@@ -190,7 +190,7 @@ def test_the_next_step_continues_from_tokens_that_are_not_known_yet() -> None:
     assert spans == [(0, [1, 2, 3], 2, 0), (4, [], 2, 2), (6, [], 1, 4)]
     assert engine.plan() == []  # all remaining work is in flight
     for chunks, tokens in ((first, [5, 6]), (second, [7, 8]), (third, [9])):
-        finished = engine.apply(chunks, [tokens], [[0.0] * len(tokens)])
+        finished = engine.apply(chunks, drawn(tokens))
     assert (finished, asked.tokens) == ([asked], [1, 2, 3, 5, 6, 7, 8, 9])
 
 
@@ -199,8 +199,8 @@ def test_results_in_flight_for_a_completed_response_are_dropped() -> None:
     asked = request([1, 2, 3], max_tokens=9)
     engine.submit(asked)
     first, second = engine.plan(), engine.plan()
-    assert engine.apply(first, [[5, STOP]], [[0.0, 0.0]]) == [asked]
-    assert engine.apply(second, [[]], [[]]) == []
+    assert engine.apply(first, drawn([5, STOP])) == [asked]
+    assert engine.apply(second, drawn([])) == []
     assert asked.tokens == [1, 2, 3, 5, STOP]
     # 4 tokens were run: one block is kept for the session.
     assert engine.free_blocks == 3
@@ -213,7 +213,7 @@ def test_a_request_preempted_with_tokens_in_flight_waits_for_them() -> None:
     first = engine.plan()
     engine.forget()
     assert engine.plan() == []
-    engine.apply(first, [[5, 6]], [[0.0, 0.0]])
+    engine.apply(first, drawn([5, 6]))
     (chunk,) = engine.plan()
     assert (chunk.start, chunk.ids, chunk.drawn) == (0, [1, 2, 3, 5, 6], 2)
 
@@ -225,7 +225,7 @@ def test_results_from_before_a_preemption_are_not_published() -> None:
     before = engine.plan()
     engine.forget()
     engine.plan()  # the same four tokens, in blocks that another step fills
-    engine.apply(before, [], [])
+    engine.apply(before, [])
     assert asked.published == 0
     engine.submit(request(list(range(10)), session="late"))
     assert [chunk.request for chunk in engine.plan()] == [asked]

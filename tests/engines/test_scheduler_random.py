@@ -16,6 +16,7 @@ from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.blocks import START, Name, name_after
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.engines.local.scheduler import Scheduler
+from tests.engines.scheduler_steps import drawn
 
 SIZE = 4  # tokens in a block
 BLOCKS = 6  # 24 tokens
@@ -55,9 +56,7 @@ class Device:
     """Runs steps in order, and checks the cache positions they read."""
 
     def __init__(self, seed: int) -> None:
-        self.memory: dict[
-            tuple[int, int], History
-        ] = {}  # (block, offset) -> tokens up to the one there
+        self.memory: dict[tuple[int, int], History] = {}  # (block, offset) -> tokens up to the one there
         self.truth: dict[Request, list[int]] = {}  # the prompt and all drawn tokens
         self._ended: dict[Request, bool] = {}  # for requests that drew in the previous step
         self._seed = seed
@@ -170,7 +169,7 @@ class Driver:
         if self.in_flight is not None:
             chunks, tokens = self.in_flight
             self.in_flight = None
-            self.finished += self.engine.apply(chunks, tokens, [[0.0] * len(new) for new in tokens])
+            self.finished += self.engine.apply(chunks, drawn(*tokens))
 
     def check_blocks(self) -> None:
         """Check the number of users of each block, and that cached tokens are there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.scheduler_steps import CPU, GPU, STOP, both, draws, request, run, scheduler, step
+from tests.engines.scheduler_steps import CPU, GPU, STOP, both, drawn, draws, request, run, scheduler, step
 
 
 @both
@@ -46,10 +46,10 @@ def test_requests_continue_when_the_one_they_wait_for_is_cancelled(side: dict[st
     chunks = engine.plan()
     assert [chunk.request for chunk in chunks] == [gone]
     engine.cancel(gone)
-    engine.apply(chunks, *draws(chunks))
+    engine.apply(chunks, draws(chunks))
     (chunk,) = engine.plan()  # from the start: the cancelled request left nothing
     assert (chunk.request, chunk.start, chunk.ids) == (stay[0], 0, [0, 1, 2, 3])
-    engine.apply([chunk], *draws([chunk]))
+    engine.apply([chunk], draws([chunk]))
     assert run(engine) == stay
 
 
@@ -62,10 +62,10 @@ def test_with_shared_decoding_equal_requests_run_once_until_they_sample_differen
         engine.submit(each)
     (chunk,) = engine.plan()
     assert (chunk.request, chunk.start, chunk.ids, chunk.draws) == (group[0], 4, [5], group)
-    engine.apply([chunk], [[7], [7], [8]], [[-1.0], [-2.0], [-3.0]])
+    engine.apply([chunk], [([7], [-1.0], None), ([7], [-2.0], None), ([8], [-3.0], None)])
     pair, single = engine.plan()
     assert (pair.ids, pair.draws, single.ids, single.draws) == ([7], group[:2], [8], [group[2]])
-    engine.apply([pair, single], [[9], [9], [9]], [[0.0]] * 3)
+    engine.apply([pair, single], drawn([9], [9], [9]))
     pair, single = engine.plan()  # the last token is the same, the one before it is not
     assert (pair.draws, single.draws) == (group[:2], [group[2]])
     assert [each.logprobs[0] for each in group] == [-1.0, -2.0, -3.0]
@@ -84,7 +84,7 @@ def test_twins_continue_when_the_request_that_runs_for_them_is_cancelled() -> No
     (chunk,) = engine.plan()
     assert chunk.draws == [gone, stays]
     engine.cancel(gone)
-    engine.apply([chunk], *draws([chunk]))
+    engine.apply([chunk], draws([chunk]))
     (chunk,) = engine.plan()
     assert (chunk.request, chunk.start, chunk.ids) == (stays, 2, [7])
 

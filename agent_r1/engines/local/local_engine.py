@@ -34,9 +34,9 @@ from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
 from agent_r1.engines.local.gpu.gpu_attention import Kernels
 from agent_r1.engines.local.gpu.gpu_runner import GpuLimits, GpuRunner, load_triton_kernels
-from agent_r1.engines.local.model_runner import Drawn, ModelRunner
-from agent_r1.engines.local.request import Chunk, EngineStats, Request
-from agent_r1.engines.local.sampling import Kept, as_support, uniform_stream
+from agent_r1.engines.local.model_runner import ModelRunner
+from agent_r1.engines.local.request import Chunk, Draw, EngineStats, ReadDraws, Request
+from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.engines.local.scheduler import Scheduler
 from agent_r1.errors import ConfigError, DataError, RolloutError
 
@@ -53,7 +53,7 @@ POLL_SECONDS = 0.0005  # between checks whether the GPU is done; the next step i
 # idle, and episodes would then stay in lockstep.
 ANSWERS_AT_ONCE = 32
 
-InFlight = tuple[list[Chunk], Callable[[], Drawn | None]]  # a step, and what reads its results once they are there
+InFlight = tuple[list[Chunk], ReadDraws]
 
 
 class LocalEngine:
@@ -247,7 +247,7 @@ class LocalEngine:
                 if launched is not None and not self._runner.overlaps:
                     in_flight, launched = launched, None
                 if in_flight is not None:
-                    self._record(in_flight[0], *await self._read(in_flight[1]))
+                    self._record(in_flight[0], await self._read(in_flight[1]))
                 in_flight = launched
         except Exception as failure:
             logger.exception("a step of the local engine failed")
@@ -264,31 +264,25 @@ class LocalEngine:
         for request in list(self._futures):
             self._fail(request, error or RolloutError(closed))
 
-    async def _launch(self, chunks: list[Chunk]) -> Callable[[], Drawn | None]:
+    async def _launch(self, chunks: list[Chunk]) -> ReadDraws:
         if self._runner.overlaps:
             # On this thread: launching is short, and another thread would compete for the interpreter.
             return self._runner.launch(chunks)
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._runner.launch, chunks)
 
-    async def _read(self, read: Callable[[], Drawn | None]) -> Drawn:
+    async def _read(self, read: ReadDraws) -> Sequence[Draw]:
         while (drawn := read()) is None:
             await asyncio.sleep(0 if self._deliver(1) else POLL_SECONDS)
         return drawn
 
-    def _record(
-        self,
-        chunks: Sequence[Chunk],
-        tokens: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float]],
-        kept: Sequence[Kept | None] | None,
-    ) -> None:
+    def _record(self, chunks: Sequence[Chunk], drawn: Sequence[Draw]) -> None:
         """Take over the results of a step, and fail requests whose logits were not finite."""
-        finished = self._scheduler.apply(chunks, tokens, logprobs, kept)
+        finished = self._scheduler.apply(chunks, drawn)
         sampled = [request for chunk in chunks for request in chunk.draws]
         broken = [
             request
-            for request, values in zip(sampled, logprobs, strict=True)
-            if not all(map(math.isfinite, values)) and request in self._futures
+            for request, (_, logprobs, _) in zip(sampled, drawn, strict=True)
+            if not all(map(math.isfinite, logprobs)) and request in self._futures
         ]
         for request in broken:
             self._fail(request, RolloutError(f"the logits of the model (version {self._version}) are not finite"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import PAGED, record_windows, register
 from agent_r1.engines.local.fp32_head import with_head_weights
-from agent_r1.engines.local.request import Chunk, Request
-from agent_r1.engines.local.sampling import Kept
+from agent_r1.engines.local.request import Chunk, ReadDraws, Request
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -32,9 +31,6 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 NUM_PROBES = 3  # pairs of sequences that a model is verified with
 PROBE_BLOCKS = 12  # one for each token of a pair, whatever the block size
-
-# Tokens, log-probs and supports for each request that draws. The last is None if no request asks for it.
-Drawn = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]], Sequence[Kept | None] | None]
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> Any:
@@ -63,8 +59,8 @@ class ModelRunner(ABC):
                 )
 
     @abstractmethod
-    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
-        """Run the chunks. The returned function gives the results, or None while they are not there yet."""
+    def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
+        """Run the chunks of a step."""
 
     @abstractmethod
     def clear_cache(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,11 @@ from numpy.typing import NDArray
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.blocks import START, Name
 from agent_r1.engines.local.sampling import Kept
+
+# What a step drew for one request: tokens, their log-probs, and their support if it was computed.
+Draw = tuple[Sequence[int], Sequence[float], Kept | None]
+# Returns the draws of a step, one per request of `Chunk.draws`, or None while they are not there yet.
+ReadDraws = Callable[[], Sequence[Draw] | None]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after
-from agent_r1.engines.local.request import Chunk, EngineStats, Request
-from agent_r1.engines.local.sampling import Kept
+from agent_r1.engines.local.request import Chunk, Draw, EngineStats, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +182,15 @@ class Scheduler:
         self._pool.give_back(source for source, _ in copies)
         return copies
 
-    def apply(
-        self,
-        chunks: Sequence[Chunk],
-        tokens: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float]],
-        kept: Sequence[Kept | None] | None = None,
-    ) -> list[Request]:
-        """Record the results of a step, one per request that draws. Returns the completed requests."""
+    def apply(self, chunks: Sequence[Chunk], drawn: Sequence[Draw]) -> list[Request]:
+        """Record the results of a step. Returns the completed requests."""
         finished: list[Request] = []
         self.stats.steps += 1
-        drawn = iter(zip(tokens, logprobs, [None] * len(tokens) if kept is None else kept, strict=True))
+        draws = iter(drawn)
         for chunk in chunks:
             branches: dict[int, object] = {}
             for request in (chunk.request, *chunk.twins):
-                new, new_logprobs, new_kept = next(drawn) if chunk.count else ((), (), None)
+                new, new_logprobs, new_kept = next(draws) if chunk.count else ((), (), None)
                 if not request.live:  # cancelled or completed while the step ran
                     continue
                 if request is not chunk.request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.cpu.cpu_attention import CpuStep
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache
-from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
-from agent_r1.engines.local.request import Chunk
+from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
+from agent_r1.engines.local.request import Chunk, Draw, ReadDraws
 from agent_r1.engines.local.sampling import sample
 
 
@@ -26,15 +26,16 @@ class CpuRunner(ModelRunner):
         self.cache = CpuCache(num_blocks=num_blocks, block_size=block_size)
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+    def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
         self.cache.copy([pair for chunk in chunks for pair in chunk.copies])
         logits_BV = self._logits(chunks, self.cache)
         drawing = [request for chunk in chunks for request in chunk.draws]
-        if not drawing:
-            return lambda: ([], [], None)
-        uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
-        tokens, logprobs, kept = sample(logits_BV, [request.sampling for request in drawing], uniforms)
-        return lambda: ([[token] for token in tokens], [[logprob] for logprob in logprobs], kept)
+        drawn: list[Draw] = []
+        if drawing:
+            uniforms = [request.uniforms[len(request.logprobs)] for request in drawing]
+            sampled = sample(logits_BV, [request.sampling for request in drawing], uniforms)
+            drawn = [([token], [logprob], kept) for token, logprob, kept in zip(*sampled, strict=True)]
+        return lambda: drawn
 
     def clear_cache(self) -> None:
         self.cache.clear()

@@ -26,8 +26,8 @@ from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, Tiles, key_value_shape
 from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
-from agent_r1.engines.local.model_runner import PROBE_BLOCKS, Drawn, ModelRunner
-from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
+from agent_r1.engines.local.request import Chunk, Draw, ReadDraws, Request
 from agent_r1.engines.local.sampling import nucleus, support_ids
 from agent_r1.errors import ConfigError
 
@@ -116,7 +116,7 @@ class GpuRunner(ModelRunner):
         self._before: dict[Request, int] = {}  # rows of the previous step
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> Callable[[], Drawn | None]:
+    def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
         ordered = self._load(chunks)
         drawing = [chunk for chunk in ordered if chunk.samples]
         self._cache.copy([pair for chunk in chunks for pair in chunk.copies])
@@ -275,7 +275,7 @@ class GpuRunner(ModelRunner):
         cache = self._cache
         return self._first.load(ordered, self._state, block_size=cache.block_size, tile=self._tile, trash=cache.trash)
 
-    def _reader(self, rows: int, width: Width) -> Callable[[], Drawn | None]:
+    def _reader(self, rows: int, width: Width) -> ReadDraws:
         state, on_gpu = self._state, self.device.type == "cuda"
         sources = [state.drawn_CR, state.logprob_CR, *([state.supports[width]] if width else [])]
         copies = [
@@ -285,15 +285,16 @@ class GpuRunner(ModelRunner):
             for source in sources
         ]
 
-        def drawn() -> Drawn:
+        def read() -> list[Draw]:
             drawn_RC, logprob_RC, *supports = (copy.numpy() for copy in copies)
-            return *cut(drawn_RC, logprob_RC), cut_supports(drawn_RC, supports[0]) if supports else None
+            kept = cut_supports(drawn_RC, supports[0]) if supports else [None] * rows
+            return list(zip(*cut(drawn_RC, logprob_RC), kept, strict=True))
 
         if not on_gpu:
-            return drawn
+            return read
         done = torch.cuda.Event()
         done.record()
-        return lambda: drawn() if done.query() else None
+        return lambda: read() if done.query() else None
 
 
 def load_triton_kernels() -> Kernels:
