@@ -181,23 +181,6 @@ def test_a_batch_that_breaks_is_run_call_by_call() -> None:
     assert sorted(log[1:]) == [[3], [4], [13]]
 
 
-def test_calls_a_few_loop_rounds_apart_share_a_batch_in_order() -> None:
-    log: list[list[int]] = []
-    powers = batched(log)
-
-    async def episode(number: int) -> None:
-        for _ in range(number % 4):
-            await asyncio.sleep(0)
-        await run_tool(powers, {"number": number}, {})
-
-    async def main() -> None:
-        await asyncio.gather(*map(episode, range(8)))
-
-    for _ in range(3):
-        asyncio.run(main())
-    assert log == [[0, 4, 1, 5, 2, 6, 3, 7]] * 3
-
-
 def test_max_batch_splits_and_max_wait_holds_a_batch_open() -> None:
     log: list[list[int]] = []
     together(batched(log, max_batch=2), [1, 2, 3, 4, 5])
@@ -216,21 +199,6 @@ def test_max_batch_splits_and_max_wait_holds_a_batch_open() -> None:
     asyncio.run(main())
     assert log == [[0, 1]]
     assert together(batched(log, max_wait=0.01), [6])[0].text == "36"
-
-
-def test_a_cancelled_call_leaves_the_others_of_its_batch_alone() -> None:
-    log: list[list[int]] = []
-    powers = batched(log)
-
-    async def main() -> str:
-        gone = asyncio.create_task(run_tool(powers, {"number": 2}, {}))
-        stays = asyncio.create_task(run_tool(powers, {"number": 3}, {}))
-        await asyncio.sleep(0)
-        gone.cancel()
-        return (await stays).text
-
-    assert asyncio.run(main()) == "9"
-    assert log == [[3]]
 
 
 def test_a_batch_that_hangs_times_out_once() -> None:
