@@ -1,6 +1,6 @@
 """What learns: rewards become advantages, advantages become gradients. Never sees an environment or a tool.
 
-The public names are imported on first use, so that `learn.rewards`, which needs no torch, loads none.
+The public names are imported on first use: the algorithm table loads no transformers, `learn.rewards` no torch.
 """
 
 from __future__ import annotations

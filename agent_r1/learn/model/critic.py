@@ -150,13 +150,13 @@ def value_report(credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
     """Metrics of the values that this batch's advantages were computed with; empty without a critic."""
     values_R = column([item.values or [] for item in credited])
     targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-    asked_R = ~targets_R.isnan()
-    if not bool(asked_R.any()):
+    has_target_R = ~targets_R.isnan()
+    if not bool(has_target_R.any()):
         return {}
     return {
-        "explained_variance": explained_variance(values_R[asked_R], targets_R[asked_R]),
-        "value_mean": float(values_R[asked_R].mean()),
-        "value_target_mean": float(targets_R[asked_R].mean()),
+        "explained_variance": explained_variance(values_R[has_target_R], targets_R[has_target_R]),
+        "value_mean": float(values_R[has_target_R].mean()),
+        "value_target_mean": float(targets_R[has_target_R].mean()),
     }
 
 

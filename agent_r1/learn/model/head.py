@@ -131,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _chunks(
     hidden_TD: Tensor, factor_VD: Tensor, bias_V: Tensor | None, settings: HeadSettings
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, hidden_CD, logits_CV) in the number format of the products. One empty chunk for no tokens at all."""
+    """(rows, hidden_CD, logits_CV) in the number format of the products; one empty chunk if there are no tokens."""
     bias_V = bias_V.to(settings.dtype) if bias_V is not None else None
     for start in range(0, max(1, len(hidden_TD)), settings.chunk):
         rows = slice(start, start + settings.chunk)
