@@ -1,4 +1,4 @@
-"""Run user code (tools, environments, rewards) so that its failures and hangs stay its own, and explain them.
+"""Run user code (tools, environments, rewards) so that it can fail or hang alone, and explain its failures.
 
 User code runs in a task with a deadline. What it raises comes back as an ordinary exception, even if it would have
 ended the program; code that ignores its deadline is cancelled and then abandoned.

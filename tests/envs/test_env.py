@@ -69,12 +69,12 @@ class Set(CountEnv):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "expected"),
     [
         ("hints", "maybe", "true or false, not str 'maybe'"),
         ("hints", 1, "true or false, not int 1"),
         ("turns", "abc", "a whole number, not str 'abc'"),
-        ("turns", True, "a whole number, not bool True"),  # a bool is no number here
+        ("turns", True, "a whole number, not bool True"),
         ("turns", 2.0, "a whole number, not float 2.0"),
         ("turns", None, "a whole number, not NoneType None"),
         ("share", "half", "a number, not str 'half'"),
@@ -84,8 +84,8 @@ class Set(CountEnv):
         ("seed", "x", "a whole number or null, not str 'x'"),
     ],
 )
-def test_a_setting_that_does_not_match_its_annotation_is_a_config_error(key: str, value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^env 'task\.Set': env_kwargs\.{key} of Set must be {told}$"):
+def test_a_setting_that_does_not_match_its_annotation_is_a_config_error(key: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^env 'task\.Set': env_kwargs\.{key} of Set must be {expected}$"):
         make_env(Set, "task.Set", {key: value})
 
 
@@ -107,9 +107,6 @@ def test_annotations_that_cannot_be_evaluated_are_ignored() -> None:
             pass
 
     assert isinstance(make_env(ForCheckers, "task.ForCheckers", {"price": 1, "hints": "x"}), ForCheckers)
-
-
-# What an env returns
 
 
 class Odd(AgentEnv):
@@ -205,9 +202,9 @@ def test_a_malformed_observation_fails_its_episode_with_the_line_that_made_it() 
 
 
 def test_an_env_that_reports_a_failure_is_named() -> None:
-    told = "Odd.step ended the episode itself, with StopReason."
-    assert outcome(Odd(ended(stop=StopReason.ERROR))) == (StopReason.ERROR, f"{told}ERROR")
-    assert outcome(Odd(ended(stop=StopReason.TIMEOUT))) == (StopReason.TIMEOUT, f"{told}TIMEOUT")
+    message = "Odd.step ended the episode itself, with StopReason."
+    assert outcome(Odd(ended(stop=StopReason.ERROR))) == (StopReason.ERROR, f"{message}ERROR")
+    assert outcome(Odd(ended(stop=StopReason.TIMEOUT))) == (StopReason.TIMEOUT, f"{message}TIMEOUT")
 
 
 def test_lone_surrogates_are_replaced_in_prompts_and_records() -> None:

@@ -49,7 +49,7 @@ class Call:
     message: Message
     seconds: float  # time limit
     hosted: HostedEnv | None = None  # None: the start of a process, or a call that was moved to another
-    future: asyncio.Future[Any] | None = None  # None: nobody waits for it
+    future: asyncio.Future[Any] | None = None  # None: not awaited
     imports: bool = False  # starts the process, or imports the class in it
 
     @property
@@ -90,7 +90,7 @@ class Host:
         self.process.send(call.message)
 
     def take_answer(self, answer: Answer) -> Call:
-        """Return the call that was answered, and attribute its memory. What comes with an import is nobody's."""
+        """Return the call that was answered, and attribute the memory it took, except that of imports."""
         call = self.calls.popleft()
         self.began = time.monotonic()
         left = (self.max_bytes or 0) - self.base_bytes

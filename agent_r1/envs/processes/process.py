@@ -127,7 +127,7 @@ class WorkerProcess:
             self._incoming += data
 
     def _listen(self) -> None:
-        """Log the output. A process whose output nobody reads blocks when it has printed enough."""
+        """Log the output. If it were not read, the process would block once the pipe is full."""
         with suppress(BlockingIOError):
             for _ in range(MAX_READS):
                 data = os.read(self._output, READ_BYTES)
@@ -166,7 +166,7 @@ class WorkerProcess:
         self._ending_since = time.monotonic()
 
     def has_ended(self) -> bool:
-        """Whether a process that was told to end has done so; kills it if that takes too long."""
+        """Whether the process has exited after `end`; kills it if that takes too long."""
         self._listen()
         if not self.is_dead and time.monotonic() - self._ending_since < END_SECONDS:
             return False

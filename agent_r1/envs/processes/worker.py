@@ -1,7 +1,7 @@
 """The worker process: hosts the envs of many episodes, and calls them one at a time in the order it is asked.
 
-Runs in an interpreter of its own, started from nothing: no torch, no thread of the parent, and only the descriptors it
-was given. Envs need not be thread-safe, may block, and may be async: there is one thread and one event loop.
+Runs in a fresh interpreter, without torch and with only the descriptors it was given. Envs need not be thread-safe, may
+block, and may be async: there is one thread and one event loop.
 """
 
 from __future__ import annotations
