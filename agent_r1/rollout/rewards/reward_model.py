@@ -49,7 +49,8 @@ class BatchedReward:
     attempts: int = 3
     seconds_per_attempt: float = 8.0
     backoff_seconds: float = 0.5
-    _queues: PerLoop[_Queue] = field(init=False, repr=False, compare=False)
+    _attempts: Attempts = field(init=False, repr=False, compare=False)
+    _batchers: PerLoop[Batcher[Item, float | Exception]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
@@ -60,96 +61,70 @@ class BatchedReward:
                 f"1, and max_wait_seconds={self.max_wait_seconds} not negative"
             )
         attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
-        object.__setattr__(self, "_queues", PerLoop(lambda: _Queue(self, attempts), _Queue.close))
+        object.__setattr__(self, "_attempts", attempts)
+        object.__setattr__(self, "_batchers", PerLoop(self._make_batcher, _close))
 
-    async def __call__(self, row: TaskRow, trajectory: Trajectory) -> float:
-        async with self._queues.use() as queue:
-            return await queue.put((row, trajectory))
-
-
-@dataclass(slots=True, eq=False)
-class _Episode:
-    item: Item
-    score: float | Exception = math.nan
-    given_up: bool = False  # its caller has been cancelled
-
-
-class _Queue:
-    """The episodes of one event loop that are being scored."""
-
-    def __init__(self, settings: BatchedReward, attempts: Attempts) -> None:
-        self._scorer, self._attempts = settings.scorer, attempts
-        self._name = type(settings.scorer).__name__
-        self._batcher: Batcher[_Episode, float | Exception] = Batcher(
-            self._run_batch,
-            max_items=settings.max_batch,
-            max_wait=settings.max_wait_seconds,
-            max_concurrent=settings.max_concurrent,
+    def _make_batcher(self) -> Batcher[Item, float | Exception]:
+        return Batcher(
+            self._score,
+            max_items=self.max_batch,
+            max_wait=self.max_wait_seconds,
+            max_concurrent=self.max_concurrent,
         )
 
-    async def put(self, item: Item) -> float:
-        episode = _Episode(item)
-        try:
-            score = await self._batcher.submit(episode)
-        finally:
-            episode.given_up = True
+    async def __call__(self, row: TaskRow, trajectory: Trajectory) -> float:
+        async with self._batchers.use() as batcher:
+            score = await batcher.submit((row, trajectory))
         if isinstance(score, Exception):
             raise score
         return score
 
-    async def close(self) -> None:
-        self._batcher.close()
-
-    async def _run_batch(self, batch: list[_Episode]) -> list[float | Exception]:
-        await self._score(batch)
-        return [episode.score for episode in batch]
-
-    async def _score(self, batch: list[_Episode]) -> None:
+    async def _score(self, items: list[Item]) -> list[float | Exception]:
         """Score a batch. If it fails for good, score its halves to find the episode at fault."""
+        name = type(self.scorer).__name__
         try:
-            await self._attempts.run(lambda: self._attempt(batch), name=f"scorer {self._name}")
+            scores = await self._attempts.run(lambda: self._attempt(items), name=f"scorer {name}")
         except Exception as error:  # noqa: BLE001 (raised to the episodes at fault)
-            if len(batch) > 1 and not isinstance(error, OutOfAttempts):
-                middle = len(batch) // 2
-                await self._score(batch[:middle])
-                await self._score(batch[middle:])
-                return
-            for episode in batch:
-                episode.score = self._check(error)
+            if len(items) > 1 and not isinstance(error, OutOfAttempts):
+                middle = len(items) // 2
+                return [*await self._score(items[:middle]), *await self._score(items[middle:])]
+            scores = [error] * len(items)
+        return [_check(score, name) for score in scores]
 
-    async def _attempt(self, batch: list[_Episode]) -> None:
-        wanted = [episode for episode in batch if not episode.given_up]
-        if not wanted:
-            return
+    async def _attempt(self, items: list[Item]) -> Sequence[float | Exception]:
         ended = asyncio.Event()
         try:
-            scores = await guarded(
-                self._ask([episode.item for episode in wanted], ended), seconds=self._attempts.seconds
-            )
+            scores = await guarded(self._ask(items, ended), seconds=self.seconds_per_attempt)
         except TimedOut:
             await ended.wait()  # a cancelled scorer may still be computing: the next attempt's time must not run yet
             raise
         # The keys of a dict are not scores, and a set has no order.
         if isinstance(scores, Mapping | Set) or not hasattr(scores, "__len__"):
             raise ScoringError(f"score returned {type(scores).__name__} {scores!r:.80}; return a list of numbers")
-        if len(scores) != len(wanted):
-            raise ScoringError(f"{len(scores)} scores came back for a batch of {len(wanted)}; return one per episode")
-        for episode, score in zip(wanted, scores, strict=True):
-            episode.score = self._check(score)
+        if len(scores) != len(items):
+            raise ScoringError(f"{len(scores)} scores came back for a batch of {len(items)}; return one per episode")
+        return scores
 
     async def _ask(self, items: list[Item], ended: asyncio.Event) -> Sequence[float | Exception]:
         try:
-            running = self._scorer.score(items)
+            running = self.scorer.score(items)
             if not isawaitable(running):
                 raise ScoringError("score is not async; write `async def score`, and asyncio.to_thread for what blocks")
             return await running
         finally:
             ended.set()
 
-    def _check(self, score: Any) -> float | Exception:
-        if isinstance(score, Real) and math.isfinite(score):
-            return float(score)
-        if isinstance(score, Exception):
-            failure = ScoringError(f"{self._name} could not score this episode: {describe(score)}")
-            return failure.with_traceback(score.__traceback__)
-        return ScoringError(f"{self._name} returned {score!r:.80} for this episode; scores must be finite numbers")
+
+async def _close(batcher: Batcher[Item, float | Exception]) -> None:
+    batcher.close()
+
+
+def _check(score: Any, name: str) -> float | Exception:
+    if isinstance(score, Real) and math.isfinite(score):
+        return float(score)
+    if isinstance(score, ScoringError):
+        return score
+    if isinstance(score, Exception):
+        failure = ScoringError(f"{name} could not score this episode: {describe(score)}")
+        return failure.with_traceback(score.__traceback__)
+    return ScoringError(f"{name} returned {score!r:.80} for this episode; scores must be finite numbers")
