@@ -23,7 +23,7 @@ from agent_r1.flows.episode import MAX_INFO_NESTING
 from agent_r1.tokens.formats.base import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
 from tests.envs.worker_envs import Counting, Double, Knowing, Sure, action, double, row
-from tests.envs.worker_helpers import is_alive, play, pool_of, run, started, without_info
+from tests.envs.worker_helpers import is_alive, play, pool_of, run, started, wait_until, without_info
 
 pool = pool_of(processes=2)
 
@@ -253,6 +253,15 @@ def test_a_closed_pool_has_no_processes_and_fails_calls() -> None:
     hosts = run(used())
     assert len(hosts) == 2
     assert not any(map(is_alive, hosts))
+
+
+def test_a_pool_that_is_garbage_collected_ends_its_processes() -> None:
+    own = EnvPool(processes=1, step_seconds=60)
+    [pid] = pids(run(play(counting(own), ["1"])))
+    assert is_alive(pid)
+    del own
+    gc.collect()
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_an_env_that_is_not_closed_leaves_its_process_when_it_is_garbage_collected() -> None:

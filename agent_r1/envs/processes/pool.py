@@ -86,7 +86,6 @@ class EnvPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._owner = os.getpid()
-        # Also at the end of the program.
         self._finalizer = weakref.finalize(self, _end, self._hosts, self._ending, self._owner)
 
     def env(self, cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> WorkerEnv:
@@ -199,7 +198,10 @@ class EnvPool:
             raise EnvStartError(self._start_error)
         host = Host(max_bytes=self._start.max_bytes, is_apart=apart, is_retired=apart)
         try:
-            host.process = WorkerProcess(on_answer=partial(self._on_answer, host), on_lost=partial(self._on_lost, host))
+            host.process = WorkerProcess(
+                on_answer=partial(_notify, weakref.WeakMethod(self._on_answer), host),
+                on_lost=partial(_notify, weakref.WeakMethod(self._on_lost), host),
+            )
         except OSError as error:
             raise EnvStartError(f"a process for envs cannot be started: {error}") from error
         self._hosts.append(host)
@@ -306,7 +308,8 @@ class EnvPool:
 
     def _look_later(self) -> None:
         if self._timer is None and self._loop is not None:
-            self._timer = self._loop.call_later(min(1.0, self._step_seconds / 10), self._look)
+            seconds = min(1.0, self._step_seconds / 10)
+            self._timer = self._loop.call_later(seconds, _notify, weakref.WeakMethod(self._look))
 
     def _look(self) -> None:
         """Find processes that hang, and those that died although something keeps their channel open. A call counts
@@ -379,6 +382,12 @@ class EnvPool:
             raise EnvLost(f"{reason}; {name} was not replayed: {why}")
         if hosted.replays > MAX_REPLAYS:
             raise EnvLost(f"{reason}; {name} was replayed {MAX_REPLAYS} times already")
+
+
+def _notify(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
+    """Call a method of a pool, if it still exists. A pool that nothing refers to ends its processes."""
+    if (bound := method()) is not None:
+        bound(*args)
 
 
 def _end(hosts: list[Host], ending: list[WorkerProcess], owner: int) -> None:
