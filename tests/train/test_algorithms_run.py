@@ -73,8 +73,8 @@ def test_every_algorithm_trains_evaluates_and_saves(name: str, tmp_path: Path) -
     assert [step for step, _ in list_checkpoints(run.checkpoints)] == [2]
 
 
-# Untrained bytes, so that most responses are cut or end at once, in a world that only max_steps ends.
-ENDLESS = ["task.env=task.Endless", "task.tools=[]", "sft.demos=null", "rollout.max_response_tokens=100"]
+# Untrained bytes, so that most responses are cut or end at once, in an environment that only max_steps ends.
+ENDLESS = ["task.env=task.Endless", "task.tools=[]", "sft.demos=null", "rollout.max_response_tokens=48"]
 RESUMED = {
     "critic": ["algorithm.name=ppo", "critic.warmup_updates=1"],
     "shared critic": ["algorithm.name=steppo", "critic.shared=true", *ENDLESS],
@@ -93,10 +93,10 @@ RESUMED = {
 
 @pytest.mark.parametrize("overrides", RESUMED.values(), ids=RESUMED)
 def test_what_an_algorithm_remembers_survives_a_resume(overrides: list[str], tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", *overrides)
+    whole = trained(tmp_path / "whole", "trainer.steps=3", *overrides)
     expected = numbers(whole)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000004")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000003")
     again = trained(tmp_path / "cut", resume=True)
     assert numbers(again) == expected
 
@@ -125,8 +125,7 @@ def test_dynamic_sampling_replaces_rows_whose_differences_are_not_trained_on(tmp
         run = trained(tmp_path / process, f"rewards.process={process}", *rewarded, recipe=str(recipe))
         return run.read_metrics("train")[0]
 
-    # The world pays attempts at a row differently on the way (by chance not those of every row), and all of them the
-    # same at the end.
+    # Attempts at a row earn different process rewards (in most rows, by chance), and all of them the same outcome.
     paid, ignored = first_step("raw"), first_step("ignored")
     assert (paid["empty_update"], ignored["empty_update"]) == (0, 1)
     assert 3 <= paid["group/count"] < ignored["group/count"]

@@ -38,7 +38,6 @@ FAULTS = {
 }
 KEPT = []
 
-@AgentEnv.register("talk")
 class Talk(AgentEnv):
     deterministic = True
 
