@@ -69,14 +69,10 @@ def prepare_data(
     return chosen
 
 
-def code_digest(names: Iterable[str], *, recipe: str) -> str:
-    """Hash the code that these names depend on, without data."""
-    return _digest_files(path for path in _files(names, recipe) if path.suffix in CODE)
-
-
-def recipe_digest(names: Iterable[str], *, recipe: str) -> str:
-    """Hash the code that these names depend on and the data beside it."""
-    return _digest_files(_files(names, recipe))
+def code_digest(names: Iterable[str], *, recipe: str, with_data: bool = False) -> str:
+    """Hash the code that these names depend on, and with `with_data` the data files beside it."""
+    files = [*recipe_files(recipe), *borrowed_files(names, recipe=recipe)]
+    return digest(*((path.name, _content(path)) for path in files if with_data or path.suffix in CODE))
 
 
 def folder_digest(place: Path) -> str:
@@ -88,14 +84,6 @@ def folder_digest(place: Path) -> str:
 def digest(*parts: object) -> str:
     text = json.dumps([__version__, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _files(names: Iterable[str], recipe: str) -> list[Path]:
-    return [*recipe_files(recipe), *borrowed_files(names, recipe=recipe)]
-
-
-def _digest_files(files: Iterable[Path]) -> str:
-    return digest(*((path.name, _content(path)) for path in files))
 
 
 def _content(path: Path) -> object:

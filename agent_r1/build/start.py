@@ -18,7 +18,7 @@ from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import Model, load_model, save_model
 from agent_r1.build.models.source import as_directory
-from agent_r1.build.recipe import data_name, digest, folder_digest, recipe_digest, recipe_path
+from agent_r1.build.recipe import code_digest, data_name, digest, folder_digest, recipe_path
 from agent_r1.build.resolve import resolve
 from agent_r1.build.task import Task, one_line_errors, recipe_function, warm_start_code
 from agent_r1.config import RunConfig, recipe_name
@@ -62,7 +62,7 @@ def base_model(config: RunConfig) -> str | Path:
         return as_directory(find_model(config.model.path))
     assert config.model.make is not None  # the config checks it
     make = resolve(config.model.make, recipe=config.recipe)
-    key = digest(config.model.make, config.seed, recipe_digest(warm_start_code(config), recipe=config.recipe))
+    key = digest(config.model.make, config.seed, _start_digest(config))
     folder = cache_root() / f"base-{recipe_name(config.recipe)}-{key}"
     if not folder.is_dir():
         put(folder, lambda part: make(directory=part, seed=config.seed))
@@ -185,8 +185,12 @@ def warm_start_key(config: RunConfig, base: str | Path) -> str:
         config.context.model_dump(),
         config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
         config.seed,
-        recipe_digest(warm_start_code(config), recipe=config.recipe),
+        _start_digest(config),
     )
+
+
+def _start_digest(config: RunConfig) -> str:
+    return code_digest(warm_start_code(config), recipe=config.recipe, with_data=True)
 
 
 def _data_digest(config: RunConfig) -> str | None:
