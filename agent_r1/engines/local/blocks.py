@@ -22,6 +22,11 @@ def name_after(before: Name, tokens: Sequence[int]) -> Name:
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+def num_blocks(length: int, block_size: int) -> int:
+    """The number of blocks that hold `length` tokens."""
+    return -(-length // block_size)
+
+
 class BlockPool:
     """A fixed number of blocks."""
 

@@ -10,40 +10,22 @@ device has seen, and its results for requests that turn out to have ended are dr
 When blocks run out, idle sessions are evicted, least recently used first. Then the youngest request goes back to
 waiting, to be recomputed. The oldest request can always run, so there is always progress.
 
-Requests that begin alike share work. A request finds cached blocks by the names of its tokens (`blocks.py`), and waits
-for a request that is computing the next block it needs. On a GPU, such blocks are shared. On a CPU, each request has
-its own copies, and running requests with equal tokens are decoded as one (`share_decoding`): these twins sample from
-the same logits with different noise, and keys and values are written to the blocks of each, so they can part at any
-token.
+Requests that begin alike share work. A request finds cached blocks by the names of its tokens (`prefix_cache.py`), and
+waits for a request that is computing the next block it needs. On a GPU, such blocks are shared. On a CPU, each request
+has its own copies, and running requests with equal tokens are decoded as one (`share_decoding`): these twins sample
+from the same logits with different noise, and keys and values are written to the blocks of each, so they can part at
+any token.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
-from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after
+from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after, num_blocks
+from agent_r1.engines.local.prefix_cache import Idle, find_prefix, name_blocks
 from agent_r1.engines.local.request import Chunk, Draw, EngineStats, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The cache of a session between requests."""
-
-    tokens: list[int]
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The cached prefix of a request."""
-
-    blocks: list[int]
-    cached: int  # tokens in the blocks
-    own: int  # how many of these are in the session's own cache
-    copied: int  # number of blocks, from the end, that must be copied instead of shared
 
 
 class Scheduler:
@@ -266,25 +248,14 @@ class Scheduler:
 
     def _should_wait(self, request: Request) -> bool:
         """Whether another request is computing the first block that this one lacks."""
-        self._set_names(request)
+        name_blocks(request, self._block_size)
         missing = next((name for name in (*request.names, request.whole) if self._pool.find(name) is None), None)
         return missing is not None and missing in self._being_computed
-
-    def _set_names(self, request: Request) -> None:
-        """Name the full blocks and all tokens, once per admission because it reads the whole prompt."""
-        if request.prefill_end == len(request.tokens):
-            return
-        size, length, names = self._block_size, len(request.tokens), [START]
-        for start in range(0, length - size + 1, size):
-            names.append(name_after(names[-1], request.tokens[start : start + size]))
-        tail = request.tokens[length // size * size :]
-        request.names, request.prefill_end = names[1:], length
-        request.whole = name_after(names[-1], tail) if tail else names[-1]
 
     def _find_cache(self, request: Request) -> bool:
         """Give the request blocks for its tokens, filled as far as possible; False if there is no room."""
         idle = self._idle.pop(request.session, None)
-        known = self._find_prefix(request, idle)
+        known = find_prefix(request, idle, self._pool, self._block_size, copy_blocks=self._share_decoding)
         held, copied = known.blocks, known.copied
         wanted = self._blocks_for(len(request.tokens) + 1) - len(held) + copied
         for block in held:  # first, so that making room cannot evict them
@@ -313,25 +284,6 @@ class Scheduler:
         self.stats.reused_tokens += known.own
         self.stats.shared_tokens += known.cached - known.own
         return True
-
-    def _find_prefix(self, request: Request, idle: Idle | None) -> Known:
-        """The longest cached prefix of the request, in its session's blocks or in those of others."""
-        size, last = self._block_size, len(request.tokens) - 1  # at least one token must run to give logits
-        own = min(common_prefix(idle.tokens, request.tokens), last) if idle is not None else 0
-        blocks = self._pool.find_prefix(request.names)
-        shared = len(blocks) * size
-        tail = self._pool.find(request.whole) if len(blocks) == len(request.names) else None
-        if tail is not None and shared < len(request.tokens):
-            blocks, shared = [*blocks, tail], len(request.tokens)
-        cached = max(own, min(shared, last))
-        kept = self._blocks_for(own) if own == cached else own // size  # of the session's own blocks
-        held = (idle.blocks[:kept] if idle is not None else []) + blocks[kept : self._blocks_for(cached)]
-        # Blocks that will be written, or may not be shared, are copied if other requests use them.
-        inside, foreign = cached % size, len(held) - kept
-        if inside and not foreign:
-            foreign = int(self._pool.is_shared(held[-1]))
-        copied = foreign if self._share_decoding else min(foreign, int(inside > 0))
-        return Known(blocks=held, cached=cached, own=own, copied=copied)
 
     def _grow(self, request: Request, length: int) -> bool:
         """Make the request's blocks hold `length` tokens; False if the request was preempted."""
@@ -385,12 +337,4 @@ class Scheduler:
         request.blocks, request.cached, request.copies, request.published = [], 0, [], 0
 
     def _blocks_for(self, length: int) -> int:
-        return -(-length // self._block_size)
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """The number of leading tokens that two lists share."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # the usual case: the prompt extends the session
-        return shorter
-    return next(i for i in range(shorter) if first[i] != second[i])
+        return num_blocks(length, self._block_size)
