@@ -33,7 +33,7 @@ class _Play:
     rewards: list[float] = field(default_factory=list)
     ends: list[tuple[bool, str]] = field(default_factory=list)
     calls: list[tuple[ToolCallRecord, ...]] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)  # of tools: before the first step and after the last
+    states: list[State] = field(default_factory=list)  # tool states, before the first step and after the last
 
 
 async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, actions: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ class RunDir(RunReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._lock: FileLock | None = None  # taken by `create`, held until the end of the first `locked`
+        self._lock: FileLock | None = None  # acquired by `create`, released by the first `locked()` block
 
     @classmethod
     def create(cls, path: Path, config: BaseModel) -> Self:

@@ -41,7 +41,7 @@ class ControlTokens:
         tokens = {token for token in tokens if len(token) > 1}  # a single character cannot be cut in two
         longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         any_token = _any_of(longest_first)
-        # One branch per first character: there are few, so that the scan skips ordinary text quickly.
+        # One branch per first character: there are few, so the scan skips ordinary text quickly.
         firsts = sorted({token[0] for token in tokens})
         rests = {first: _any_of(token[1:] for token in longest_first if token[0] == first) for first in firsts}
         branches = "|".join(f"{re.escape(first)}(?={rest})" for first, rest in rests.items())

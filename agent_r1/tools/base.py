@@ -35,7 +35,7 @@ from agent_r1.types import check_reward, check_type
 
 
 class ToolError(Exception):
-    """The tool ran and refuses. The model gets the text; any other exception is a bug of the tool."""
+    """The tool ran but refused the call. The model sees the message; any other exception is a bug in the tool."""
 
 
 @dataclass(frozen=True, slots=True)

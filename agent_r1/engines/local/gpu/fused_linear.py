@@ -37,7 +37,7 @@ class First(nn.Module):
 
 
 class Later(nn.Module):
-    """Returns what the first layer has computed."""
+    """Returns its share of the output that `First` already computed."""
 
     def __init__(self, first: First, *, last: bool) -> None:
         super().__init__()
