@@ -112,7 +112,7 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy; 0 keeps no reference model
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"] = "k3"  # in the loss
-    kl_target: float | None = Field(default=None, gt=0)  # with kl_in=reward: kl_coef adapts to keep KL per token near this
+    kl_target: float | None = Field(default=None, gt=0)  # KL per token that kl_coef is adapted to, with kl_in=reward
     kl_horizon: int = Field(default=10_000, ge=1)  # trajectories over which it adapts
     entropy_coef: float = Field(default=0.0, ge=0)
 
