@@ -18,7 +18,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,11 @@ Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its r
 
 
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
-    record = {"format": FORMAT, **asdict(trajectory)}
+    record = {"format": FORMAT, **_fields(trajectory)}
+    record["steps"] = [_step_to_json(step) for step in trajectory.steps]
+    record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
     record["error"] = trajectory.error
-    for step in record["steps"]:
-        if step["support"] is not None:
-            step["support"] = {name: b64encode(packed).decode() for name, packed in step["support"].items()}
     if advantages is not None:
         for step, values in zip(record["steps"], advantages, strict=True):
             step["advantages"] = list(values)
@@ -234,18 +233,31 @@ def _failure_from_json(record: Mapping[str, Any]) -> Failure | None:
     return None if error is None else Failure(kind=error, message=error)
 
 
+def _fields(item: Failure | Step | ToolCallRecord | Trajectory) -> Record:
+    """Return the fields as they are; `asdict` would copy every token."""
+    return {field.name: getattr(item, field.name) for field in fields(item)}
+
+
+def _step_to_json(step: Step) -> Record:
+    record = _fields(step) | {"calls": [_fields(call) for call in step.calls]}
+    if step.support is not None:
+        packed = {"counts": step.support.counts, "ids": step.support.ids}
+        record["support"] = {name: b64encode(data).decode() for name, data in packed.items()}
+    return record
+
+
 def _step_from_json(record: Mapping[str, Any]) -> Step:
-    fields = {key: value for key, value in record.items() if key != "advantages"}
-    fields["response_logprobs"] = list(map(float, record["response_logprobs"]))
-    version = fields.pop("policy_version", 0)  # format 1 has one version for the whole step
-    fields["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
-    fields["calls"] = tuple(
+    known = {key: value for key, value in record.items() if key != "advantages"}
+    known["response_logprobs"] = list(map(float, record["response_logprobs"]))
+    version = known.pop("policy_version", 0)  # format 1 has one version for the whole step
+    known["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
+    known["calls"] = tuple(
         ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
         for call in record["calls"]
     )
     if (support := record.get("support")) is not None:
-        fields["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
-    return Step(**fields)
+        known["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
+    return Step(**known)
 
 
 def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
