@@ -78,13 +78,13 @@ def test_small_differences_are_still_differences() -> None:
     assert group_centered(double(0, 1e-3), divide_by_std=True)[1].item() == pytest.approx(0.7071, rel=1e-4)
 
 
-def test_no_deviation_below_the_floor_is_divided_by() -> None:
+def test_deviations_are_bounded_from_below() -> None:
     # 0 and 1e-6: std 0.7e-6 is below 1e-4, so 0.5e-6 / 1e-4 = 0.005 instead of 0.7071
     for got in (group_centered(double(0, 1e-6), divide_by_std=True), standardize(double(0, 1e-6))):
         assert got.tolist() == pytest.approx([-0.005, 0.005])
 
 
-def test_numbers_that_differ_where_no_return_does_carry_no_signal() -> None:
+def test_values_carry_no_signal_if_all_returns_are_equal() -> None:
     values, returns = double(0.3, 0.1, -0.4), double(1, 1, 1)
     assert standardize(values, returns).tolist() == [0.0] * 3
     assert group_centered(values, divide_by_std=True, before_kl_G=returns).tolist() == [0.0] * 3

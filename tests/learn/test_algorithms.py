@@ -113,7 +113,7 @@ def test_a_setting_that_a_row_does_not_have_is_refused(name: str, setting: str) 
         ALGORITHMS[name].with_settings(**{setting: 0.3})
 
 
-def test_an_unknown_algorithm_is_answered_with_the_nearest() -> None:
+def test_the_error_for_an_unknown_algorithm_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'grp'.*'grpo'"):
         get_algorithm("grp")
 
@@ -192,7 +192,7 @@ def test_dynamic_sampling_keeps_the_groups_that_have_a_gradient(
         assert kept_by_dynamic_sampling(played, RewardShaper(process=process, process_weight=weight)) == has_gradient
 
 
-def test_penalties_alone_make_no_group_worth_training_on() -> None:
+def test_penalties_alone_do_not_make_a_group_trainable() -> None:
     alike = group(episode([1], 1.0), episode([4], 1.0))
     assert not kept_by_dynamic_sampling(alike, RewardShaper(overlong_limit=4, overlong_penalty=1.0))
     # KLs always differ: by them every group would
@@ -209,7 +209,7 @@ def test_demonstrations_have_advantage_one_on_every_response_token() -> None:
 # What is asked, and of whom.
 
 
-def test_critic_values_must_come_exactly_when_they_are_used() -> None:
+def test_values_are_required_if_and_only_if_there_is_a_critic() -> None:
     with pytest.raises(ConfigError, match=r"'grpo'.*critic"):
         assign_credit([], GRPO, values=critic())
     with pytest.raises(ConfigError, match=r"'ppo'.*critic"):

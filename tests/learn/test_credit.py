@@ -65,7 +65,7 @@ def test_advantages_are_scaled_by_group_by_batch_or_not_at_all() -> None:
             assert advantages(*groups, algorithm=name, scale=scale) == [close([value]) for value in wanted]
 
 
-def test_a_group_without_signal_stays_without_in_a_batch_that_has_some() -> None:
+def test_a_group_without_signal_gets_zero_in_a_batch_with_signal() -> None:
     # returns 1, 1 and 1, 0: mean 3/4, squares 3/16 + 9/16 = 3/4 over 3: std 1/2
     groups = [group(episode([1], 1.0), episode([1], 1.0)), group(episode([1], 1.0), episode([1], 0.0))]
     got = advantages(*groups, algorithm="grpo", scale="batch")
@@ -142,7 +142,7 @@ def test_ppo_by_hand(stop: StopReason, wanted: PerToken, targets: object) -> Non
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
 @pytest.mark.parametrize("stop", [StopReason.MAX_TOKENS, StopReason.MAX_STEPS])
-def test_an_episode_that_left_no_prompt_unanswered_is_worth_what_it_earned(name: str, stop: StopReason) -> None:
+def test_an_episode_without_a_next_prompt_does_not_bootstrap(name: str, stop: StopReason) -> None:
     # one step of two tokens, values 2 and 4, reward 1, gamma = lam = 1: nothing comes after it, so 1 - 2 and, for PPO,
     # 1 - 4 at the second token
     cut = episode([2], 1.0, stop=stop)
@@ -155,7 +155,7 @@ def test_an_episode_that_left_no_prompt_unanswered_is_worth_what_it_earned(name:
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
 @given(hope=st.floats(0.0, 1.0), paid=st.floats(0.0, 1.0), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
-def test_to_run_over_a_budget_is_never_better_than_to_take_what_there_is(
+def test_running_over_a_budget_is_never_better_than_stopping(
     name: str, hope: float, paid: float, gamma: float, lam: float
 ) -> None:
     # However much the critic hopes for: an action that ends the episode with some pay, and a response that never ends.
@@ -180,7 +180,7 @@ def test_value_targets_are_not_whitened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "steppo"])
-def test_critic_error_alone_moves_no_policy(name: str) -> None:
+def test_critic_error_alone_gives_no_advantage(name: str) -> None:
     # All attempts earned 1. Whitened, a critic that is off by 1e-7 would give advantages of size 0.7.
     same = group(episode([2], 1.0), episode([1], 1.0))
     said = critic([[0.5, 0.5 + 1e-7]], [[0.5 - 1e-7]])
@@ -231,7 +231,7 @@ def test_every_algorithm_has_the_same_discount() -> None:
     assert {row.settings["gamma"] for row in ALGORITHMS.values() if "gamma" in row.settings} == {1.0}
 
 
-def test_gigpo_compares_what_was_observed_by_default() -> None:
+def test_gigpo_compares_observations_by_default() -> None:
     # Prompts that grow are never equal after the first step; what the env showed is.
     def played(name: int, outcome: float) -> Trajectory:
         steps = [step([1], [name]), step([1, name, 7], [2])]
@@ -263,7 +263,7 @@ def visits(*places: str, outcome: float, start: int, named: bool = False) -> Tra
     return trajectory(*steps, reward=outcome, name=str(start))
 
 
-def test_gigpo_knows_the_first_state_again_when_the_env_names_it() -> None:
+def test_gigpo_uses_the_anchor_of_the_first_state() -> None:
     first, last = (replace(step([k], [1]), info={"anchor": "hall"}, feedback="dark") for k in range(2))
     alone = group(trajectory(first, last, reward=4.0))
     # gamma 0.5: from the first visit of the hall on 2, from the second 4
@@ -272,7 +272,7 @@ def test_gigpo_knows_the_first_state_again_when_the_env_names_it() -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_gigpo_can_compare_what_the_env_showed_or_named(named: bool) -> None:
+def test_gigpo_compares_observations_or_named_anchors(named: bool) -> None:
     pair = group(
         visits("cellar", "attic", outcome=3.0, start=1, named=named),
         visits("cellar", outcome=1.0, start=2, named=named),
@@ -301,7 +301,7 @@ def test_gigpo_joins_similar_states_when_asked() -> None:
     assert advantages(pair, algorithm="gigpo", similarity=0.9, **settings) == [[[1.0], [2.0]], [[-1.0], [-2.0]]]
 
 
-def test_gigpo_takes_silent_states_apart_by_their_prompts() -> None:
+def test_gigpo_compares_prompts_if_there_is_no_feedback() -> None:
     # an env without feedback: "" is not a place that everybody has been to
     pair = group(visits("", "", outcome=3.0, start=1), visits("", outcome=1.0, start=2))
     settings = {"scale": "none", "gamma": 1.0, "anchor": "observation"}

@@ -56,7 +56,7 @@ def test_a_credit_function_that_miscounts_is_named_with_both_counts(made: Made, 
         lambda made: [[*made[0], *made[1]], []],
     ],
 )
-def test_credit_for_other_groups_than_were_given_is_refused(
+def test_credit_with_another_nesting_is_refused(
     change: Callable[[list[list[Credit]]], list[list[Credit]]],
 ) -> None:
     def regrouped(groups: ScoredGroups) -> list[list[Credit]]:

@@ -360,7 +360,7 @@ def test_the_normalised_value_loss_by_hand() -> None:
 
 
 @both_kinds
-def test_a_normalising_critic_learns_the_same_whatever_the_unit_of_the_rewards(shared: bool) -> None:
+def test_a_normalising_critic_does_not_depend_on_the_unit_of_rewards(shared: bool) -> None:
     def learned(scale: float) -> list[float]:
         policy = PolicyModel(tiny_model())
         learner = normalizing(policy, shared=shared, lr=0.02)
@@ -373,7 +373,7 @@ def test_a_normalising_critic_learns_the_same_whatever_the_unit_of_the_rewards(s
     assert small[0] - small[1] > 0.5  # it has learned to tell them apart
 
 
-def test_a_normalising_critic_is_restored_bit_for_bit_and_only_into_its_like() -> None:
+def test_a_normalising_critic_is_restored_bit_for_bit() -> None:
     policy = PolicyModel(tiny_model())
     first, second = (normalizing(policy.copy(), shared=False) for _ in range(2))
     for target in (5.0, 9.0):

@@ -217,7 +217,7 @@ def test_dropped_steps_count_in_the_schedule_and_a_waiting_policy_cannot_move_to
     assert waiting.optimizers[1].steps == 2
 
 
-def test_a_loss_that_does_not_say_how_far_it_moved_cannot_be_stopped() -> None:
+def test_target_kl_needs_a_loss_that_reports_approx_kl() -> None:
     def silent(inputs: LossInputs) -> LossOutput:
         return LossOutput(loss=-(inputs.advantages_T * inputs.logprobs_T).sum())
 

@@ -189,7 +189,7 @@ def test_the_kernels_are_given_lengths_as_numbers_and_the_window_without_the_que
     assert kernels.backwards == kernels.forwards
 
 
-def test_without_a_scale_it_is_that_of_the_head(kernels: PlainKernels) -> None:
+def test_the_default_scale_is_that_of_the_head_size(kernels: PlainKernels) -> None:
     varlen(*inputs(FLAT, dtype=torch.bfloat16, head_dim=16), FLAT, None, None)  # type: ignore[call-arg, arg-type]
     assert kernels.forwards[0]["scale"] == 0.25  # 1 / sqrt(16)
     assert kernels.forwards[0]["longest"] == (12, 12)
@@ -290,7 +290,7 @@ def test_compiled_layers_are_one_graph_for_every_kind_of_layer_and_of_layout(
 
 
 @pytest.mark.usefixtures("in_single_precision")
-def test_a_first_pack_of_one_run_does_not_have_the_layers_compiled_again_for_the_next() -> None:
+def test_layers_are_not_recompiled_after_a_first_pack_of_one_run() -> None:
     policy = PolicyModel(tiny_model(), attention="varlen")
     compile_layers(policy, "eager")
     for count in (1, 3, 5):  # 7, 21 and 35 rows: none is a size of the model

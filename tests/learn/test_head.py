@@ -83,7 +83,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_it_is_the_same_function() -> None:
+def test_the_compiled_head_is_the_same_function() -> None:
     assert_is_definition(settings(temperature=1.3, softcap=2.0, entropy_gradient=True, compiled=True))
 
 
@@ -121,7 +121,7 @@ def test_half_precision_products_give_fp32_numbers_and_fp32_gradients_of_the_mas
     torch.testing.assert_close(logprobs_T, expected, rtol=0, atol=0.1)  # 8 bits of mantissa, logits of order 5
 
 
-def test_no_tokens_are_no_error() -> None:
+def test_no_tokens_give_empty_results() -> None:
     hidden_TD, weight_VD, _, targets_T = inputs()
     logprobs_T, entropy_T = token_logprobs(hidden_TD[:0], weight_VD, None, targets_T[:0], settings())
     logprobs_T.sum().backward()

@@ -44,7 +44,7 @@ def test_checkpointed_layers_are_computed_twice_and_give_the_same_gradients(fami
     assert len(counted[1]) == 3  # nothing to go back through, nothing to compute again
 
 
-def test_checkpointing_turns_no_dropout_on() -> None:
+def test_checkpointing_leaves_dropout_off() -> None:
     model = tiny_model("llama", attention_dropout=0.5)
     torch.testing.assert_close(
         gradients(PolicyModel(model, checkpoint_activations=True)), gradients(PolicyModel(tiny_model())), rtol=0, atol=0

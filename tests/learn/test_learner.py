@@ -218,7 +218,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         torch.testing.assert_close(tensor, before[name] * factor, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_clipped_to_the_norm_asked_for() -> None:
+def test_gradients_are_clipped_to_max_grad_norm() -> None:
     learner = make_learner(max_grad_norm=0.01)
     metrics = learner.update(batch())
     assert metrics["grad_norm"] > 0.01  # reported before clipping
@@ -288,7 +288,7 @@ def test_epochs_and_minibatches_are_the_same_steps_taken_by_hand(name: str) -> N
 
 @pytest.mark.parametrize("own_old_logprobs", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_update_of_every_algorithm_reports_how_far_the_sampler_was(name: str, own_old_logprobs: bool) -> None:
+def test_every_algorithm_reports_the_mismatch_with_the_sampler(name: str, own_old_logprobs: bool) -> None:
     policy, rng = PolicyModel(tiny_model()), random.Random(2)
     learner = learner_for(name, policy, lr=1e-2, num_minibatches=2, own_old_logprobs=own_old_logprobs)
     groups = on_policy(random_groups(rng, rows=4), policy, rng, noise=0.1)
@@ -351,7 +351,7 @@ def test_a_clip_around_the_learners_own_logprobs_is_for_the_second_update_of_a_b
     assert clipped(2)["clip_fraction"] > 0.0
 
 
-def test_a_critic_that_broke_is_named_before_it_poisons_the_advantages() -> None:
+def test_values_that_are_not_finite_are_refused() -> None:
     learner = learner_for("ppo")
     assert learner.critic is not None
     with torch.no_grad():
@@ -360,7 +360,7 @@ def test_a_critic_that_broke_is_named_before_it_poisons_the_advantages() -> None
         learner.values([item.trajectory for item in batch()])
 
 
-def test_a_policy_that_is_its_reference_pays_nothing_whatever_the_sampler_said() -> None:
+def test_a_policy_equal_to_its_reference_has_no_kl() -> None:
     policy = PolicyModel(tiny_model(seed=5))
     rows = make_learner(policy=policy, reference=policy.copy()).kl_to_reference([item.trajectory for item in batch()])
     assert {value for per_token in rows for row in per_token for value in row} == {0.0}

@@ -66,7 +66,7 @@ def test_a_merged_matrix_is_w_plus_scale_times_b_a_by_hand() -> None:
     torch.testing.assert_close(policy.weights()[f"{name}.weight"], expected)
 
 
-def test_the_beginning_is_the_model_itself_and_depends_on_the_seed_alone() -> None:
+def test_new_adapters_change_nothing_and_depend_only_on_the_seed() -> None:
     model = tiny_model()
     torch.manual_seed(5)
     first, drawn = PolicyModel(model, lora=lora()), torch.rand(())

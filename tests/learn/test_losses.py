@@ -266,7 +266,7 @@ def test_value_clipping_takes_the_larger_error() -> None:
     assert slope(loss, values) == approx(0, -1.7, -3)
 
 
-def test_a_critic_that_is_asked_nowhere_has_no_loss_and_no_gradient() -> None:
+def test_a_critic_without_targets_has_no_loss_and_no_gradient() -> None:
     values = leaf(1, 2)
     loss = value_loss(values, numbers(0, 0), numbers(math.nan, math.nan), num_targets=0, clip=0.5)
     assert loss.item() == 0
@@ -345,7 +345,7 @@ def test_the_weighted_penalties_are_unbiased_for_samples_of_another_policy(seed:
         torch.testing.assert_close(c.gradient(c.expected(name, c.old)), c.gradient(c.kl), rtol=1e-9, atol=1e-12)
 
 
-def test_the_others_are_not_and_plain_k1_would_penalise_nothing() -> None:
+def test_other_penalties_are_biased_and_plain_k1_penalises_nothing() -> None:
     c = Categorical(0)
     for name in ("k1", "k2", "k3", "k3+"):
         assert not torch.allclose(c.gradient(c.expected(name, c.old)), c.gradient(c.kl), rtol=1e-2)

@@ -67,7 +67,7 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
         check_fits(FIXED, MEASURED, max_tokens_per_pack=8193)
 
 
-def test_a_neighbour_that_holds_memory_is_named_where_it_is_short() -> None:
+def test_memory_held_by_other_processes_is_mentioned() -> None:
     crowded = replace(MEASURED, available=0, elsewhere=116 * 2**30)
     for refuse in (
         lambda measured: check_fits(FIXED, measured, max_tokens_per_pack=8192),
@@ -110,7 +110,7 @@ def test_sizes_are_readable(size: int, text: str) -> None:
     assert readable(size) == text
 
 
-def test_everything_that_is_there_in_every_step_is_counted_once() -> None:
+def test_fixed_memory_is_counted_once() -> None:
     policy = PolicyModel(tiny_model("llama-tied"))
     weights = size_of(policy.model.parameters())
     body = size_of(policy.body_parameters())
@@ -140,7 +140,7 @@ def test_a_policy_with_adapters_is_its_own_reference_and_has_small_gradients() -
     assert (fixed["optimizer"], fixed["reference"]) == (2 * fixed["gradients"], 0)
 
 
-def test_on_a_cpu_only_what_can_be_counted_is_said() -> None:
+def test_on_a_cpu_the_estimate_has_only_fixed_memory() -> None:
     learner = learner_for("grpo", max_tokens_per_pack=100)
     line = estimate(learner, longest=200)
     assert line.startswith("learner memory: weights ")
@@ -149,7 +149,7 @@ def test_on_a_cpu_only_what_can_be_counted_is_said() -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 512, 513, 2048])
-def test_a_synthetic_pack_has_the_size_asked_for_and_no_two_segments_that_start_alike(tokens: int) -> None:
+def test_a_synthetic_pack_has_the_requested_size_and_shares_no_prefix(tokens: int) -> None:
     batch = synthetic_batch(tokens, VOCABULARY, with_values=True, shared=False)
     steps = [item.trajectory.steps[0] for item in batch]
     assert tokens <= sum(len(step.prompt_ids) + len(step.response_ids) for step in steps) <= tokens + 1
@@ -177,7 +177,7 @@ def test_a_rehearsal_leaves_gradients_and_changes_nothing_else(name: str) -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is measured on a GPU")
-def test_on_a_gpu_packs_are_cut_to_what_fits_where_that_is_allowed() -> None:
+def test_on_a_gpu_packs_are_made_smaller_if_allowed() -> None:
     learner = learner_for("grpo", PolicyModel(tiny_model().cuda()), max_tokens_per_pack=10**12)
     with pytest.raises(ConfigError, match=r"max_tokens_per_pack=1000000000000 does not fit"):
         estimate(learner)

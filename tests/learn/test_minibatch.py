@@ -41,7 +41,7 @@ def three() -> list[CreditedTrajectory]:
     ]
 
 
-def test_counts_are_of_everything_and_packs_of_what_can_teach() -> None:
+def test_counts_include_idle_segments_and_packs_do_not() -> None:
     batch = made(three())
     assert (batch.counts.tokens, batch.counts.steps, batch.counts.trajectories) == (4, 3, 2)
     assert batch.num_segments == 2  # both of `first`: its second prompt is a new one
@@ -61,7 +61,7 @@ def test_columns_by_hand() -> None:
     assert taken.advantages_R.tolist() == [0, 1]
 
 
-def test_targets_count_only_where_the_critic_is_asked() -> None:
+def test_only_tokens_with_a_target_are_counted() -> None:
     batch = made([with_values(item) for item in three()], keep_idle=True)
     assert batch.num_targets == 3  # one per step with a response
     assert batch.columns.targets_R is not None
@@ -86,7 +86,7 @@ def test_ranks_share_the_counts_and_divide_the_packs() -> None:
     assert {i % 2 for part in shares[1].packs for i in part.trajectory_ids_T.tolist()} == {1}
 
 
-def test_a_model_is_asked_on_its_own_columns_and_nowhere_else() -> None:
+def test_on_columns_fills_only_the_columns_of_its_packs() -> None:
     batch = made(three())
 
     def ask(part: Pack) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_the_layout_counts_packs_segments_steps_and_tokens() -> None:
 
 @pytest.mark.parametrize("column", ["old_logprobs_R", "advantages_R", "importance_R", "values_R", "targets_R"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_whatever_number_is_not_finite_its_trajectory_is_named(column: str, value: float) -> None:
+def test_culprits_are_the_trajectories_with_a_number_that_is_not_finite(column: str, value: float) -> None:
     batch = made([with_values(item) for item in three()], keep_idle=True, max_tokens=3)
     logprobs = [torch.zeros(part.num_trained) for part in batch.packs]
     assert culprits(batch, logprobs) == []

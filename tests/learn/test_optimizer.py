@@ -54,7 +54,7 @@ def saved(optimizer: Optimizer) -> Any:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 60, 2**28])
-def test_offloading_the_state_changes_no_bit_of_any_step(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_the_state_takes_bitwise_equal_steps(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     plain, offloaded = make(), make(offload=True)
     for optimizer in (plain, offloaded):
@@ -65,7 +65,7 @@ def test_offloading_the_state_changes_no_bit_of_any_step(bucket_bytes: int, monk
 
 @pytest.mark.parametrize("offload_before", [False, True])
 @pytest.mark.parametrize("offload_after", [False, True])
-def test_a_saved_state_goes_on_wherever_it_is_kept(offload_before: bool, offload_after: bool) -> None:
+def test_a_saved_state_continues_with_or_without_offloading(offload_before: bool, offload_after: bool) -> None:
     whole, first, second = make(), make(offload=offload_before), make(offload=offload_after)
     take(whole, range(5))
     take(first, range(3))
@@ -89,7 +89,7 @@ def test_the_state_between_steps_is_not_the_one_the_step_worked_on() -> None:
     assert {name: tensor.data_ptr() for name, tensor in after.items()} == before  # the same host memory, used again
 
 
-def test_what_it_takes_on_the_device_is_two_numbers_per_parameter_or_nothing() -> None:
+def test_state_bytes_are_two_numbers_per_parameter_or_zero_offloaded() -> None:
     # 12 + 3 + 10 + 2 + 4 = 31 parameters of 4 bytes
     assert make().state_bytes == 2 * 31 * 4
     assert make(offload=True).state_bytes == 0

@@ -77,7 +77,7 @@ def test_each_query_sees_its_path_up_to_itself(window: int | None) -> None:
     )
 
 
-def test_the_choice_of_the_attention() -> None:
+def test_the_attention_is_chosen_by_device_and_dtype() -> None:
     assert packed_attention_for(CPU, torch.bfloat16, 64) == "segments"
     assert packed_attention_for(torch.device("cuda"), torch.float32, 64) == "segments"  # no kernel for it
     model = tiny_model()
@@ -96,7 +96,7 @@ def test_a_model_that_loses_the_layout_is_refused() -> None:
 # The kernel of CUDA. More about it in test_flash.py.
 
 
-def test_the_kernel_of_cuda_refuses_single_precision() -> None:
+def test_the_cuda_kernel_refuses_single_precision() -> None:
     tensors = inputs(RUNS, torch.float32)
     with pytest.raises(ConfigError, match=r"'varlen' cannot compute in torch\.float32"):
         varlen(*tensors, layout_of(RUNS), None, None)  # type: ignore[call-arg, arg-type]

@@ -95,7 +95,7 @@ def test_with_nothing_to_learn_all_ranks_do_nothing(runs: Any) -> None:
         assert result["nothing"]["gradient"] == {}
 
 
-def test_what_one_rank_cannot_train_on_all_ranks_skip_and_name(runs: Any) -> None:
+def test_all_ranks_skip_and_name_what_one_rank_cannot_train_on(runs: Any) -> None:
     for result in (runs[0], *runs[1]):
         poisoned = result["poisoned"]
         assert [update["skipped_updates"] for update in poisoned["metrics"]] == [1, 1]

@@ -46,7 +46,7 @@ def test_a_call_without_a_place_in_the_response_pays_its_last_token(span: tuple[
     assert process_rewards(one_step(3, 0.5, call(0.5, span))) == [[0, 0, 0.5]]
 
 
-def test_calls_the_env_did_not_pay_for_are_taken_back_at_the_end_of_the_step() -> None:
+def test_call_rewards_beyond_the_step_reward_are_subtracted_at_its_end() -> None:
     # the step was paid nothing, its call claims 0.5: they add up to what the env paid
     assert process_rewards(one_step(3, 0.0, call(0.5, (0, 1)))) == [[0.5, 0, -0.5]]
 
@@ -244,12 +244,12 @@ def test_the_coefficient_that_was_reported_is_the_one_that_was_used() -> None:
     assert shaper([episode([1])], [[[2.0]]]) == [[[pytest.approx(-2.4)]]]
 
 
-def test_log_ratios_must_come_exactly_when_they_are_used() -> None:
+def test_log_ratios_are_required_if_and_only_if_the_kl_is_in_the_reward() -> None:
     with pytest.raises(ValueError, match="if and only if the KL is in the reward"):
         RewardShaper(kl=steady_kl(0.1))([episode([1])])
     with pytest.raises(ValueError, match="if and only if the KL is in the reward"):
         RewardShaper()([episode([1])], [[[0.0]]])
 
 
-def test_an_empty_batch_is_no_rewards() -> None:
+def test_an_empty_batch_has_no_rewards() -> None:
     assert RewardShaper(process="running_std", kl=steady_kl(0.1))([], []) == []

@@ -118,7 +118,7 @@ def test_supports_add_nothing_larger_than_the_logits_of_a_chunk() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=8), st.data())
-def test_lists_of_chosen_tokens_come_out_in_the_order_asked_for(lists: list[list[int]], data: st.DataObject) -> None:
+def test_supports_are_selected_in_the_requested_order(lists: list[list[int]], data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, len(lists) - 1), min_size=1, max_size=9))
     taken = ragged(lists).at(np.array(places))
     start = data.draw(st.integers(0, len(places)))

@@ -93,7 +93,7 @@ def test_the_tree_of_the_module_header_by_hand() -> None:
         [arrays([1, 2], [1, 2], [1, 2])],  # all the same
     ],
 )
-def test_where_no_row_lies_on_two_paths_nothing_is_gathered(trees: list[list[IntArray]]) -> None:
+def test_nothing_is_gathered_if_no_row_lies_on_two_paths(trees: list[list[IntArray]]) -> None:
     rows = lay_out(trees)
     assert rows.layout.gather_K is None
     assert rows.layout.query_lengths == rows.layout.key_lengths
@@ -129,7 +129,7 @@ def test_joining_has_to_pay() -> None:
     assert grow_trees(segments, 100, 1.26) == [[0], [1]]
 
 
-def test_a_short_common_start_does_not_hold_unrelated_groups_together() -> None:
+def test_a_short_common_prefix_does_not_join_unrelated_groups() -> None:
     # two pairs that share 9 of 10 tokens (20 rows apart, 11 together); all four share the first (22 rows, 21)
     start, one, other = [0], [1] * 8, [2] * 8
     segments = arrays([*start, *one, 3], [*start, *other, 3], [*start, *one, 4], [*start, *other, 4])
@@ -146,12 +146,12 @@ def test_a_tree_that_is_too_large_is_split_where_little_is_shared() -> None:
     assert grow_trees(segments, 11, 1.0) == [[0], [1], [2], [3]]
 
 
-def test_what_is_wholly_contained_fits_even_where_there_is_no_room() -> None:
+def test_a_contained_segment_fits_into_a_full_tree() -> None:
     # [1 2] costs no row beside [1 2 3 4], which alone is larger than a pack
     assert grow_trees(arrays([1, 2, 3, 4], [1, 2], [1, 2]), 3, 1.0) == [[1, 2, 0]]
 
 
-def test_a_comb_of_thousands_of_teeth_is_no_deep_recursion() -> None:
+def test_a_tree_with_thousands_of_branches_does_not_recurse_deeply() -> None:
     # each segment shares one token more with the next than with the one before
     segments = arrays(*([1] * depth + [0] for depth in range(1, 1500)))
     trees = grow_trees(segments, 100, 1.0)
@@ -165,7 +165,7 @@ def test_the_bins_of_first_fit_decreasing_by_hand() -> None:
     assert first_fit([], 8) == []
 
 
-def test_when_to_share() -> None:
+def test_the_break_even_by_mode_and_device() -> None:
     assert break_even("off", CPU) == float("inf")
     assert break_even("on", CPU) == 1.0
     assert break_even("auto", CPU) == BREAK_EVEN["cpu"] > 1
@@ -177,7 +177,7 @@ def test_when_to_share() -> None:
 
 
 @given(token_lists)
-def test_every_token_is_computed_once_for_all_that_came_before_it(sequences: list[list[int]]) -> None:
+def test_every_distinct_prefix_is_computed_once(sequences: list[list[int]]) -> None:
     (packed,) = pack(segments_of(sequences), 10_000, prefix_sharing="on")
     prefixes = {tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))}
     assert packed.num_tokens == len(prefixes)
