@@ -189,7 +189,9 @@ def _copy(value: Any) -> Any:
         return [_copy(item) for item in value]
     if type(value) is tuple:  # cannot be changed, but a list in it can
         return tuple(map(_copy, value))
-    if isinstance(value, set | bytearray | array) or _is_writable_array(value):
+    if isinstance(value, set):
+        return value.copy()  # keeps the order, unlike deepcopy
+    if isinstance(value, bytearray | array) or _is_writable_array(value):
         with suppress(TypeError, RuntimeError):  # holds objects that cannot be copied, or a tensor with gradients
             return deepcopy(value)
     return value
