@@ -20,8 +20,8 @@ from typer.core import TyperGroup
 
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
+from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
-from agent_r1.cli.data_command import app as data
 from agent_r1.cli.dry_run import print_training_plan, print_warm_start_plan
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell

@@ -123,7 +123,7 @@ class _Second:
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Like `asyncio.run` at its end, but it does not wait for ever for user code that ignores being cancelled."""
+    """Like the end of `asyncio.run`, but with a time limit for user code that ignores cancellation."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
@@ -137,9 +137,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
 def watch_for_blocking(
     loop: asyncio.AbstractEventLoop, warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
 ) -> Iterator[None]:
-    """Warn once, from another thread, if an environment keeps this thread's event loop from running.
-
-    It holds up every other episode, and no time limit can end it here."""
+    """Warn once, from another thread, if an environment blocks this thread's event loop and so every other episode."""
     watched, ended = threading.get_ident(), threading.Event()
     last_beat = time.monotonic()
 
@@ -153,8 +151,8 @@ def watch_for_blocking(
             blocked = time.monotonic() - last_beat > seconds
             if blocked and (place := _env_at_work(sys._current_frames().get(watched))):
                 warn(
-                    f"{place} blocks: nothing else has run for {seconds:.0f} s, and no time limit can end it here. "
-                    "task.workers.processes=4 plays envs in processes of their own"
+                    f"{place} has blocked all other episodes for {seconds:.0f} s, and no time limit can end it. "
+                    "Set task.workers.processes=4 to run environments in separate processes"
                 )
                 return
 
@@ -169,8 +167,7 @@ def watch_for_blocking(
 
 
 def _env_at_work(frame: FrameType | None) -> str | None:
-    """The method of an environment that is running, with file and line; None if no environment is (learning may also
-    take long, but is expected to)."""
+    """Return the running method of an environment with file and line, or None if none is running, as in learning."""
     frames: list[FrameType] = []
     while frame is not None and frame.f_code is not call_env.__code__:
         frames.append(frame)

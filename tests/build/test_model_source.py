@@ -29,8 +29,8 @@ from agent_r1.build.plan import build_plan
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.build.start import base_model
 from agent_r1.build.task import build_task
+from agent_r1.cli.commands.data import app
 from agent_r1.cli.commands.train import seeded_start
-from agent_r1.cli.data_command import app
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.run_dir import RunDir

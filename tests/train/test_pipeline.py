@@ -202,7 +202,7 @@ def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_pat
 def test_a_run_without_its_checkpoints_keeps_its_metrics(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(DataError, match="checkpoints are gone"):
+    with pytest.raises(DataError, match="checkpoints is empty"):
         resumed(RunDir.open(tmp_path / "run"))
     assert numbers(tmp_path / "run") == numbers(finished)
 

@@ -1,1 +1,1 @@
-"""What the commands do, one module each, apart from reading the command line. Importing one may import torch."""
+"""The work of each command, apart from parsing its arguments. Importing one may import torch."""

@@ -11,7 +11,8 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -29,17 +30,19 @@ from agent_r1.build.start import base_model, load_demos, play_demos
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
-from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import DataError
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector, most_common_failure
 from agent_r1.runs.outcomes import is_success
-from agent_r1.tokens.formats import ToolCallFormat
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Group, TaskRow, ToolCallRecord, Trajectory
+
+Agent = Callable[[str], str]  # prompt -> response
 
 DEMOS = "demonstrations"
 MUCH_BY_CHANCE = 0.1  # a random agent that succeeds more often than this deserves a warning
@@ -92,10 +95,16 @@ async def _check(config: RunConfig, plan: Plan, console: Console, count: int) ->
     found = Findings()
     tokenizer = load_tokenizer(config, as_directory(str(base_model(config))))
     renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs)
-    rows = plan.train_rows[:count]
     played = await _play_demos(config, plan, renderer, count, found)
-    for name, agent in (("empty", _SilentAgent()), ("random", _RandomAgent(config.seed))):
-        played.append(await _play(name, agent, config, plan, renderer, rows))
+    collector = replace(train_collector(config, plan.task, renderer, ScriptedEngine([])), group_size=1)
+    rows = plan.train_rows[:count]
+    agents: dict[str, Agent] = {
+        "empty": lambda prompt: "",
+        "random": _RandomAgent(config.seed, _make_env(collector, rows[0])),
+    }
+    for name, respond in agents.items():
+        groups = await replace(collector, sampler=_player(respond, renderer))(rows, seed=config.seed)
+        played.append(await _score(name, groups, plan))
     _judge(played, config, found)
     _judge_rows(plan, found)
     if plan.task.calls_tools:
@@ -120,26 +129,18 @@ async def _play_demos(config: RunConfig, plan: Plan, renderer: Renderer, count: 
     except DataError as error:
         found.errors.append(str(error))
         return []
-    rows = {row.row_id: row for row, _ in demos}
-    groups = [Group(row=rows[episode.row_id], trajectories=[episode]) for episode in episodes]
+    rows = [demos[int(episode.trajectory_id.rpartition("#demo")[2])][0] for episode in episodes]
+    groups = [Group(row=row, trajectories=[episode]) for row, episode in zip(rows, episodes, strict=True)]
     return [await _score(DEMOS, groups, plan)]
 
 
-async def _play(
-    name: str,
-    agent: _SilentAgent | _RandomAgent,
-    config: RunConfig,
-    plan: Plan,
-    renderer: Renderer,
-    rows: list[TaskRow],
-) -> Played:
-    def respond(call: ScriptedCall) -> list[int]:
-        return renderer.encode_response(agent.respond(renderer.decode(call.prompt_ids)))
+def _player(respond: Agent, renderer: Renderer) -> ScriptedEngine:
+    return ScriptedEngine(lambda call: renderer.encode_response(respond(renderer.decode(call.prompt_ids))))
 
-    collector = train_collector(config, plan.task, renderer, ScriptedEngine(respond))
-    collector = replace(collector, group_size=1)
-    agent.meet(collector, rows[0])
-    return await _score(name, await collector(rows, seed=config.seed), plan)
+
+def _make_env(collector: Collector, row: TaskRow) -> AgentEnv | None:
+    flow = collector.make_flow(row)
+    return flow.make_env(row) if isinstance(flow, AgentEnvLoop) else None
 
 
 async def _score(agent: str, groups: list[Group], plan: Plan) -> Played:
@@ -147,40 +148,25 @@ async def _score(agent: str, groups: list[Group], plan: Plan) -> Played:
     return Played(agent=agent, episodes=episodes, success_reward=plan.task.success_reward)
 
 
-class _SilentAgent:
-    def meet(self, collector: Collector, row: TaskRow) -> None:
-        pass
-
-    def respond(self, prompt: str) -> str:
-        return ""
-
-
 class _RandomAgent:
-    """Calls a random tool with random arguments of the right types, or says random words. Words come from the prompt,
-    so that names of items or commands of a game have a chance."""
+    """Calls a random tool with random arguments of the right types, or says random words.
 
-    def __init__(self, seed: int) -> None:
+    Words come from the prompt, so that names of items or commands of a game have a chance.
+    """
+
+    def __init__(self, seed: int, env: AgentEnv | None) -> None:
         self._rng = random.Random(f"check:{seed}")
-        self._tools: list[dict[str, Any]] = []
-        self._format: ToolCallFormat | None = None
+        self._format = env.tool_format if isinstance(env, ToolEnv) else None
+        self._tools = [schema["function"] for schema in env.tool_schemas] if isinstance(env, ToolEnv) else []
 
-    def meet(self, collector: Collector, row: TaskRow) -> None:
-        """Learn which tools there are and how calls are written."""
-        flow = collector.make_flow(row)
-        env = flow.make_env(row) if isinstance(flow, AgentEnvLoop) else None
-        if isinstance(env, ToolEnv):
-            self._tools, self._format = [schema["function"] for schema in env.tool_schemas], env.tool_format
-
-    def respond(self, prompt: str) -> str:
+    def __call__(self, prompt: str) -> str:
         words = re.findall(r"\w+", prompt) or ["nothing"]
         if self._format is not None and self._tools and self._rng.random() < CALLS_MADE:
             tool = self._rng.choice(self._tools)
             properties = tool["parameters"].get("properties", {})
             arguments = {name: self._value(schema, words) for name, schema in properties.items()}
-            try:
+            with suppress(ValueError):  # not every format can write every value
                 return self._format.write_call(tool["name"], arguments)
-            except ValueError:  # the format cannot write these values
-                pass
         return self._text(words, 8)
 
     def _value(self, schema: Mapping[str, Any], words: Sequence[str]) -> Any:

@@ -93,7 +93,7 @@ async def _collect(
                     display.update(len(outcomes) * samples, summary, value=metrics["success"])
         finally:
             await engine.close()
-    # The policy that was sampled: its own words change it least.
+    # Imitate with the policy that was sampled: its own words change it least.
     imitate = f"sft {typed_words(config, given)} sft.trajectories={run}{_min_reward(config)} model.path={start}"
     _conclude(config, run, outcomes, console, imitate=imitate, seconds=time.monotonic() - began)
     return outcomes

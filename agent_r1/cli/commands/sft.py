@@ -1,4 +1,4 @@
-"""`agent-r1 sft`: the supervised warm start as a run of its own, whose checkpoint `model.path=` can name."""
+"""`agent-r1 sft`: a supervised warm start as a separate run, from which training can start with `model.path=`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from agent_r1.train.checkpoint import save_checkpoint
 
 
 def run_sft(config: RunConfig, task: Task, run: RunDir, console: Console, *, given: Sequence[str] = ()) -> Path:
-    """`given`: the overrides that were typed; the proposed next command repeats them."""
+    """`given` are the overrides that were typed; the suggested next command repeats them."""
 
     def kept() -> str:
         if list_checkpoints(run.checkpoints):
             return f"the warm start is in {run}"
-        return "nothing was kept: a warm start is saved only when it is complete"
+        return "nothing was kept: a warm start is saved when it is complete"
 
     with run.locked(), logging_to(run.log_file):
         return interruptible(task.run(_sft(config, task, run, console, given)), config, console, kept)
@@ -76,6 +76,6 @@ async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir,
 
 
 def typed_words(config: RunConfig, given: Sequence[str]) -> str:
-    """The recipe and the typed overrides, without those that say where training begins."""
+    """Return the recipe and the typed overrides, without those that choose the starting model."""
     begins = ("sft.", "context.demo_summary", "model.path", "model.make")
     return " ".join([config.recipe, *(shlex.quote(word) for word in given if not word.startswith(begins))])

