@@ -220,7 +220,7 @@ def test_a_warm_start_with_another_policy_is_another_warm_start(recipe: str) -> 
         ),
         (
             ["context.policy=summary", "context.max_tokens=180", "context.summary_tokens=16"],
-            r"sft\.demos are played with context\.policy=summary, .*: name a function \(messages\) -> text",
+            r"sft\.demos .*context\.demo_summary",
         ),
         (
             [
@@ -246,8 +246,8 @@ def test_a_wrong_setting_is_an_error_that_helps(recipe: str, overrides: list[str
 @pytest.mark.parametrize(
     ("policy", "more", "message"),
     [
-        ("window", ["task.flow=single_step"], r"context\.policy=window does nothing with the flow SingleStepFlow"),
-        ("window", ["task.flow=task.Own"], r"does nothing with the flow Own, .* say uses_context = True"),
+        ("window", ["task.flow=single_step"], r"context\.policy=window .*SingleStepFlow"),
+        ("window", ["task.flow=task.Own"], r"flow Own, .*uses_context = True"),
         ("window", ["task.flow=task.Aware"], None),
         ("append", ["task.flow=task.Own"], None),
         ("rewrite", ["context.function=task.nowhere"], r"task has no 'nowhere'"),
@@ -275,7 +275,7 @@ def test_a_context_budget_without_room_for_a_summary_is_refused(recipe: str) -> 
             if max_tokens == fits:
                 make(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
             else:
-                needed = r"instruction \(9 tokens\) and .* \(16\) need 401 tokens together, and .* is 400: no summary"
+                needed = r"instruction \(9 tokens\) .*=16 .*max_context_tokens=400"
                 with pytest.raises(ConfigError, match=needed):
                     make(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
 
@@ -292,7 +292,7 @@ def test_a_context_budget_below_what_is_never_summarised_is_refused(recipe: str)
             if max_tokens == least:
                 train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
                 continue
-            told = rf"context\.max_tokens={max_tokens} is less than .*keep_turns={keep_turns}\) are {least} tokens even"
+            told = rf"context\.max_tokens={max_tokens} .*keep_turns={keep_turns}\).* {least} tokens"
             with pytest.raises(ConfigError, match=told):
                 train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
 
@@ -306,14 +306,14 @@ def test_an_env_that_refers_to_hidden_messages_is_refused(recipe: str, policy: s
     if policy == "append":
         build()
         return
-    told = rf"context\.policy={policy} leaves out .*, and Terse does not .*: set task\.env_kwargs\.whole=true, or use"
+    told = rf"context\.policy={policy} .*Terse .*: set task\.env_kwargs\.whole=true, or use"
     for more in ([], ["task.env_kwargs.whole=false"]):
         with pytest.raises(ConfigError, match=told):
             build(*more)
 
 
 def test_an_env_chosen_by_a_row_is_checked_too(recipe: str) -> None:
-    told = "context.policy=window leaves out .*, and Terse does not"
+    told = "context.policy=window .*Terse"
     chosen = {"env_type": "terse_of_a_row"}
     cases: list[tuple[list[str], dict[str, Any], bool]] = [
         ([], chosen, False),
@@ -339,7 +339,7 @@ def test_a_rewrite_may_hide_messages_from_any_env(recipe: str) -> None:
 
 def test_a_row_that_asks_for_a_flow_without_the_policy_is_refused_too(recipe: str) -> None:
     task = build_task(config(recipe, "window"))
-    with pytest.raises(ConfigError, match="does nothing with the flow SingleStepFlow"):
+    with pytest.raises(ConfigError, match="flow SingleStepFlow"):
         task.make_flow(TaskRow(prompt=[], agent_name="single_step"))
 
 
