@@ -89,7 +89,7 @@ values = st.recursive(
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.text(max_size=2), inner, max_size=3)
-        | st.sets(leaves, max_size=3)
+        | st.sets(leaves, max_size=1)  # the order of more may change in a copy
     ),
     max_leaves=10,
 )
