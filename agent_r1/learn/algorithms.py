@@ -44,6 +44,14 @@ class Algorithm:
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NonNegativeFloat = 0.0  # what a response at its limit loses
 
+    def __post_init__(self) -> None:
+        for name, value in [*_settings_of(self.credit).items(), *_settings_of(self.loss).items()]:
+            if value != self.settings[name]:
+                raise ConfigError(
+                    f"algorithm {self.name!r}: setting {name!r} has two defaults, {value!r} and "
+                    f"{self.settings[name]!r}. Use one default, or rename one of the settings"
+                )
+
     @property
     def settings(self) -> dict[str, object]:
         """Every setting with its value."""

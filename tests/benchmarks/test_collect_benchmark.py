@@ -150,7 +150,7 @@ def test_without_groups_nothing_is_shared(contest: Contest) -> None:
         before = played.engine.stats.shared_tokens
         (run, *_) = asyncio.run(time_all(played, latencies=(0,), repeats=1))
         assert (run.side, run.episodes) == ("collect", 8 * 2)
-        return played.engine.stats.shared_tokens - before
+        return int(played.engine.stats.shared_tokens - before)
 
     assert shared(few) > 0
     assert shared(one_attempt_each(few, rows)) == 0
