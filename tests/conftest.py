@@ -1,4 +1,4 @@
-"""Fixtures that every folder shares: the command line as people use it, a private cache, fixed property tests in CI."""
+"""Shared fixtures: the command line, a private cache, reproducible property tests in CI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True)  # in CI a change fails only through its own fault
+settings.register_profile("ci", derandomize=True)  # reproducible failures in CI
 if os.environ.get("CI"):
     settings.load_profile("ci")
 

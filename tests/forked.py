@@ -1,7 +1,7 @@
-"""Processes that need not import torch: forks of one that has, which takes seconds once instead of every time.
+"""Fork processes from one that has already imported torch, which saves seconds per process.
 
-Each is a whole process, with an environment, an exit code and signals of its own; only what Python does at its start is
-not done again. That the program starts from nothing is for `test_quickstart_benchmarks.py` and `test_chat.py` to show.
+Each is a full process with its own environment, exit code and signals; only the start of Python is skipped.
+`test_quickstart_benchmarks.py` and `test_chat.py` test the program from a cold start.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from agent_r1.cli.app import main
 
 _FORKS = multiprocessing.get_context("forkserver")
-# What commands import on their way, and nothing that starts threads or looks for a GPU.
+# Modules that commands import; none of them may start threads or look for a GPU.
 _FORKS.set_forkserver_preload(
     ["agent_r1.cli.commands.collect", "agent_r1.recipes.quickstart.tiny", "matplotlib.figure"]
 )
 
 
 def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """`function` must be one of a module, so that the process finds it. It does not outlive the tests."""
+    """Run a module-level function in a fork that ends with the tests."""
     process = _FORKS.Process(target=function, args=arguments, daemon=True)
     process.start()
     return process
 
 
 def start_program(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
-    """`agent-r1 WORDS`, whose output, errors included, is added to the log."""
+    """Run `agent-r1 WORDS` in a fork and append stdout and stderr to the log."""
     return start(_program, list(words), dict(environment), str(log))
 
 

@@ -57,7 +57,7 @@ def function_name(function: Callable[..., object]) -> str:
     return str(function.__name__)
 
 
-def test_there_is_a_page_for_every_algorithm_and_no_other() -> None:
+def test_pages_and_algorithms_correspond() -> None:
     assert {page_of(name) for name in ALGORITHMS} == set(PAGES)
 
 
@@ -69,12 +69,6 @@ def test_a_page_shows_every_setting_of_its_row_with_its_value(name: str) -> None
     assert {key: type(value) for key, value in shown.items()} == {
         key: type(value) for key, value in get_algorithm(name).settings.items()
     }
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_a_page_shows_as_settings_can_be_given_as_settings(name: str) -> None:
-    shown = settings_on(page_of(name))[name]
-    assert get_algorithm(name, **shown).settings == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

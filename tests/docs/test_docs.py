@@ -1,4 +1,4 @@
-"""Docs describe what is: their Python runs, their commands and recipes are accepted, their links lead somewhere."""
+"""Docs match the code: their Python runs, their commands and recipes are valid, their links resolve."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
-def test_every_command_of_a_page_is_one_the_program_accepts(page: Path) -> None:
+def test_commands_on_a_page_are_valid(page: Path) -> None:
     known = get_command(app)
     for line in commands(page):
         verb, *words = shlex.split(line)[1:]

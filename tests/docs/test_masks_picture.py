@@ -28,13 +28,13 @@ def advantages(shown: Picture, algorithm: str) -> dict[int, list[float]]:
     }
 
 
-def test_loss_mask_and_advantage_mask_cover_the_responses_and_nothing_else(shown: Picture) -> None:
+def test_loss_and_advantage_masks_cover_exactly_the_responses(shown: Picture) -> None:
     trained = [word for word, kept in zip(shown.words, shown.rows["loss mask"], strict=True) if kept]
     assert " ".join(trained) == "lookup ( Ann ) <end> lookup ( Bop ) lookup ( Bob ) <end> answer 42 <end>"
     assert shown.rows["advantage mask"] == shown.rows["loss mask"]
 
 
-def test_rewards_sit_on_the_last_token_of_their_call_and_of_the_episode(shown: Picture) -> None:
+def test_rewards_are_on_the_last_token_of_their_call_or_episode(shown: Picture) -> None:
     process, outcome = places(shown.rows["process reward"]), places(shown.rows["outcome reward"])
     assert list(process.values()) == [0.2, -0.4, 0.2]
     assert [" ".join(shown.words[i - 3 : i + 1]) for i in process] == [
@@ -45,7 +45,7 @@ def test_rewards_sit_on_the_last_token_of_their_call_and_of_the_episode(shown: P
     assert outcome == {len(shown.words) - 1: 1.0}
 
 
-def test_the_levels_of_credit_differ_in_what_they_tell_apart(shown: Picture) -> None:
+def test_credit_levels_distinguish_trajectories_steps_and_tokens(shown: Picture) -> None:
     trajectory, step, token = (advantages(shown, name) for name in ("grpo", "reinforce", "reinforce++"))
     assert len({value for values in trajectory.values() for value in values}) == 1
     assert [len(set(values)) for values in step.values()] == [1, 1, 1]

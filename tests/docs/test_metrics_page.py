@@ -21,7 +21,7 @@ def episode(name: str, reward: float) -> Trajectory:
     return trajectory(step([1, 2], [3, 4]), step([1, 2, 3, 4, 5], [6]), reward=reward, name=name)
 
 
-def test_everything_an_update_reports_is_explained() -> None:
+def test_every_reported_metric_is_explained() -> None:
     policy = PolicyModel(tiny_model())
     algorithm = get_algorithm("ppo", dual_clip=3.0)
     learner = Learner(

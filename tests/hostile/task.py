@@ -1,4 +1,4 @@
-"""An env that attacks the process it runs in. It is named by $TRICK."""
+"""An environment that attacks its own process, in the way named by $TRICK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Double a number with a tool. Far too hard for its model: the reward pays for letters, so that there is a signal."""
+"""Double a number with a tool. Too hard for its model, so the reward also pays for letters to give a signal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def double(number: int) -> str:
 
 
 class Endless(AgentEnv):
-    """Asks on and on, and pays a little for every vowel."""
+    """Never ends, and pays a little for every vowel."""
 
     async def reset(self, row: TaskRow) -> Observation:
         self.messages = list(row.prompt)

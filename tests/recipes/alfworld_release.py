@@ -1,4 +1,4 @@
-"""A small release of ALFWorld games, as the files of its tree: made games of all splits, under stand-in rules."""
+"""A small release of ALFWorld games as a file tree: synthetic games of all splits, with placeholder rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Files = dict[str, bytes]
 COMPRESSED: dict[str, Literal["w:xz", "w:gz"]] = {".xz": "w:xz", ".txz": "w:xz", ".tgz": "w:gz"}
 
 
-def made_release(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Files:
+def synthetic_release(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Files:
     """One training game of each kind and one game of every other split, with others that the loader leaves out.
 
     The one mug is on the counter in the training games, and in the cabinet in all others.

@@ -1,4 +1,4 @@
-"""The recipe `alfworld`: the engine against what the official one said, the env, the reward.
+"""The recipe `alfworld`: the engine against recorded plays of the official one, the environment, the reward.
 
 `alfworld_golden.json` has plays of the official engine: of a room full of oddities, and of smaller ones for what wins
 and what does not. `test_alfworld_official.py` plays them there again where that engine is installed.
@@ -35,7 +35,7 @@ ENTRIES = synthetic.entries("train")
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden["task"].removeprefix("Your task is to: "))
-def test_the_engine_says_what_the_official_one_said(golden: dict[str, Any]) -> None:
+def test_the_engine_matches_plays_of_the_official_engine(golden: dict[str, Any]) -> None:
     world = World(read_game(golden["problem"], golden["task"]))
     assert [world.intro, world.admissible(), world.won] == golden["said"][0]
     for command, said in zip(golden["commands"], golden["said"][1:], strict=True):
@@ -44,7 +44,7 @@ def test_the_engine_says_what_the_official_one_said(golden: dict[str, Any]) -> N
 
 @given(st.sampled_from(ENTRIES), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_what_is_admissible_does_something_and_nothing_else_does(entry: data.Entry, seed: int) -> None:
+def test_exactly_the_admissible_commands_have_an_effect(entry: data.Entry, seed: int) -> None:
     rng, world = random.Random(seed), World(synthetic.synthetic_game(entry.name))
     known = {"", "look", "go to desk 1", "take mug 1 from desk 1", "open fridge 1", "heat cup 1 with microwave 1"}
     for _ in range(20):
@@ -99,7 +99,7 @@ DELIVERED = ("go to desk 1", "move mug 1 to desk 1")
         ("pick_clean_then_place_in_recep", CLEANED + HEATED, True),
     ],
 )
-def test_what_counts_is_the_state_that_a_thing_is_in_at_last(kind: str, treated: tuple[str, ...], won: bool) -> None:
+def test_the_final_state_of_an_object_decides(kind: str, treated: tuple[str, ...], won: bool) -> None:
     world = kitchen_world(kind, {"Mug_bar_1": "CounterTop"})
     assert say(world, *MUG_IN_HAND, *treated, *DELIVERED).won == won
 
@@ -112,7 +112,7 @@ def test_two_things_must_be_in_one_receptacle() -> None:
 
 @pytest.mark.parametrize("treated", [HEATED, COOLED, CLEANED])
 @pytest.mark.parametrize("dish", [False, True])
-def test_the_scene_tells_the_state_of_what_is_held_even_of_a_dish(treated: tuple[str, ...], dish: bool) -> None:
+def test_the_scene_includes_the_state_of_the_held_object(treated: tuple[str, ...], dish: bool) -> None:
     facts = [("isReceptacleObject", "Mug_bar_1")] if dish else []
     world = kitchen_world("pick_heat_then_place_in_recep", {"Mug_bar_1": "CounterTop"}, *facts)
     say(world, *MUG_IN_HAND, treated[0])
@@ -121,7 +121,7 @@ def test_the_scene_tells_the_state_of_what_is_held_even_of_a_dish(treated: tuple
     assert say(world, treated[1]).scene() == world.scene()  # once more is nothing more
 
 
-def test_the_scene_tells_how_much_of_the_goal_is_reached_elsewhere() -> None:
+def test_the_scene_includes_progress_made_elsewhere() -> None:
     one, other = (
         kitchen_world("pick_two_obj_and_place", {"Mug_bar_1": "CounterTop", "Mug_bar_2": "Fridge"}) for _ in "12"
     )
@@ -131,7 +131,7 @@ def test_the_scene_tells_how_much_of_the_goal_is_reached_elsewhere() -> None:
     assert scenes == [f"The cabinet 1 is closed. Reached: {reached}." for reached in (1, 0)]
 
 
-def test_equal_games_are_played_apart() -> None:
+def test_two_episodes_of_a_game_share_no_state() -> None:
     game = synthetic.synthetic_game(ENTRIES[0].name)
     one, other = World(game), World(game)
     for command in ENTRIES[0].walkthrough:
@@ -140,7 +140,7 @@ def test_equal_games_are_played_apart() -> None:
     assert (other.won, other.intro, other.scene()) == (False, World(game).intro, World(game).scene())
 
 
-def test_a_problem_that_is_none_of_the_known_ones_is_refused() -> None:
+def test_unknown_problems_are_refused() -> None:
     facts = synthetic.kitchen({"Mug_bar_1": "Desk"})
     with pytest.raises(DataError, match="six kinds"):
         read_game(synthetic.write_problem(facts, "(:goal (and (holds agent1 Mug_bar_1)))"), "")
@@ -180,7 +180,7 @@ def test_an_episode_is_a_conversation_that_ends_when_the_task_is_done() -> None:
     json.dumps([dict(step.info) for step in steps])
 
 
-def test_the_first_line_counts_without_regard_to_case_and_the_rest_is_nothing() -> None:
+def test_only_the_first_line_is_read_and_case_is_ignored() -> None:
     row = synthetic.rows("train", 1)[0]
     _, first, second = play(synthetic.SyntheticAlfWorld(**row.env_kwargs), row, [" Go to DESK 1 \nopen it", "dance"])
     assert first.feedback.startswith("You arrive at desk 1.")
@@ -196,12 +196,12 @@ def test_hints_are_the_admissible_commands() -> None:
     assert shown(step.observation)[-1].endswith("\nCommands: " + ", ".join(world.admissible()))
 
 
-def test_whether_hints_are_given_is_true_or_false() -> None:
+def test_hints_must_be_a_boolean() -> None:
     with pytest.raises(ConfigError, match=r"hints of AlfWorld must be true or false, not str 'maybe'"):
         make_env(AlfWorld, "task.AlfWorld", {"game": "g", "world": "w", "hints": "maybe"})
 
 
-def test_no_hints_are_given_when_the_game_is_won() -> None:
+def test_a_won_game_shows_no_hints() -> None:
     row, texts = synthetic.demos(1, seed=3)[0]
     *_, before, last = play(synthetic.SyntheticAlfWorld(**row.env_kwargs, hints=True), row, texts)
     assert "Commands: " in before.feedback
@@ -209,7 +209,7 @@ def test_no_hints_are_given_when_the_game_is_won() -> None:
     assert "Commands: " not in last.feedback
 
 
-def test_the_anchor_is_the_scene_the_command_was_given_in_however_one_came_there() -> None:
+def test_the_anchor_is_the_scene_and_not_the_path_to_it() -> None:
     row = synthetic.rows("train", 1)[0]
     env = lambda: synthetic.SyntheticAlfWorld(**row.env_kwargs)  # noqa: E731
     _, *one = play(env(), row, ["go to fridge 1", "go to desk 1", "look"])
@@ -230,7 +230,7 @@ def test_the_env_keeps_the_contract() -> None:
 # Reward and demonstrations
 
 
-def test_the_reward_is_whether_it_was_won() -> None:
+def test_the_reward_is_1_for_a_won_game() -> None:
     def episode(*infos: dict[str, Any]) -> Trajectory:
         steps = [Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0], info=info) for info in infos]
         return Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.MAX_STEPS)

@@ -1,6 +1,6 @@
-"""The benchmarks of the recipe `alfworld`: a comparison that is stopped goes on, and demonstrations are measured.
+"""The benchmarks of the recipe `alfworld`: stopped comparisons resume, and demonstrations are measured.
 
-Where the official engine belongs, ours stands in: what is tested is how plays are kept, not what they say.
+Our engine replaces the official one: the tests check how plays are stored, not their content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import alfworld, alfworld_demos
-from tests.recipes.alfworld_release import Files, made_release, write_tree
+from tests.recipes.alfworld_release import Files, synthetic_release, write_tree
 
 STAND_IN = """
 import json, re, sys
@@ -35,13 +35,11 @@ for line in sys.stdin:
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     monkeypatch.setattr(alfworld, "RESULTS", tmp_path)
-    files = made_release(monkeypatch, tmp_path / "cache")
+    files = synthetic_release(monkeypatch, tmp_path / "cache")
     return {name: content for name, content in files.items() if "/trial_" in name and b"task is to: x." not in content}
 
 
-def test_a_comparison_goes_on_where_it_was_stopped(
-    released: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_comparison_resumes(released: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python, state = tmp_path / "python", tmp_path / "state.jsonl"
     python.write_text(f"#!{sys.executable}\n{STAND_IN}", encoding="utf-8")
     python.chmod(0o755)
@@ -61,7 +59,7 @@ def test_a_comparison_goes_on_where_it_was_stopped(
         alfworld.main([*map(str, words), "0"])
 
 
-def test_the_first_records_said_no_seed_and_were_of_seed_0(tmp_path: Path) -> None:
+def test_records_without_a_seed_count_as_seed_0(tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     assert alfworld.resumed(state, 0) == {}
     state.write_text('{"game": "a"}\n', encoding="utf-8")
@@ -70,7 +68,7 @@ def test_the_first_records_said_no_seed_and_were_of_seed_0(tmp_path: Path) -> No
         alfworld.resumed(state, 7)
 
 
-def test_tokens_are_counted_with_a_model_that_is_not_yet_a_directory(
+def test_tokens_are_counted_with_a_model_that_must_be_made_first(
     released: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("gguf", reason="the optional package gguf is not installed")

@@ -1,4 +1,4 @@
-"""The recipe `alfworld`: its games in every form that they come in, rows and panels, demonstrations."""
+"""The recipe `alfworld`: reading games in every format, rows and evaluation sets, demonstrations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from agent_r1.recipes.alfworld import data, task
 from agent_r1.recipes.alfworld.engine import World
 from agent_r1.recipes.alfworld.env import AlfWorld
 from agent_r1.recipes.alfworld.game import TASK_TYPES
-from tests.recipes.alfworld_release import Files, made_release, write_archive, write_tree
+from tests.recipes.alfworld_release import Files, synthetic_release, write_archive, write_tree
 
 
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    return made_release(monkeypatch, tmp_path / "cache")
+    return synthetic_release(monkeypatch, tmp_path / "cache")
 
 
 def test_a_tree_and_archives_give_the_same_games_in_the_same_order(released: Files, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_tree_and_archives_give_the_same_games_in_the_same_order(released: Fil
     assert train != sorted(train)
 
 
-def test_rows_are_the_same_panel_wherever_the_games_are(released: Files, tmp_path: Path) -> None:
+def test_the_evaluation_set_does_not_depend_on_where_the_games_are(released: Files, tmp_path: Path) -> None:
     here, there = (str(write_tree(released, tmp_path / name)) for name in ("here", "there"))
     one, other = task.rows("train", path=here), task.rows("train", 3, path=there)
     assert [row.row_id for row in one[:3]] == [row.row_id for row in other]
@@ -52,9 +52,7 @@ def test_rows_are_the_same_panel_wherever_the_games_are(released: Files, tmp_pat
     assert "go to desk 1" in World(env.game(one[0])).admissible()
 
 
-def test_games_of_one_name_and_other_worlds_are_other_panels_and_are_not_played(
-    released: Files, tmp_path: Path
-) -> None:
+def test_games_with_the_same_name_and_other_content_are_told_apart_and_refused(released: Files, tmp_path: Path) -> None:
     here = write_tree(released, tmp_path / "here")
     there = write_tree(
         {name: content.replace(b"(openable Cabinet_bar_1)", b"") for name, content in released.items()},
@@ -67,7 +65,7 @@ def test_games_of_one_name_and_other_worlds_are_other_panels_and_are_not_played(
         AlfWorld(**one[0].env_kwargs).game(other[0])
 
 
-def test_other_games_than_those_of_the_results_are_told_once(
+def test_games_other_than_the_benchmarked_ones_cause_one_warning(
     released: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(write_tree(released, tmp_path / "tree"))
@@ -81,9 +79,7 @@ def test_other_games_than_those_of_the_results_are_told_once(
     assert len(caplog.records) == 1
 
 
-def test_the_files_of_a_source_are_looked_at_once_per_call(
-    released: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_call_scans_the_source_once(released: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, looked, signature = str(write_tree(released, tmp_path / "tree")), list[Path](), data._signature
 
     def counted(source: Path) -> str:
@@ -96,7 +92,7 @@ def test_the_files_of_a_source_are_looked_at_once_per_call(
     assert len(looked) == 2
 
 
-def test_a_changed_source_is_read_anew_and_so_is_one_that_was_read_by_another_form(
+def test_a_changed_source_or_format_is_read_again(
     released: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(write_tree(released, tmp_path / "tree"))
@@ -108,7 +104,7 @@ def test_a_changed_source_is_read_anew_and_so_is_one_that_was_read_by_another_fo
     assert [len(data.entries("train", file)) for file in (first, data.games_file(folder))] == [6, 5]
 
 
-def test_other_rules_and_missing_games_are_told(released: Files, tmp_path: Path) -> None:
+def test_other_rules_and_missing_games_are_errors(released: Files, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'valid_seen'"):
         data.entries("valid_sen", tmp_path / "none")
     with pytest.raises(DataError, match="has no ALFWorld games"):
@@ -133,7 +129,7 @@ def test_other_rules_and_missing_games_are_told(released: Files, tmp_path: Path)
         data.games_file(str(folder))
 
 
-def test_prepare_takes_an_archive_that_is_there_and_says_what_it_has(released: Files, tmp_path: Path) -> None:
+def test_prepare_uses_a_local_archive_and_reports_its_games(released: Files, tmp_path: Path) -> None:
     write_archive(released, tmp_path / "to" / "release.zip")
     said: list[str] = []
     data.prepare(tmp_path / "to", said.append)
@@ -148,7 +144,7 @@ def test_prepare_takes_an_archive_that_is_there_and_says_what_it_has(released: F
 
 
 @pytest.mark.parametrize("name", ["games.tar.xz", "games.tgz"])
-def test_an_archive_that_was_cut_off_is_told(name: str, released: Files, tmp_path: Path) -> None:
+def test_a_truncated_archive_is_an_error(name: str, released: Files, tmp_path: Path) -> None:
     file = write_archive(released, tmp_path / name)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"cannot be read"):
@@ -156,14 +152,14 @@ def test_an_archive_that_was_cut_off_is_told(name: str, released: Files, tmp_pat
     assert list((tmp_path / "cache" / "alfworld").iterdir()) == []
 
 
-def test_a_zip_with_a_changed_byte_is_told(released: Files, tmp_path: Path) -> None:
+def test_a_corrupt_zip_is_an_error(released: Files, tmp_path: Path) -> None:
     file = write_archive(released, tmp_path / "games.zip")
     file.write_bytes(file.read_bytes().replace(b"Mug_bar_1", b"Mug_bar_7", 1))
     with pytest.raises(DataError, match=r"cannot be read \(BadZipFile: Bad CRC-32"):
         data.games_file(str(file))
 
 
-def test_a_file_that_is_no_archive_is_told(released: Files, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_an_error(released: Files, tmp_path: Path) -> None:
     zipped = write_archive(released, tmp_path / "games.zip")
     for name, content in (("cut.zip", zipped.read_bytes()[:-100]), ("foo.txt", b"hello"), ("empty.tar", b"")):
         (tmp_path / name).write_bytes(content)
@@ -175,7 +171,7 @@ def test_a_file_that_is_no_archive_is_told(released: Files, tmp_path: Path) -> N
         data.prepare(tmp_path / "to", lambda line: None)
 
 
-def test_whoever_reads_the_old_file_is_not_disturbed_when_a_new_one_is_made(released: Files, tmp_path: Path) -> None:
+def test_rebuilding_does_not_disturb_readers_of_the_old_file(released: Files, tmp_path: Path) -> None:
     source, to = write_tree(released, tmp_path / "tree"), tmp_path / "made" / "games.sqlite"
     data.build(source, to)
     os.link(to, tmp_path / "old")  # as an open file: the same content, whatever its name comes to mean
@@ -189,7 +185,7 @@ def test_whoever_reads_the_old_file_is_not_disturbed_when_a_new_one_is_made(rele
     assert [file.name for file in to.parent.iterdir()] == ["games.sqlite"]
 
 
-def test_several_may_make_the_same_file_at_once(released: Files, tmp_path: Path) -> None:
+def test_concurrent_builds_of_the_same_file_succeed(released: Files, tmp_path: Path) -> None:
     source, to = write_tree(released, tmp_path / "tree"), tmp_path / "made" / "games.sqlite"
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: data.build(source, to), range(8)))
@@ -200,7 +196,7 @@ def test_several_may_make_the_same_file_at_once(released: Files, tmp_path: Path)
 # Demonstrations
 
 
-def test_demonstrations_are_of_training_games(released: Files, tmp_path: Path) -> None:
+def test_demonstrations_come_from_training_games(released: Files, tmp_path: Path) -> None:
     path = str(write_tree(released, tmp_path / "tree"))
     walked, searched = task.demos(9, seed=0, path=path), task.explorer_demos(9, seed=0, path=path)
     assert [texts for _, texts in walked] == [["go to countertop 1"]] * 6
@@ -212,13 +208,13 @@ def test_demonstrations_are_of_training_games(released: Files, tmp_path: Path) -
     assert len(task.explorer_demos(2, seed=0, path=path)) == 2
 
 
-def test_what_the_explorer_knows_of_places_is_learnt_from_training_games_alone(released: Files, tmp_path: Path) -> None:
+def test_the_explorers_priors_come_from_training_games_alone(released: Files, tmp_path: Path) -> None:
     priors = task.train_priors(data.games_file(str(write_tree(released, tmp_path / "tree"))))
     assert priors.found["mug"] == {"countertop": 1.0}
 
 
 @pytest.mark.parametrize(("count", "walked"), [(2, 1), (3, 1), (4, 2)])
-def test_both_demos_are_half_of_each_and_of_different_games(
+def test_mixed_demonstrations_are_half_of_each_kind_and_of_different_games(
     count: int, walked: int, released: Files, tmp_path: Path
 ) -> None:
     demos = task.both_demos(count, seed=0, path=str(write_tree(released, tmp_path / "tree")))
@@ -226,7 +222,7 @@ def test_both_demos_are_half_of_each_and_of_different_games(
     assert sum(texts == ["go to countertop 1"] for _, texts in demos) == walked
 
 
-def test_a_game_that_takes_too_long_is_not_shown(released: Files, tmp_path: Path) -> None:
+def test_games_longer_than_the_step_limit_are_not_demonstrated(released: Files, tmp_path: Path) -> None:
     file = data.games_file(str(write_tree(released, tmp_path / "tree")))
     [entry] = [entry for entry in data.entries("train", file) if entry.task_type == "pick_heat_then_place_in_recep"]
     game, priors = data.load_game(str(file), entry.name, entry.world), task.train_priors(file)

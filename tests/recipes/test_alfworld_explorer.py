@@ -1,4 +1,4 @@
-"""The recipe `alfworld`: the explorer, which sees texts alone, understands tasks and knows when to give up."""
+"""The recipe `alfworld`: the explorer, which sees only text, understands tasks and gives up when stuck."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_explorer_understands_every_kind_of_task(sentence: str, wish: Wish) 
     assert read_wish(f"You see a desk 1.\n\nYour task is to: {sentence}") == wish
 
 
-def test_the_explorer_solves_synthetic_games_by_what_it_sees() -> None:
+def test_the_explorer_solves_synthetic_games_from_text_alone() -> None:
     demos = synthetic.explorer_demos(240, seed=0)
     assert len(demos) == 240
     for row, texts in demos[:6]:
@@ -47,7 +47,7 @@ def test_the_explorer_solves_synthetic_games_by_what_it_sees() -> None:
         read_wish("Your task is to: dance.")
 
 
-def test_the_explorer_goes_where_things_were_found_and_gives_up_in_the_end() -> None:
+def test_the_explorer_follows_its_priors_and_finally_gives_up() -> None:
     priors = learn_priors([read_game(GOLDEN["problem"], GOLDEN["task"])])
     intro = "You see a desk 1, a drawer 2, a drawer 1, and a shelf 1.\n\nYour task is to: put a {} in shelf."
     assert Explorer(priors).act(intro.format("bowl")) == "go to desk 1"
@@ -59,7 +59,7 @@ def test_the_explorer_goes_where_things_were_found_and_gives_up_in_the_end() -> 
     assert sorted(map(str, said)) == ["go to desk 1", "go to drawer 1", "go to drawer 2", "go to shelf 1"]
 
 
-def test_what_has_to_be_opened_first_is_half_as_promising() -> None:
+def test_closed_receptacles_count_half() -> None:
     found = {"mug": {"cabinet": 0.6, "desk": 0.4}}
     intro = "You see a cabinet 1, and a desk 1.\n\nYour task is to: put a mug in shelf."
     for closed, first in ((frozenset[str](), "go to cabinet 1"), (frozenset({"cabinet"}), "go to desk 1")):

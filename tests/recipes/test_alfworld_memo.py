@@ -1,4 +1,4 @@
-"""What is written down about a play, in demonstrations of a policy that summarises."""
+"""The memo that demonstrations write for a context policy that summarises."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_the_latest_contents_of_every_place_and_what_is_held() -> None:
     assert memo(answered(*play, put, again)) == "drawer 1: mug 2.\ndesk 1: book 1.\nI hold nothing."
 
 
-def test_before_anything_was_seen_there_is_nothing_to_say() -> None:
+def test_the_first_memo_is_empty() -> None:
     assert memo(answered()) == "I hold nothing."
 
 
-def test_of_many_places_the_latest_are_kept() -> None:
+def test_only_the_latest_places_are_kept() -> None:
     visits = [f"You arrive at shelf {n}. On the shelf {n}, you see a cd {n}." for n in range(1, MAX_PLACES + 4)]
     lines = memo(answered(*visits)).splitlines()
     assert lines == [*(f"shelf {n}: cd {n}." for n in range(4, MAX_PLACES + 4)), "I hold nothing."]
 
 
-def test_the_preset_names_it() -> None:
+def test_the_preset_uses_the_memo() -> None:
     context = load_config("alfworld/summary").context
     assert context.model_dump()["demo_summary"] == "memo.memo"

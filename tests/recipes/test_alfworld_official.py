@@ -61,7 +61,7 @@ def test_a_golden_play_is_the_official_one(golden: dict[str, Any], releases: Rel
     assert said == golden["said"]
 
 
-def test_the_released_games_are_those_that_the_recipe_knows() -> None:
+def test_the_released_games_have_the_recorded_hashes() -> None:
     file = data.games_file(SOURCE)
     assert data.count_games(file) == data.SPLITS
     assert data.content_hash(file) == data.CONTENT

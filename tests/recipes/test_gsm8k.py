@@ -1,4 +1,4 @@
-"""The recipes gsm8k and gsm8k_tool: demonstrations from marked solutions, the reward, who may know the answer."""
+"""The recipes gsm8k and gsm8k_tool: demonstrations from marked solutions, the reward, access to the ground truth."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_files_are_read_plain_or_gzipped(folder: Path) -> None:
     assert (test.name, test.answer) == ("test-0", "1000")  # without its comma
 
 
-def test_what_is_wrong_with_the_data_is_said(folder: Path, tmp_path: Path) -> None:
+def test_bad_data_is_an_error_that_names_the_record(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"GSM8K has no split 'tran'\. Did you mean 'train'"):
         data.problems("tran", str(folder))
     with pytest.raises(DataError, match=r"has neither train\.jsonl nor train\.jsonl\.gz"):
@@ -94,9 +94,7 @@ def test_what_is_wrong_with_the_data_is_said(folder: Path, tmp_path: Path) -> No
             data.problems("train", str(folder))
 
 
-def test_without_a_path_the_data_are_looked_for_where_they_are_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_directory_is_the_default_path(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gsm8k").symlink_to(folder)
@@ -113,14 +111,14 @@ def test_the_recipe_reads_its_rows_from_data_path(folder: Path) -> None:
 # Demonstrations
 
 
-def test_a_solution_without_its_marks_is_the_demonstration_without_a_tool(folder: Path) -> None:
+def test_plain_demonstrations_are_solutions_without_marks(folder: Path) -> None:
     shown = {row.row_id: texts for row, texts in plain.demos(count=5, seed=0, path=str(folder))}
     assert shown["train-0"] == [
         "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
     ]
 
 
-def test_every_mark_becomes_a_call_and_its_sentence_goes_on_after_the_result() -> None:
+def test_every_mark_becomes_a_call_within_its_sentence() -> None:
     assert task.demonstration(NATALIA) == [
         f"Natalia sold 48/2 =\n{call('48/2')}",
         f"24 clips in May.\nNatalia sold 48+24 =\n{call('48+24')}",
@@ -128,7 +126,7 @@ def test_every_mark_becomes_a_call_and_its_sentence_goes_on_after_the_result() -
     ]
 
 
-def test_a_currency_sign_goes_with_the_number_it_belongs_to() -> None:
+def test_a_currency_sign_stays_with_its_number() -> None:
     assert task.demonstration(WENG) == [
         f"Weng earns 12/60 =\n{call('12/60')}",
         f"$0.2 per minute.\nWorking 50 minutes, she earned 0.2 x 50 =\n{call('0.2*50')}",
@@ -147,11 +145,11 @@ def test_a_currency_sign_goes_with_the_number_it_belongs_to() -> None:
         "It is <<1/0=0>>0.",
     ],
 )
-def test_solutions_without_marks_or_with_a_wrong_one_show_nothing(solution: str) -> None:
+def test_solutions_with_missing_or_wrong_marks_give_no_demonstration(solution: str) -> None:
     assert task.demonstration(problem(solution)) == []
 
 
-def test_demonstrations_are_drawn_by_seed_and_are_at_most_as_many_as_there_are(folder: Path) -> None:
+def test_demonstrations_depend_on_the_seed_and_end_with_the_data(folder: Path) -> None:
     for demos in (plain.demos, task.demos, task.oracle_demos):
         assert len(demos(count=99, seed=0, path=str(folder))) == 2
         assert demos(count=1, seed=3, path=str(folder)) == demos(count=1, seed=3, path=str(folder))
@@ -276,14 +274,14 @@ def test_the_number_after_the_last_mark_is_the_answer(
 
 
 @given(st.decimals(-(10**12), 10**12, places=2))
-def test_a_number_is_the_same_with_and_without_separators(number: Decimal) -> None:
+def test_thousands_separators_and_markup_do_not_change_a_number(number: Decimal) -> None:
     every_part = {"reward": 1, "format": 1, "last_number": 1}
     for text in (f"{number}", f"{number:,}", f"**{number:,}** clips", f"{number:,}".replace("-", "-$")):
         assert plain.judged(f"#### {text}", str(number)) == every_part
 
 
 @pytest.mark.parametrize("stop", [stop for stop in StopReason if stop is not StopReason.ANSWERED])
-def test_an_episode_that_was_cut_off_has_no_answer(stop: StopReason) -> None:
+def test_a_truncated_episode_has_no_answer(stop: StopReason) -> None:
     row, cut = TaskRow(prompt=[], reward_model={"ground_truth": "12"}), ended("#### 12", stop=stop)  # of #### 125
     nothing = {"reward": 0, "format": 0, "last_number": 0}
     assert asyncio.run(plain.reward(row, cut)) == nothing
@@ -295,7 +293,7 @@ def test_no_text_breaks_the_reward(text: str) -> None:
     assert set(plain.judged(f"#### {text}", "72").values()) <= {0.0, 1.0}
 
 
-def test_calls_are_counted_and_not_paid_for() -> None:
+def test_calls_are_counted_but_not_rewarded() -> None:
     good = ToolCallRecord(name="calculator", arguments={}, result="1", text_span=(0, 1))
     bad = ToolCallRecord(name="calculator", arguments={}, result="no", text_span=(0, 1), error="no")
     row = TaskRow(prompt=[], reward_model={"ground_truth": "1"})
@@ -303,7 +301,7 @@ def test_calls_are_counted_and_not_paid_for() -> None:
     assert (parts["reward"], parts["calls"], parts["bad_calls"]) == (1, 3, 1)
 
 
-# Who knows the answer
+# Access to the ground truth
 
 
 def play(row: TaskRow, tools: list[BaseTool], *texts: str) -> list[str]:
@@ -318,7 +316,7 @@ def play(row: TaskRow, tools: list[BaseTool], *texts: str) -> list[str]:
     return asyncio.run(episode())
 
 
-def test_oracle_rows_tell_the_tool_the_truth_and_plain_rows_do_not(folder: Path) -> None:
+def test_only_oracle_rows_give_the_tool_the_ground_truth(folder: Path) -> None:
     asked = [FORMATS["hermes"].write_call("oracle_check", {"answer": answer}) for answer in ("71", "72", "$72.00")]
     tools: list[BaseTool] = [task.calculator, task.oracle_check]
     [oracle] = task.oracle_rows("train", 1, str(folder))

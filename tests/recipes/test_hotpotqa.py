@@ -54,12 +54,12 @@ def test_exact_match_f1_and_substring_differ_where_they_should() -> None:
     assert f1("", accepted) == exact_match("", accepted) == substring_match("", accepted) == 0
 
 
-def test_aliases_count_and_the_best_of_them_at_that() -> None:
+def test_the_best_alias_counts() -> None:
     accepted = ["United States of America", "USA"]
     assert (exact_match("usa", accepted), f1("usa", accepted)) == (1, 1)
 
 
-def test_yes_and_no_earn_nothing_in_part() -> None:
+def test_yes_and_no_earn_no_partial_credit() -> None:
     assert f1("yes", ["yes"]) == 1
     assert f1("no", ["yes"]) == f1("no answer here", ["no"]) == f1("no", ["no man's land"]) == 0
 
@@ -101,7 +101,7 @@ def episode(final: str, *found: list[str], error: str | None = None) -> Trajecto
     return Trajectory(row_id="r", trajectory_id="t", steps=steps, stop=StopReason.ANSWERED)
 
 
-def test_every_part_of_the_reward_has_its_name() -> None:
+def test_the_reward_reports_its_components() -> None:
     played = episode("<answer>Ada Elby Elson</answer>", ["Fardale River", "Moon"], ["Moon"])
     parts = {"em": 0.0, "f1": 0.8, "substring": 0.0, "format": 1.0, "num_searches": 2.0, "gold_found": 0.5}
     # F1: two common words, three given and two wanted: 2 * 2 / 5
@@ -120,12 +120,12 @@ def test_every_part_of_the_reward_has_its_name() -> None:
         ("<answer>Bo</answer><answer>Ada Elson</answer>", 1.0, 0.0),
     ],
 )
-def test_only_what_stands_in_tags_is_an_answer(final: str, em: float, form: float) -> None:
+def test_only_text_in_tags_is_an_answer(final: str, em: float, form: float) -> None:
     parts = task.parts_of(ROW, episode(final))
     assert (parts["em"], parts["format"]) == (em, form)
 
 
-def test_a_guess_in_an_episode_that_was_cut_off_is_no_answer() -> None:
+def test_a_truncated_episode_has_no_answer() -> None:
     played = replace(episode("<answer>Ada Elson</answer>"), stop=StopReason.MAX_STEPS)
     parts = task.parts_of(ROW, played)
     assert (parts["em"], parts["f1"], parts["substring"], parts["format"]) == (0, 0, 0, 0)
@@ -137,7 +137,7 @@ def test_no_answer_never_matches() -> None:
     assert exact_match("", ["Ada"]) == 0
 
 
-def test_a_failed_call_costs_the_form_but_not_the_answer() -> None:
+def test_a_failed_call_costs_format_but_not_the_answer() -> None:
     parts = task.parts_of(ROW, episode("<answer>Ada Elson</answer>", [], error="no such tool"))
     assert (parts["em"], parts["format"]) == (1.0, 0.0)
 
@@ -175,7 +175,7 @@ def corpus_tool(directory: Path, **texts: str) -> SearchTool:
     return SearchTool(index=Index.build(corpus, directory, lexical=LexicalSettings()).directory, top_k=1)
 
 
-def test_the_expert_never_searches_for_what_it_cannot_read(tmp_path: Path) -> None:
+def test_the_expert_searches_only_for_names_it_has_read(tmp_path: Path) -> None:
     # Nothing in the question or on the page of the river names the town, so no policy could have searched for it.
     hidden = corpus_tool(tmp_path / "i", Fardale_River="A river past a town.", Elby="Its mayor is Ada.")
     question = Question(
@@ -184,7 +184,7 @@ def test_the_expert_never_searches_for_what_it_cannot_read(tmp_path: Path) -> No
     assert demonstrate(question, hidden) is None
 
 
-def test_the_expert_never_answers_what_was_not_shown(tmp_path: Path) -> None:
+def test_the_expert_answers_only_what_it_has_read(tmp_path: Path) -> None:
     question = Question(text="Who is mayor of Elby?", answers=("Ada",), gold=("Elby",), kind="single")
     assert demonstrate(question, corpus_tool(tmp_path / "a", Elby="A town with a mayor.")) is None
     shown = demonstrate(question, corpus_tool(tmp_path / "b", Elby="A town with the mayor Ada."))
@@ -194,7 +194,7 @@ def test_the_expert_never_answers_what_was_not_shown(tmp_path: Path) -> None:
     assert demonstrate(yes, corpus_tool(tmp_path / "c", Elby="A place.")) is not None  # yes stands on no page
 
 
-def test_demonstrations_are_a_function_of_the_seed_and_stop_at_the_count(tool: SearchTool) -> None:
+def test_demonstrations_depend_on_the_seed_and_stop_at_the_count(tool: SearchTool) -> None:
     asked = synthetic.questions("train")
     first, again, other = (task.expert_demos(tool, asked, 10, seed) for seed in (0, 0, 1))
     assert len(first) == 10
@@ -261,13 +261,13 @@ def test_the_split_of_a_question_never_changes() -> None:
     assert not question.is_held_out(data.SOURCES["hotpotqa"].test_share)
 
 
-def test_paragraphs_come_once_and_pages_of_the_same_title_not_at_all(source: Path) -> None:
+def test_paragraphs_are_unique_and_ambiguous_titles_are_dropped(source: Path) -> None:
     titles = [passage.title for passage in data.passages(source)]
     assert sorted(titles) == sorted([*(f"Town {n}" for n in range(40)), "Town 900", "Town 901", "Moon", "Mill"])
     assert next(p.text for p in data.passages(source) if p.title == "Town 3") == "A town. It has Mayor 3."
 
 
-def test_preparing_from_a_folder_leaves_it_alone_and_makes_all_that_a_run_needs(
+def test_preparing_from_a_folder_does_not_change_it_and_makes_everything_a_run_needs(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_R1_DATA", str(tmp_path / "data"))
@@ -296,7 +296,7 @@ def test_a_hotpotqa_file_with_the_wrong_hash_is_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("preset", ["2wiki", "musique"])
-def test_presets_of_other_questions_begin_with_the_warm_start_of_hotpotqa_and_say_so(preset: str) -> None:
+def test_presets_for_other_datasets_start_from_the_hotpotqa_warm_start(preset: str) -> None:
     config = load_config(f"hotpotqa/{preset}", [])
     assert (config.task.train_split, config.sft.demos) == (f"{preset}_train", "task.demos")
     text = (Path(data.__file__).parent / f"{preset}.yaml").read_text(encoding="utf-8")
@@ -318,7 +318,7 @@ def test_every_row_accepts_its_own_answer(source: Path) -> None:
             assert asyncio.run(reward(row, played))["reward"] == 1
 
 
-def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_data_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="agent-r1 data recipe hotpotqa"):
         task.rows("train", path=str(tmp_path))
     with pytest.raises(ConfigError, match="Did you mean 'test'"):
@@ -339,7 +339,7 @@ def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
         ["Who?", "Ada"],
     ],
 )
-def test_a_record_of_another_form_is_named_with_its_file(source: Path, wrong: object) -> None:
+def test_a_malformed_record_is_an_error_that_names_its_file(source: Path, wrong: object) -> None:
     path = source / data.QUESTIONS / data.SOURCES["hotpotqa"].file
     path.write_bytes(gzip.compress(f"{json.dumps(record(0))}\n{json.dumps(wrong)}".encode()))
     with pytest.raises(DataError, match=r"hotpot_ctx\.jsonl\.gz record 2: .*Error"):
@@ -347,7 +347,7 @@ def test_a_record_of_another_form_is_named_with_its_file(source: Path, wrong: ob
 
 
 @pytest.mark.parametrize("context", [[["Town 1", None]], [["Town 1"]], 1])
-def test_a_context_that_holds_no_paragraphs_is_named_with_its_file(source: Path, context: object) -> None:
+def test_a_context_without_paragraphs_is_an_error_that_names_its_file(source: Path, context: object) -> None:
     path = source / data.QUESTIONS / data.SOURCES["hotpotqa"].file
     path.write_bytes(gzip.compress(f"{json.dumps(record(0))}\n{json.dumps(record(1, context=context))}".encode()))
     with pytest.raises(DataError, match=r"hotpot_ctx\.jsonl\.gz record 2: .*Error"):
@@ -385,7 +385,7 @@ def test_lead_sections_are_read_from_the_archive(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("AGENT_R1_SHARED_DATA" not in os.environ, reason="needs a local copy of the data")
-def test_the_real_questions_have_the_splits_the_readme_says() -> None:
+def test_the_real_questions_have_the_splits_in_the_readme() -> None:
     folder = Path(os.environ["AGENT_R1_SHARED_DATA"])
     sizes = {split: len(data.questions(split, folder)) for split in data.SPLITS}
     assert sizes == {

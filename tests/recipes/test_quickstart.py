@@ -84,7 +84,7 @@ def test_questions_and_answers_by_hand() -> None:
     assert Puzzle(kind=Kind.MULTIPLE, table=table, people=both[:1], factor=3).answer == 123  # 3 * 41
 
 
-def test_the_right_way_is_calls_and_results_and_then_an_answer_that_earns_1() -> None:
+def test_calling_the_tools_and_answering_earns_1() -> None:
     for index, puzzle in enumerate(puzzles()):
         row = task.as_row(puzzle, f"r{index}")
         trajectory = play(row, task.demonstrate(puzzle, None, random.Random(0)))
@@ -95,7 +95,7 @@ def test_the_right_way_is_calls_and_results_and_then_an_answer_that_earns_1() ->
 
 
 @pytest.mark.parametrize("shortcut", list(Shortcut))
-def test_no_short_cut_earns_anything(shortcut: Shortcut) -> None:
+def test_shortcuts_earn_nothing(shortcut: Shortcut) -> None:
     for index, puzzle in enumerate(puzzles()):
         row = task.as_row(puzzle, f"r{index}")
         trajectory = play(row, task.demonstrate(puzzle, shortcut, random.Random(index)))
@@ -103,14 +103,14 @@ def test_no_short_cut_earns_anything(shortcut: Shortcut) -> None:
         assert task.reward(row, trajectory) == 0.0
 
 
-def test_the_answer_has_two_digits_and_stands_in_no_table() -> None:
+def test_the_answer_has_two_digits_and_is_in_no_table() -> None:
     for row in task.rows("train", 500):
         assert 10 <= int(row.ground_truth) < 100
         assert int(row.ground_truth) not in row.env_kwargs["tools_kwargs"]["lookup"]["table"].values()
 
 
 @pytest.mark.parametrize("text", ["#### 531", "53", "#### 53.", "#### 53 #### 53", "#### 5", "####53", "#### fifty"])
-def test_the_reward_takes_the_right_number_and_nothing_else(text: str) -> None:
+def test_only_the_right_number_is_rewarded(text: str) -> None:
     row = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r", reward_model={"ground_truth": "53"})
     assert task.reward(row, play(row_with_table(row), [text])) == 0.0
     assert task.reward(row, play(row_with_table(row), ["#### 53"])) == 1.0
@@ -125,14 +125,14 @@ def row_with_table(row: TaskRow) -> TaskRow:
     )
 
 
-def test_rows_are_the_same_each_time_and_a_longer_list_only_adds() -> None:
+def test_rows_are_reproducible_and_a_longer_list_only_adds() -> None:
     assert task.rows("test", 20) == task.rows("test", 50)[:20]
     assert task.rows("test", 20, seed=1) != task.rows("test", 20)
     ids = [row.row_id for split in task.SPLITS for seed in (0, 1) for row in task.rows(split, 50, seed)]
     assert len(set(ids)) == len(ids)
 
 
-def test_nobody_is_in_both_splits() -> None:
+def test_no_person_is_in_both_splits() -> None:
     train, test = set(task.people("train")), set(task.people("test"))
     assert not train & test
     assert len(train | test) == len(task.FIRST_NAMES.split()) * len(task.LAST_NAMES.split())
@@ -143,7 +143,7 @@ def test_nobody_is_in_both_splits() -> None:
         assert asked_people(row) <= train
 
 
-def test_an_unknown_split_is_an_error_that_names_the_known_ones() -> None:
+def test_an_unknown_split_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"unknown split 'tset'\. Did you mean 'test'\?"):
         task.rows("tset", 1)
 
@@ -187,13 +187,13 @@ def test_the_calculator_is_right(left: int, operation: str, right: int) -> None:
     st.text(max_size=20)
     | st.sampled_from(["9**9", "1 + 2 + 3", "1 / 2", "", "7", "__import__('os')", "\u0661 + \u0662"])
 )
-def test_the_calculator_refuses_everything_else_in_words(expression: str) -> None:
+def test_the_calculator_refuses_everything_else(expression: str) -> None:
     if task.EXPRESSION.fullmatch(expression) is None:
         with pytest.raises(ToolError, match="is not of the form"):
             asyncio.run(task.calculate(expression))
 
 
-def test_the_demonstrator_is_as_sloppy_as_it_says() -> None:
+def test_demonstrations_are_wrong_as_often_as_configured() -> None:
     shown = task.demos(4000, seed=0)
     kinds = Counter(row.extra_info["kind"] for row, _ in shown)
     right = Counter(row.extra_info["kind"] for row, texts in shown if texts[-1] == f"#### {row.ground_truth}")
@@ -215,7 +215,7 @@ def test_demonstrations_play_as_written_and_stay_short() -> None:
         assert len(last.prompt_ids) + len(last.response_ids) <= 110
 
 
-def test_an_episode_read_again_from_its_text_has_the_ids_it_was_played_with() -> None:
+def test_encoding_the_text_of_an_episode_gives_its_ids() -> None:
     for row, texts in task.demos(20, seed=2):
         last = play(row, texts).steps[-1]
         ids = last.prompt_ids + last.response_ids
@@ -224,11 +224,11 @@ def test_an_episode_read_again_from_its_text_has_the_ids_it_was_played_with() ->
 
 @settings(max_examples=300)
 @given(st.text() | st.text(alphabet="<|>/imstarendoolc_ \n0Aé") | st.sampled_from([tiny.TURN_END, *tiny.CALL_TAGS]))
-def test_every_text_is_read_back_exactly(text: str) -> None:
+def test_encoding_and_decoding_round_trips(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text)) == text
 
 
-def test_names_and_numbers_are_the_same_tokens_wherever_they_occur() -> None:
+def test_names_and_numbers_have_the_same_tokens_everywhere() -> None:
     encode = tokenizer().encode
     for name in task.people("test"):
         first, blank, last = encode(name)
@@ -240,12 +240,12 @@ def test_names_and_numbers_are_the_same_tokens_wherever_they_occur() -> None:
             assert encode(text).count(token) == 1
 
 
-def test_the_template_does_all_an_agent_needs() -> None:
+def test_the_template_passes_all_checks() -> None:
     assert verify_template(renderer(), SCHEMAS).problems == ()
     assert renderer().stop_ids == (tokenizer().eos_token_id,)
 
 
-def test_the_template_writes_calls_given_as_data_like_calls_given_as_text() -> None:
+def test_the_template_renders_structured_calls_like_text() -> None:
     text = FORMATS["hermes"].write_call("lookup", {"name": "Mira Reed"})
     call = {"type": "function", "function": {"name": "lookup", "arguments": {"name": "Mira Reed"}}}
     as_data = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -253,13 +253,13 @@ def test_the_template_writes_calls_given_as_data_like_calls_given_as_text() -> N
     assert render([as_data], tokenize=False) == render([{"role": "assistant", "content": text}], tokenize=False)
 
 
-def test_the_template_refuses_what_it_cannot_show() -> None:
+def test_the_template_refuses_unknown_roles_and_images() -> None:
     for message in ({"role": "critic", "content": "?"}, {"role": "user", "content": [{"type": "image"}]}):
         with pytest.raises(Exception, match=r"unknown role critic|must be text"):
             tokenizer().apply_chat_template([message], tokenize=False)
 
 
-def test_the_tiny_model_is_an_ordinary_directory_and_a_function_of_its_seed(tmp_path: Path) -> None:
+def test_the_tiny_model_is_an_ordinary_directory_and_depends_only_on_its_seed(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         tiny.make_tiny_model(tmp_path / name, seed)

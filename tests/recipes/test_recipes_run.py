@@ -47,7 +47,7 @@ TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(rec
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is known from earlier runs, and nothing can be fetched."""
+    """Start without caches and without a network."""
     for name in ("AGENT_R1_CACHE", "AGENT_R1_DATA", "AGENT_R1_MODELS"):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("connect", "connect_ex"):
@@ -70,7 +70,7 @@ def settings(recipe: str) -> list[str]:
 
 
 def trained(config: RunConfig, folder: Path) -> RunDir:
-    """A model that knows nothing earns nothing, and nothing could be learnt from that: letters are paid for too."""
+    """Train with an extra reward for letters: an untrained model would otherwise earn nothing and have no signal."""
     run, plan = RunDir.create(folder, config), build_plan(config)
     scorer = replace(plan.task.scorer, reward=with_letters(plan.task.scorer.reward))
     plan = replace(plan, task=replace(plan.task, scorer=scorer))
@@ -88,8 +88,8 @@ def with_letters(reward: RewardFunction) -> RewardFunction:
     return paid
 
 
-def check_that_it_learned(config: RunConfig, run: RunDir) -> None:
-    """Both steps sampled, scored and updated, and every number of them is one."""
+def check_run(config: RunConfig, run: RunDir) -> None:
+    """Check that both steps sampled, scored and updated, with finite metrics."""
     records = run.read_metrics("train")
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
@@ -111,20 +111,20 @@ def test_every_recipe_has_a_tiny_preset_or_is_tiny() -> None:
 
 def test_the_quickstart_runs_two_steps(tmp_path: Path) -> None:
     config = load_config("quickstart", SMALL_QUICKSTART)
-    check_that_it_learned(config, trained(config, tmp_path / "run"))
+    check_run(config, trained(config, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("recipe", TINY)
 def test_a_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     config = load_config(recipe, settings(recipe))
     run = trained(config, tmp_path / "run")
-    check_that_it_learned(config, run)
+    check_run(config, run)
     assert len(list((tmp_path / "AGENT_R1_CACHE").glob("warm-*"))) == 1  # the warm start was made, here and now
-    check_what_is_imitated(config, run)
+    check_demonstrations(config, run)
 
 
-def check_what_is_imitated(config: RunConfig, run: RunDir) -> None:
-    """Demonstrations call the tools where there are any, no call fails, and the reward likes what comes of it."""
+def check_demonstrations(config: RunConfig, run: RunDir) -> None:
+    """Check that demonstrations call the tools, that no call fails and that each earns the full reward."""
     demos = demonstrations(config, run)
     calls = [record for trajectory in demos for step in trajectory.steps for record in step.calls]
     assert len(demos) == config.sft.count

@@ -1,4 +1,4 @@
-"""The recipe retool: its data without what is judged, its answers, its demonstrations, its reward."""
+"""The recipe retool: training data without evaluation problems, answers, demonstrations, reward."""
 
 from __future__ import annotations
 
@@ -95,21 +95,19 @@ def row_with(answer: str) -> TaskRow:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_read_plain_or_gzipped_whatever_their_columns(folder: Path) -> None:
+def test_plain_and_gzipped_files_with_any_known_columns_are_read(folder: Path) -> None:
     assert problems(folder, "math_test") == [Problem(text="Find $x$.", answer="\\frac{1}{2}")]
     assert [p.answer for p in problems(folder, "amc23")] == ["142"]
     assert [p.answer for p in problems(folder, "gsm8k_test")] == ["1000"]
     assert [p.answer for p in problems(folder, "aime25")] == ["70"]
 
 
-def test_training_leaves_out_what_is_judged_what_comes_twice_and_what_has_no_answer(folder: Path) -> None:
+def test_training_excludes_evaluation_problems_duplicates_and_problems_without_answer(folder: Path) -> None:
     assert [p.text for _, p in split_problems(folder, "math_train")] == ["Kept."]
-    assert [p.text for _, p in split_problems(folder, "test")] == ["What is $1+1$?"], "what is judged stays whole"
+    assert [p.text for _, p in split_problems(folder, "test")] == ["What is $1+1$?"], "evaluation sets are not filtered"
 
 
-def test_preparing_fetches_nothing_that_is_there_and_says_what_each_split_has(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparing_skips_existing_files_and_reports_every_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dapo = {"prompt": [{"role": "user", "content": "D"}], "reward_model": {"ground_truth": "34"}}
     pq.write_table(pa.Table.from_pylist([dapo]), folder / "dapo_math_17k.parquet")
     monkeypatch.setenv("AGENT_R1_DATA", str(folder.parent))
@@ -120,7 +118,7 @@ def test_preparing_fetches_nothing_that_is_there_and_says_what_each_split_has(
     assert {"dapo: 1 problems", "math_train: 1 problems", "train: 2 problems"} <= set(said)
 
 
-def test_a_record_of_gsm8k_is_read_as_its_own_recipe_reads_it(folder: Path) -> None:
+def test_gsm8k_records_are_read_by_the_gsm8k_recipe(folder: Path) -> None:
     (folder / "gsm8k" / "test.jsonl").write_text('{"question": "How much?", "answer": "no mark"}', encoding="utf-8")
     with pytest.raises(DataError, match=r"gsm8k/test.jsonl record 1: the solution has no '#### ANSWER'"):
         problems(folder, "gsm8k_test")
@@ -132,16 +130,16 @@ def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:
     assert len(judged(folder)) == 12  # two marks of each of six problems
     for file in (folder.parent / "gsm8k").iterdir():
         file.unlink()
-    assert len(judged(folder)) == 10, "who does without GSM8K may"
+    assert len(judged(folder)) == 10, "GSM8K is optional"
 
 
-def test_an_evaluation_set_that_is_missing_is_an_error_also_for_training(folder: Path) -> None:
+def test_training_requires_all_evaluation_sets(folder: Path) -> None:
     (folder / "aime24.jsonl").unlink()
     with pytest.raises(DataError, match=r"no aime24.jsonl .*agent-r1 data recipe retool, or set data.path"):
         split_problems(folder, "math_train")
 
 
-def test_a_broken_file_and_an_unknown_split_are_named(folder: Path) -> None:
+def test_broken_files_and_unknown_splits_are_errors(folder: Path) -> None:
     (folder / "math500.jsonl").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"math500.jsonl cannot be read"):
         problems(folder, "math500")
@@ -159,13 +157,13 @@ def test_a_broken_file_and_an_unknown_split_are_named(folder: Path) -> None:
         ("gsm8k_test", '{"question": "?", "answer": "#### 1"}\n{"question": "?", "answer": "#### twelve"}'),
     ],
 )
-def test_a_record_of_another_form_is_named_with_its_file(folder: Path, name: str, text: str) -> None:
+def test_a_malformed_record_is_an_error_that_names_its_file(folder: Path, name: str, text: str) -> None:
     (folder / SOURCES[name].file).write_text(text, encoding="utf-8")  # taken before the gzipped one
     with pytest.raises(DataError, match=rf"{SOURCES[name].file} record 2: "):
         problems(folder, name)
 
 
-def test_rows_ask_for_a_boxed_answer_and_hide_the_true_one(folder: Path) -> None:
+def test_rows_ask_for_a_boxed_answer_and_hide_the_ground_truth(folder: Path) -> None:
     [row] = rows("aime24", path=str(folder))
     assert (row.row_id, row.data_source, row.ground_truth) == ("aime24-0", "aime24", "45")
     assert "\\boxed" in row.prompt[0]["content"]
@@ -173,17 +171,17 @@ def test_rows_ask_for_a_boxed_answer_and_hide_the_true_one(folder: Path) -> None
 
 
 @given(st.text(), st.text(alphabet=" \t\n$\\{}.,()"))
-def test_what_is_compared_ignores_everything_but_letters_and_digits(text: str, noise: str) -> None:
+def test_comparison_keys_contain_only_letters_and_digits(text: str, noise: str) -> None:
     assert reduced(text + noise) == reduced(noise + text) == reduced(reduced(text))
 
 
 @given(st.lists(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
-def test_cleaning_keeps_the_first_of_each_and_nothing_taboo(texts: list[str], taboo: set[str]) -> None:
+def test_cleaning_keeps_the_first_of_each_and_no_excluded_problem(texts: list[str], taboo: set[str]) -> None:
     kept = [p.text for _, p in clean([("s", Problem(text=text, answer="")) for text in texts], taboo)]
     assert kept == [text for text in dict.fromkeys(texts) if text not in taboo]
 
 
-def test_a_problem_that_begins_like_another_and_has_its_answer_is_a_copy() -> None:
+def test_problems_with_the_same_beginning_and_answer_are_copies() -> None:
     start = "A rectangle with perimeter 176 is divided into five congruent rectangles as shown."
     told = Problem(text=f"{start} What is the perimeter of one?", answer="80")
     again = Problem(text=f"{start} Find the perimeter of each of them.", answer=" 80")
@@ -193,7 +191,7 @@ def test_a_problem_that_begins_like_another_and_has_its_answer_is_a_copy() -> No
 
 
 @pytest.mark.skipif(SHARED is None, reason="AGENT_R1_SHARED_DATA names no folder with the published files")
-def test_the_published_files_overlap_as_often_as_was_counted() -> None:
+def test_the_published_files_overlap_as_recorded() -> None:
     folder = Path(SHARED or "") / "math"
     dapo = {reduced(p.text) for p in problems(folder, "dapo")}
     inside = {name: sum(reduced(p.text) in dapo for p in problems(folder, name)) for name in EVALUATION}
@@ -219,7 +217,7 @@ def test_the_published_files_overlap_as_often_as_was_counted() -> None:
         ("\\boxed{a{b}c}}", "a{b}c"),
     ],
 )
-def test_the_last_box_counts_with_its_own_braces(text: str, inside: str | None) -> None:
+def test_the_last_box_counts_with_nested_braces(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
 
 
@@ -271,7 +269,7 @@ def test_a_number_is_the_same_with_and_without_thousands_separators(number: int)
         ("0.333", "0.333...", False),
     ],
 )
-def test_a_comma_parts_thousands_in_a_number_and_numbers_in_brackets(truth: str, answer: str, same: bool) -> None:
+def test_commas_separate_thousands_in_a_number_and_entries_in_brackets(truth: str, answer: str, same: bool) -> None:
     pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
     assert asyncio.run(same_answer(truth, answer)) is same
 
@@ -289,7 +287,7 @@ def test_a_tuple_is_the_same_with_and_without_spaces_and_never_a_number(
     assert not asyncio.run(same_answer(close, "".join(map(str, numbers))))
 
 
-def test_other_answers_are_compared_as_mathematics_and_bombs_are_wrong() -> None:
+def test_other_answers_are_compared_symbolically_and_huge_powers_are_wrong() -> None:
     pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
 
     async def play() -> list[bool]:
@@ -307,7 +305,7 @@ def test_other_answers_are_compared_as_mathematics_and_bombs_are_wrong() -> None
     assert asyncio.run(play()) == [True, True, True, False, False, False, True]
 
 
-def test_a_checker_that_is_at_its_end_does_not_make_an_answer_wrong() -> None:
+def test_a_failing_checker_does_not_make_an_answer_wrong() -> None:
     pytest.importorskip("math_verify", reason="pip install 'agent-r1[math]'")
 
     async def play() -> bool:
@@ -323,7 +321,7 @@ def test_a_checker_that_is_at_its_end_does_not_make_an_answer_wrong() -> None:
     assert asyncio.run(play())
 
 
-def test_the_reward_is_the_right_answer_and_format_is_told_apart() -> None:
+def test_the_reward_is_correctness_and_format_is_reported_separately() -> None:
     def parts(text: str, stop: StopReason = StopReason.ANSWERED) -> tuple[float, float, float]:
         scored = asyncio.run(reward(row_with("34"), ended(text, stop)))
         return scored["reward"], scored["correct"], scored["format"]
@@ -356,13 +354,13 @@ def test_evaluation_is_exact(a: int, b: int, c: int) -> None:
     assert gsm8k.evaluate(f"({a} - {b}) / {c} + y", {"y": Fraction(1, 3)}) == Fraction(a - b, c) + Fraction(1, 3)
 
 
-def test_demonstrations_of_gsm8k_come_from_a_folder_without_what_is_judged(folder: Path) -> None:
+def test_gsm8k_demonstrations_exclude_evaluation_problems(folder: Path) -> None:
     [(row, texts)] = gsm8k.demos(10, 0, str(folder))
     assert row.prompt[1]["content"] == "How many clips?"
     assert texts[-1] == "The answer is \\boxed{72}."
 
 
-def test_problems_made_in_code_are_the_same_each_time_and_split_for_good() -> None:
+def test_synthetic_problems_are_reproducible_and_their_splits_fixed() -> None:
     train, test = synthetic.rows("train", 60), synthetic.rows("test", 30)
     assert train[:10] == synthetic.rows("train", 10)
     assert not {r.prompt[1]["content"] for r in train} & {r.prompt[1]["content"] for r in test}

@@ -79,16 +79,16 @@ def test_a_record_without_price_features_and_options_has_the_original_defaults()
     assert (chair.features, chair.options) == (("plain",), {})
 
 
-def test_a_price_that_was_read_already_is_the_same_price() -> None:
+def test_parsed_and_raw_prices_agree() -> None:
     assert read_one(scraped(pricing=[19.99, 27.99])).prices == read_one(scraped(pricing="$19.99 - $27.99")).prices
 
 
-def test_doubles_and_records_without_a_proper_asin_are_left_out() -> None:
+def test_duplicates_and_records_without_a_valid_asin_are_skipped() -> None:
     records = [scraped(), scraped(name="again"), scraped(asin="nan"), scraped(asin="B0000000021")]
     assert [product.title for product in read_products(records, {}, {}, "test")] == ["Oak Chair"]
 
 
-def test_a_record_that_is_no_product_is_an_error_with_its_place() -> None:
+def test_a_record_that_is_not_a_product_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match=r"items\.json record 2 is not a product of WebShop: KeyError"):
         read_products([scraped(), {"asin": "B1"}], {}, {}, "items.json")
 
@@ -107,7 +107,7 @@ def test_a_price_that_cannot_be_read_is_unknown(pricing: Any, prices: tuple[floa
     assert read_one(scraped(pricing=pricing)).prices == prices
 
 
-def test_lists_with_nothing_in_them_are_as_if_they_were_not_there() -> None:
+def test_empty_lists_count_as_missing() -> None:
     chair = read_one(scraped(small_description=[], customization_options={"Size": []}), {"instruction": "a chair"})
     assert (chair.features, chair.options) == (("",), {})
     assert len(synthetic_goals([chair], draw_prices([chair]))) == 1  # of no values there would be no combination
@@ -124,14 +124,14 @@ def test_lists_with_nothing_in_them_are_as_if_they_were_not_there() -> None:
         ("instructions", [{"instruction": None, "instruction_attributes": [], "instruction_options": []}]),
     ],
 )
-def test_a_field_that_is_no_text_is_an_error_with_its_record_and_name(field: str, value: Any) -> None:
+def test_a_field_that_is_not_text_is_an_error_that_names_it(field: str, value: Any) -> None:
     name = "instruction" if field == "instructions" else field
     with pytest.raises(DataError, match=rf"items\.json record 2 is not a product .*{name} is (None|7), not text"):
         read_products([scraped(asin="B1"), scraped(**{field: value})], {}, {}, "items.json")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_missing_package_is_told_where_the_catalogue_is_made(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_when_the_catalogue_is_built(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'agent-r1\[webshop\]'"):
         Catalogue.of([SCARF])
@@ -159,13 +159,13 @@ def test_a_product_without_an_instruction_has_no_goals_and_one_without_options_h
     assert [(goal.asin, goal.options) for goal in goals] == [(SCARF.asin, ())]
 
 
-def test_above_all_round_prices_no_bound_is_said() -> None:
+def test_no_bound_is_stated_above_all_round_prices() -> None:
     dear = replace(SCARF, options={}, prices=(985.0,))  # only 990 is above
     [goal] = synthetic_goals([dear], draw_prices([dear]))
     assert (goal.text, goal.price_bound) == ("Find me soft touch scarves", NO_BOUND)
 
 
-def test_a_price_from_to_is_drawn_once_for_all_between_its_ends() -> None:
+def test_a_price_range_is_resolved_once_to_a_price_within_it() -> None:
     ranges = [replace(SCARF, asin=f"B{number}", prices=(20.0, 60.0)) for number in range(20)]
     prices = draw_prices([*ranges, SCARF])
     drawn = [prices[product.asin] for product in ranges]
@@ -175,7 +175,7 @@ def test_a_price_from_to_is_drawn_once_for_all_between_its_ends() -> None:
     assert draw_prices([*ranges, SCARF]) == prices
 
 
-def test_a_goal_that_is_tested_is_not_trained_on_though_a_product_lists_a_value_twice() -> None:
+def test_train_and_test_goals_are_disjoint_even_with_duplicate_options() -> None:
     doubled = replace(SCARF, options={"color": ("red", "blue", "red"), "size": ("small", "large", "large")})
     catalogue = Catalogue.of([doubled])
     assert len(catalogue.goals) == 9  # of four different ones
@@ -187,7 +187,7 @@ def test_a_goal_that_is_tested_is_not_trained_on_though_a_product_lists_a_value_
         assert all(catalogue.goals[int(name.removeprefix("goal-"))] == goal for name, goal in train)
 
 
-def test_what_people_wrote_becomes_a_goal_if_it_can_be_judged() -> None:
+def test_human_instructions_become_goals_if_they_can_be_scored() -> None:
     wishes = (
         HumanInstruction(text="i want a soft scarf.", attributes=("soft touch",), options=("large",)),
         HumanInstruction(text="a scarf", attributes=(), options=()),
@@ -206,7 +206,7 @@ def test_goals_are_the_same_in_every_process() -> None:
 # Search
 
 
-def test_words_are_cut_as_lucenes_analyser_cuts_them() -> None:
+def test_words_are_split_as_by_lucenes_analyser() -> None:
     assert split_words("The Women's 3.5mm dash-cam, U.S.A. 1,000 it's") == [
         "women", "3.5mm", "dash", "cam", "u.s.a", "1,000"
     ]  # fmt: skip
@@ -241,12 +241,12 @@ def test_the_score_counts_attributes_options_and_price() -> None:
     assert score(bought=replace(SCARF, attributes=(), features=("",))) == pytest.approx(1 / 5)  # the price alone
 
 
-def test_without_wanted_options_their_share_is_full() -> None:
+def test_goals_without_options_give_full_option_credit() -> None:
     judged = judge(replace(GOAL, options=()), SCARF, SCARF, 24.0, {"size": "small"})
     assert (judged.total, judged.options) == (1.0, 1.0)
 
 
-def test_an_attribute_is_known_reads_alike_or_stands_on_the_page() -> None:
+def test_attributes_match_by_list_by_similarity_or_by_page_text() -> None:
     assert has_attribute(SCARF, "long lasting")
     assert has_attribute(SCARF, "soft touches")  # "soft" is common, and "soft touch" is nearly the same
     assert has_attribute(SCARF, "made of wool")  # a feature
@@ -271,7 +271,7 @@ def test_alike_is_the_rounded_token_set_ratio_above_85(one: str, other: str, sam
     assert alike(other, one) is same
 
 
-def test_colours_are_compared_by_their_plain_name_and_as_published_not_always_kindly() -> None:
+def test_colours_are_compared_by_base_name_as_in_the_original() -> None:
     assert plain_color("navy blue") == "blue"  # the first of the list, not of the text
     assert plain_color("striped") == "striped"
     assert plain_color("rectangular") == "tan"
@@ -282,7 +282,7 @@ def test_colours_are_compared_by_their_plain_name_and_as_published_not_always_ki
     assert score(tan, shape="rectangular") == pytest.approx(3 / 4)  # chosen as wanted, and never counted
 
 
-def test_wishes_of_people_are_values_without_names() -> None:
+def test_human_options_are_values_without_names() -> None:
     assert score(replace(GOAL, options=(("", "navy"),)), color="navy blue") == pytest.approx(3 / 4)  # blue is not navy
     assert score(replace(GOAL, options=(("", "blue"),)), color="navy blue") == 1.0
 

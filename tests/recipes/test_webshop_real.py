@@ -1,6 +1,6 @@
 """The recipe `webshop` with its real data, and with what is on record of the original engine.
 
-Runs where $AGENT_R1_WEBSHOP names a folder that has the data.
+Runs if $AGENT_R1_WEBSHOP names a folder that has the data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def shop() -> Shop:
 
 
 @real
-def test_there_are_1000_products_and_6910_goals_in_two_fixed_panels(shop: Shop) -> None:
+def test_there_are_1000_products_and_6910_goals_in_two_fixed_splits(shop: Shop) -> None:
     catalogue = shop.catalogue
     assert (len(catalogue.products), len(catalogue.goals), len(catalogue.human)) == (1000, 6910, 13)
     assert data.goals_hash(catalogue.goals) == data.GOALS_SHA256
@@ -51,7 +51,7 @@ def test_there_are_1000_products_and_6910_goals_in_two_fixed_panels(shop: Shop) 
 
 
 @real
-def test_the_plan_of_the_preset_can_be_made_as_a_dry_run_makes_it() -> None:
+def test_a_dry_run_of_the_preset_plans_the_real_data() -> None:
     pytest.importorskip("gguf")  # the model comes in that form
     plan = build_plan(load_config("webshop", [f"data.path={REAL}"]))
     assert (len(plan.train_rows), len(plan.test_rows)) == (6709, 200)
@@ -75,20 +75,20 @@ def test_goals_come_in_the_order_of_the_original(shop: Shop) -> None:
 
 @real
 @pytest.mark.parametrize("number", PURCHASES)
-def test_purchases_are_paid_as_the_original_paid_them(shop: Shop, number: int) -> None:
+def test_purchases_score_as_in_the_original(shop: Shop, number: int) -> None:
     asin, paid = PURCHASES[number]
     assert task.score_of(shop.catalogue.goals[number], asin, {}, shop.catalogue).total == pytest.approx(paid)
 
 
 @real
-def test_options_are_paid_as_the_original_paid_them(shop: Shop) -> None:
+def test_options_score_as_in_the_original(shop: Shop) -> None:
     goal, color = shop.catalogue.goals[4], {"color": "xnj-tshirt334-gray"}
     for chosen, paid in (({}, 7 / 9), ({"size": "x-large"}, 8 / 9), (color | {"size": "x-large"}, 1.0)):
         assert task.score_of(goal, goal.asin, chosen, shop.catalogue).total == pytest.approx(paid)
 
 
 @real
-def test_a_search_finds_what_the_original_found_in_its_order(shop: Shop) -> None:
+def test_search_results_match_the_original_in_order(shop: Shop) -> None:
     found = [product.asin for product in shop.shown(Place(page="results", query="women jumpsuits"))]
     assert found[:7] == [
         "B09NDS8F4V", "B09PVNLVRW", "B09RV4TXKJ", "B099WX3CV5", "B09Q37JQZ6", "B09QPX97VW", "B09NSC5VDG"
@@ -119,7 +119,7 @@ def test_the_documents_of_the_index_are_the_scraped_records_after_loading(shop: 
 
 
 @real
-def test_both_buyers_do_on_the_real_goals_what_they_are_said_to_do(shop: Shop) -> None:
+def test_both_buyers_score_as_documented_on_real_goals(shop: Shop) -> None:
     goals = random.Random(0).sample(shop.catalogue.goals, 200)
     knows = [task.score_of_visit(shop, goal, knowing_buyer(shop, goal) or []).total for goal in goals]
     reads = [task.score_of_visit(shop, goal, reading_buyer(shop, goal.text, Look())).total for goal in goals]

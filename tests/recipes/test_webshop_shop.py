@@ -41,7 +41,7 @@ def test_the_last_line_is_the_action(said: str, action: tuple[str, str]) -> None
 
 
 @pytest.mark.parametrize("said", ["", "buy it", "search[]", "click[ ]", "search lamp", "search[a]\nplease", "find[a]"])
-def test_what_is_no_action_is_refused(said: str) -> None:
+def test_text_without_an_action_is_refused(said: str) -> None:
     with pytest.raises(CannotDo, match=r"Say search\[words\] or click\[button\]\."):
         read_action(said)
 
@@ -52,7 +52,7 @@ def test_two_actions_are_refused() -> None:
             read_action(said)
 
 
-def test_a_query_is_cut_so_that_an_anchor_is_short() -> None:
+def test_long_queries_are_cut() -> None:
     env = synthetic.SyntheticShop()
     env.begin(synthetic.rows("test")[0])
     env.reply(f"search[lamp {'x' * 200_000}]")
@@ -67,7 +67,7 @@ def walk(shop: Shop, *actions: str) -> Place:
     return place
 
 
-def test_a_purchase_goes_from_search_over_results_and_item_to_done() -> None:
+def test_a_purchase_goes_through_search_results_and_item() -> None:
     shop = synthetic.shop()
     results = walk(shop, "search[Oak Lamp]")
     assert (results.page, results.query, results.number) == ("results", "oak lamp", 1)
@@ -78,7 +78,7 @@ def test_a_purchase_goes_from_search_over_results_and_item_to_done() -> None:
     assert shop.go(chosen, "click[buy now]") == replace(chosen, page="bought")
 
 
-def test_pages_of_results_turn_and_remember() -> None:
+def test_result_pages_turn_and_are_remembered() -> None:
     shop = synthetic.shop()  # all 12 products are easy to clean
     second = walk(shop, "search[easy clean]", "click[next >]")
     assert len(shop.shown(second)) == 2
@@ -123,13 +123,13 @@ def test_a_search_may_start_anywhere_and_forgets_the_item() -> None:
     )
 
 
-def test_a_value_of_two_options_belongs_to_the_later_one() -> None:
+def test_a_value_of_two_options_selects_the_later_one() -> None:
     odd = replace(SCARF, options={"color": ("one", "two"), "size": ("two",)})
     shop = Shop(Catalogue.of([odd]))
     assert walk(shop, "search[scarf]", f"click[{odd.asin}]", "click[two]").chosen == (("size", "two"),)
 
 
-def test_anchors_are_alike_for_the_same_state_and_differ_for_others() -> None:
+def test_anchors_are_equal_exactly_for_equal_states() -> None:
     shop = synthetic.shop()
     one = walk(shop, "search[oak lamp]", "click[M00]", "click[red]")
     other = walk(shop, "search[lamp]", "click[M00]", "click[blue]", "click[red]")
@@ -154,7 +154,7 @@ def test_every_button_leads_somewhere_and_every_page_shows_its_buttons(choices: 
 # Pages
 
 
-def test_pages_are_short_and_say_what_can_be_clicked() -> None:
+def test_pages_are_short_and_list_their_buttons() -> None:
     shop = Shop(Catalogue.of([SCARF]))
     results = walk(shop, "search[scarf]")
     assert page(shop, results, Look(title=20)) == (
@@ -176,7 +176,7 @@ def test_pages_are_short_and_say_what_can_be_clicked() -> None:
     assert shop.go(item, "click[navy blue]").chosen == (("color", "navy blue"),)  # not shown, and still there
 
 
-def test_a_page_has_room_for_something() -> None:
+def test_page_limits_have_a_minimum() -> None:
     shop = Shop(Catalogue.of([SCARF]))
     item = walk(shop, "search[scarf]", "click[B000000001]")
     assert "\nsize: 2 values\ncolor: 2 values\n" in page(shop, item, Look(values=4))
@@ -188,7 +188,7 @@ def test_a_page_has_room_for_something() -> None:
 
 
 @given(st.text(), st.integers(4, 50))
-def test_cut_text_is_never_longer_than_it_may_be(text: str, limit: int) -> None:
+def test_cut_text_respects_its_limit(text: str, limit: int) -> None:
     assert len(cut(text, limit)) <= limit
 
 
@@ -202,7 +202,7 @@ def play(env: WebShop, row: TaskRow, *actions: str) -> list[str]:
     return shown
 
 
-def test_what_stands_in_the_conversation_is_not_shown_again() -> None:
+def test_pages_already_in_the_conversation_are_not_repeated() -> None:
     [row, *_] = synthetic.rows("test")
     shown = play(
         synthetic.SyntheticShop(),
@@ -223,7 +223,7 @@ def test_what_stands_in_the_conversation_is_not_shown_again() -> None:
     assert shown[7] == "M00 again. Not yet: color."
 
 
-def test_a_product_is_known_again_though_another_search_found_it() -> None:
+def test_a_product_is_recognised_across_searches() -> None:
     [row, *_] = synthetic.rows("test")
     shown = play(
         synthetic.SyntheticShop(), row, "search[oak lamp]", "click[M00]", "search[oak]", "click[M00]", "click[< prev]"
@@ -232,7 +232,7 @@ def test_a_product_is_known_again_though_another_search_found_it() -> None:
     assert shown[4:] == ["M00 again. Not yet: color.", "Page 1 of the results again."]
 
 
-def test_an_episode_knows_nothing_of_the_one_before() -> None:
+def test_episodes_share_no_state() -> None:
     [row, *_] = synthetic.rows("test")
     env, said = synthetic.SyntheticShop(), ("search[oak lamp]", "click[M00]", "click[red]")
     assert play(env, row, *said) == play(env, row, *said)
@@ -247,7 +247,7 @@ def test_full_pages_are_shown_every_time_on_request() -> None:
     assert shown[4] == f"Say search[words] or click[button].\n{shown[3]}"
 
 
-def test_refusals_are_one_line_and_never_pile_up() -> None:
+def test_refusals_are_one_line_and_do_not_accumulate() -> None:
     [row, *_] = synthetic.rows("test")
     shown = play(
         synthetic.SyntheticShop(), row, "hm", "hm", "click[buy now]", "search[lamp]", "click[x" + "y" * 500 + "]"
@@ -263,7 +263,7 @@ def test_the_env_keeps_the_contract() -> None:
     asyncio.run(check_env(synthetic.SyntheticShop, row, said))
 
 
-def test_every_transition_tells_where_the_action_was_taken_and_the_last_what_was_bought() -> None:
+def test_transitions_record_their_anchor_and_the_last_the_purchase() -> None:
     [row, *_] = synthetic.rows("test")
     env = synthetic.SyntheticShop()
     env.begin(row)

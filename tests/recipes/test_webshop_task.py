@@ -41,7 +41,7 @@ def rewarded(row: TaskRow, *actions: str) -> dict[str, float]:
     return asyncio.run(synthetic.reward(row, played))
 
 
-def test_every_made_goal_is_paid_in_full_when_it_is_met() -> None:
+def test_every_synthetic_goal_can_be_met_in_full() -> None:
     for row in synthetic.rows("train") + synthetic.rows("test"):
         [(_, color)] = row.ground_truth["options"]
         asin = row.ground_truth["asin"]
@@ -51,7 +51,7 @@ def test_every_made_goal_is_paid_in_full_when_it_is_met() -> None:
         assert set(parts) == {"reward", "success", "bought", "type", "attributes", "options", "price", "refused"}
 
 
-def test_a_poor_purchase_earns_a_part_and_none_earns_nothing() -> None:
+def test_a_poor_purchase_earns_partial_credit_and_none_earns_nothing() -> None:
     row = next(row for row in synthetic.rows("train") if row.ground_truth["asin"] == "M01")  # a tin lamp
     [(_, color)] = row.ground_truth["options"]
     cheap = rewarded(row, "search[oak lamp]", "hm", "click[M00]", f"click[{color}]", "click[buy now]")
@@ -72,7 +72,7 @@ def test_rows_have_fixed_names_and_splits_do_not_overlap() -> None:
         synthetic.rows("valid")
 
 
-def test_the_buyer_who_knows_is_shown_only_where_it_is_right() -> None:
+def test_the_knowing_buyer_demonstrates_only_correct_purchases() -> None:
     shop = synthetic.shop()
     shown = synthetic.demos(20, seed=1)
     assert len(shown) == 20
@@ -103,7 +103,7 @@ def test_demonstrations_are_short() -> None:
     assert shown(long_buyer) == {f"B{number:02}" for number in range(0, 20, 2)}
 
 
-def test_the_buyer_who_reads_opens_products_until_one_has_what_is_wanted() -> None:
+def test_the_reading_buyer_opens_products_until_one_matches() -> None:
     red = replace(SCARF, asin="B000000003", options={"color": ("dark red",), "size": ("large",)}, title="Plain Scarf")
     blue = replace(SCARF, options={"color": ("navy blue",), "size": ("large", "small")}, title="Soft Touch Scarf")
     shop = Shop(Catalogue.of([blue, red]))
@@ -139,12 +139,12 @@ def test_a_context_policy_that_forgets_needs_full_pages() -> None:
         ("title_chars=abc", "title_chars of SyntheticShop must be a whole number, not str 'abc'"),
     ],
 )
-def test_settings_of_another_kind_are_told_before_the_run(setting: str, told: str) -> None:
+def test_settings_of_the_wrong_type_are_refused_before_the_run(setting: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         build_plan(load_config("webshop/tiny", [f"task.env_kwargs.{setting}"]))
 
 
-def test_queries_leave_out_courtesies_and_price() -> None:
+def test_queries_omit_pleasantries_and_price() -> None:
     assert query_of(GOAL.text) == "soft touch scarves with color: dark red, and size: large"
     assert query_of("i want a scarf") == "i want a scarf"
 
@@ -177,7 +177,7 @@ def test_a_folder_is_read_in_the_original_form(tmp_path: Path, zipped: bool) -> 
     assert env.reply("search[chair]").text.startswith("Page 1 of 1")
 
 
-def test_a_row_of_elsewhere_is_told_where_rows_come_from() -> None:
+def test_a_row_from_elsewhere_is_refused() -> None:
     stray = replace(synthetic.rows("test")[0], extra_info={})
     played = Trajectory(row_id=stray.row_id, trajectory_id="t", steps=[], stop=StopReason.MAX_STEPS)
     with pytest.raises(DataError, match=r"'goal-0' does not say where its products are .* make rows with webshop's"):
@@ -187,7 +187,7 @@ def test_a_row_of_elsewhere_is_told_where_rows_come_from() -> None:
 
 
 @pytest.mark.parametrize("line", ['{"id": 1}', "[]"])
-def test_a_document_without_a_product_is_an_error_with_its_place(tmp_path: Path, line: str) -> None:
+def test_a_document_without_a_product_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
     (tmp_path / data.DOCUMENTS).write_text(f"{json.dumps({'product': scraped()})}\n{line}\n")
     (tmp_path / data.ATTRIBUTES).write_text("{}")
     with pytest.raises(DataError, match=r"documents_1k\.jsonl record 2 is not a product"):
@@ -207,7 +207,7 @@ def test_the_benchmark_runs_on_a_small_folder(tmp_path: Path) -> None:
     assert earned["wrong values that are paid"] == {"paid": 0, "of": 204}  # black | red for oak, oak for it
 
 
-def test_missing_and_wrong_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
+def test_missing_and_wrong_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no items_shuffle_1000.json or documents_1k.jsonl .*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path))
     with pytest.raises(DataError, match=r"none.*agent-r1 data recipe"):

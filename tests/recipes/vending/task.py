@@ -38,7 +38,7 @@ def reward(row: TaskRow, trajectory: Trajectory) -> float:
 
 
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
-    """Somebody in a hurry, who takes any coin and often does not look how much is left."""
+    """Pay in a hurry: often insert a random coin without checking the remaining price."""
     chance, shown = random.Random(seed), list[tuple[TaskRow, list[str]]]()
     for row in chance.choices(rows("train"), k=count):
         machine, said = Machine(**row.env_kwargs), list[str]()
