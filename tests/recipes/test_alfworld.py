@@ -197,7 +197,7 @@ def test_hints_are_the_admissible_commands() -> None:
 
 
 def test_hints_must_be_a_boolean() -> None:
-    with pytest.raises(ConfigError, match=r"hints of AlfWorld must be true or false, not str 'maybe'"):
+    with pytest.raises(ConfigError, match=r"hints of AlfWorld .*'maybe'"):
         make_env(AlfWorld, "task.AlfWorld", {"game": "g", "world": "w", "hints": "maybe"})
 
 

@@ -55,7 +55,7 @@ def test_a_stopped_comparison_resumes(released: Files, tmp_path: Path, capsys: p
     assert {json.loads(line)["seed"] for line in again} == {1}
     result = json.loads((tmp_path / "alfworld_engine.json").read_text(encoding="utf-8"))
     assert (result["games"], result["games_with_mismatches"], result["seed"]) == (4, 0, 1)
-    with pytest.raises(SystemExit, match="is of seed 1, not 0: give another --state, or --seed 1"):
+    with pytest.raises(SystemExit, match="seed 1, not 0"):
         alfworld.main([*map(str, words), "0"])
 
 
@@ -64,7 +64,7 @@ def test_records_without_a_seed_count_as_seed_0(tmp_path: Path) -> None:
     assert alfworld.resumed(state, 0) == {}
     state.write_text('{"game": "a"}\n', encoding="utf-8")
     assert list(alfworld.resumed(state, 0)) == ["a"]
-    with pytest.raises(SystemExit, match="is of seed 0, not 7"):
+    with pytest.raises(SystemExit, match="seed 0, not 7"):
         alfworld.resumed(state, 7)
 
 

@@ -77,17 +77,17 @@ def test_files_are_read_plain_or_gzipped(folder: Path) -> None:
 
 
 def test_bad_data_is_an_error_that_names_the_record(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"GSM8K has no split 'tran'\. Did you mean 'train'"):
+    with pytest.raises(ConfigError, match=r"'tran'.*'train'"):
         data.problems("tran", str(folder))
-    with pytest.raises(DataError, match=r"has neither train\.jsonl nor train\.jsonl\.gz"):
+    with pytest.raises(DataError, match=r"train\.jsonl\.gz"):
         data.problems("train", str(tmp_path / "nowhere"))
     for line, message in (
-        ('{"question": "?", "answer": "no mark"}', "record 1: the solution has no '#### ANSWER'"),
-        ('{"question": "?", "answer": "#### twelve"}', "record 1: .* must be a number, got 'twelve'"),
-        ('{"question": "?", "answer": "#### 1e3"}', "record 1: .* must be a number, got '1e3'"),
-        ('{"question": "?"}', "record 1: this is not a problem of GSM8K: KeyError"),
-        ("[1]", "record 1: this is not a problem of GSM8K: TypeError"),
-        ("not json", "line 1 cannot be read: Expecting value"),
+        ('{"question": "?", "answer": "no mark"}', "record 1: .*####"),
+        ('{"question": "?", "answer": "#### twelve"}', "record 1: .*'twelve'"),
+        ('{"question": "?", "answer": "#### 1e3"}', "record 1: .*'1e3'"),
+        ('{"question": "?"}', "record 1: .*KeyError"),
+        ("[1]", "record 1: .*TypeError"),
+        ("not json", "line 1 .*Expecting value"),
     ):
         (folder / "train.jsonl").write_text(line, encoding="utf-8")
         with pytest.raises(DataError, match=message):
@@ -323,7 +323,7 @@ def test_only_oracle_rows_give_the_tool_the_ground_truth(folder: Path) -> None:
     assert play(oracle, tools, *asked) == ["wrong", "right", "right"]
     [row] = task.rows("train", 1, str(folder))
     assert "72" not in repr(row.without_ground_truth())
-    with pytest.raises(ConfigError, match="'oracle_check' needs 'ground_truth' from the row"):
+    with pytest.raises(ConfigError, match=r"'oracle_check' .*'ground_truth'"):
         play(row, tools)
 
 

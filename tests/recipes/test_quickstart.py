@@ -144,7 +144,7 @@ def test_no_person_is_in_both_splits() -> None:
 
 
 def test_an_unknown_split_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"unknown split 'tset'\. Did you mean 'test'\?"):
+    with pytest.raises(ConfigError, match=r"'tset'.*'test'"):
         task.rows("tset", 1)
 
 
@@ -173,7 +173,7 @@ def test_tools_keep_their_contract() -> None:
     asyncio.run(check_tool(task.lookup, {"name": "Mira Reed"}, {"table": table}, deterministic=True))
     asyncio.run(check_tool(task.calculate, {"expression": "41 + 54"}, deterministic=True))
     assert asyncio.run(task.lookup("Mira Reed", table)) == "41"
-    with pytest.raises(ToolError, match="nobody is called 'Mira'"):
+    with pytest.raises(ToolError, match="'Mira'"):
         asyncio.run(task.lookup("Mira", table))
 
 

@@ -120,7 +120,7 @@ def test_preparing_skips_existing_files_and_reports_every_split(folder: Path, mo
 
 def test_gsm8k_records_are_read_by_the_gsm8k_recipe(folder: Path) -> None:
     (folder / "gsm8k" / "test.jsonl").write_text('{"question": "How much?", "answer": "no mark"}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"gsm8k/test.jsonl record 1: the solution has no '#### ANSWER'"):
+    with pytest.raises(DataError, match=r"gsm8k/test.jsonl record 1: .*####"):
         problems(folder, "gsm8k_test")
 
 
@@ -135,15 +135,15 @@ def test_gsm8k_is_also_found_beside_the_folder(folder: Path) -> None:
 
 def test_training_requires_all_evaluation_sets(folder: Path) -> None:
     (folder / "aime24.jsonl").unlink()
-    with pytest.raises(DataError, match=r"no aime24.jsonl .*agent-r1 data recipe retool, or set data.path"):
+    with pytest.raises(DataError, match=r"aime24.jsonl .*agent-r1 data recipe retool"):
         split_problems(folder, "math_train")
 
 
 def test_broken_files_and_unknown_splits_are_errors(folder: Path) -> None:
     (folder / "math500.jsonl").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"math500.jsonl cannot be read"):
+    with pytest.raises(DataError, match=r"math500.jsonl"):
         problems(folder, "math500")
-    with pytest.raises(ConfigError, match=r"unknown split 'aime42'.*Did you mean 'aime2"):
+    with pytest.raises(ConfigError, match=r"'aime42'.*'aime2"):
         rows("aime42", path=str(folder))
 
 

@@ -89,7 +89,7 @@ def test_duplicates_and_records_without_a_valid_asin_are_skipped() -> None:
 
 
 def test_a_record_that_is_not_a_product_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"items\.json record 2 is not a product of WebShop: KeyError"):
+    with pytest.raises(DataError, match=r"items\.json record 2 .*KeyError"):
         read_products([scraped(), {"asin": "B1"}], {}, {}, "items.json")
 
 
@@ -126,14 +126,14 @@ def test_empty_lists_count_as_missing() -> None:
 )
 def test_a_field_that_is_not_text_is_an_error_that_names_it(field: str, value: Any) -> None:
     name = "instruction" if field == "instructions" else field
-    with pytest.raises(DataError, match=rf"items\.json record 2 is not a product .*{name} is (None|7), not text"):
+    with pytest.raises(DataError, match=rf"items\.json record 2 .*{name} is (None|7)"):
         read_products([scraped(asin="B1"), scraped(**{field: value})], {}, {}, "items.json")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_is_named_when_the_catalogue_is_built(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'agent-r1\[webshop\]'"):
+    with pytest.raises(ConfigError, match=rf"{package}.*agent-r1\[webshop\]"):
         Catalogue.of([SCARF])
 
 

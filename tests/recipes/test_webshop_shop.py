@@ -181,7 +181,7 @@ def test_page_limits_have_a_minimum() -> None:
     item = walk(shop, "search[scarf]", "click[B000000001]")
     assert "\nsize: 2 values\ncolor: 2 values\n" in page(shop, item, Look(values=4))
     for setting in ("title", "item_title", "values", "text"):
-        with pytest.raises(ConfigError, match=rf"^{setting}_chars=3 .* at least 4"):
+        with pytest.raises(ConfigError, match=f"{setting}_chars=3 "):
             Look(**{setting: 3})
     with pytest.raises(ConfigError, match="text_chars=0"):
         WebShop(text_chars=0)

@@ -124,23 +124,21 @@ def test_the_reading_buyer_opens_products_until_one_matches() -> None:
 
 def test_a_context_policy_that_forgets_needs_full_pages() -> None:
     window = ["context.policy=window", "context.turns=1"]
-    with pytest.raises(
-        ConfigError, match=r"window leaves out .* SyntheticShop .*: set task\.env_kwargs\.full_pages=true, or"
-    ):
+    with pytest.raises(ConfigError, match=r"SyntheticShop .*task\.env_kwargs\.full_pages=true"):
         build_task(load_config("webshop/tiny", window))
     build_task(load_config("webshop/tiny", [*window, "task.env_kwargs.full_pages=true"]))
     build_task(load_config("webshop/tiny", []))
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
-        ("full_pages=perhaps", "full_pages of SyntheticShop must be true or false, not str 'perhaps'"),
-        ("title_chars=abc", "title_chars of SyntheticShop must be a whole number, not str 'abc'"),
+        ("full_pages=perhaps", "full_pages of SyntheticShop .*'perhaps'"),
+        ("title_chars=abc", "title_chars of SyntheticShop .*'abc'"),
     ],
 )
-def test_settings_of_the_wrong_type_are_refused_before_the_run(setting: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_of_the_wrong_type_are_refused_before_the_run(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_plan(load_config("webshop/tiny", [f"task.env_kwargs.{setting}"]))
 
 
@@ -180,7 +178,7 @@ def test_a_folder_is_read_in_the_original_form(tmp_path: Path, zipped: bool) -> 
 def test_a_row_from_elsewhere_is_refused() -> None:
     stray = replace(synthetic.rows("test")[0], extra_info={})
     played = Trajectory(row_id=stray.row_id, trajectory_id="t", steps=[], stop=StopReason.MAX_STEPS)
-    with pytest.raises(DataError, match=r"'goal-0' does not say where its products are .* make rows with webshop's"):
+    with pytest.raises(DataError, match="'goal-0'"):
         WebShop().begin(stray)
     with pytest.raises(DataError, match="does not say where its products are"):
         asyncio.run(task.reward(stray, played))
@@ -190,7 +188,7 @@ def test_a_row_from_elsewhere_is_refused() -> None:
 def test_a_document_without_a_product_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
     (tmp_path / data.DOCUMENTS).write_text(f"{json.dumps({'product': scraped()})}\n{line}\n")
     (tmp_path / data.ATTRIBUTES).write_text("{}")
-    with pytest.raises(DataError, match=r"documents_1k\.jsonl record 2 is not a product"):
+    with pytest.raises(DataError, match=r"documents_1k\.jsonl record 2 "):
         task.rows("test", path=str(tmp_path))
 
 
@@ -208,7 +206,7 @@ def test_the_benchmark_runs_on_a_small_folder(tmp_path: Path) -> None:
 
 
 def test_missing_and_wrong_files_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no items_shuffle_1000.json or documents_1k.jsonl .*agent-r1 data recipe"):
+    with pytest.raises(DataError, match=r"documents_1k.jsonl .*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path))
     with pytest.raises(DataError, match=r"none.*agent-r1 data recipe"):
         task.rows("test", path=str(tmp_path / "none"))
