@@ -18,7 +18,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init_
 OUTSIDE_CORE = {"recipes", "bench", "templates"}
 CORE = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in OUTSIDE_CORE]
 MAX_CORE_LINES = 20_000
-MAX_FILE_LINES = 405
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12
 SHARED_NAMES = {
