@@ -122,7 +122,7 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
 def _read_yaml(path: Path) -> DictConfig:
     try:
         tree = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(tree).__name__}")

@@ -28,7 +28,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         tree = plain(stages[-1], resolve=True)
     except ConfigError:
         raise
-    except (OmegaConfBaseException, TypeError, ValueError) as error:  # the last two: a list meets a section
+    except (OmegaConfBaseException, TypeError, ValueError, RecursionError) as error:  # such as a list meeting a section
         raise ConfigError(f"cannot combine the settings of {path} and the overrides: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is not a setting: name the recipe as the first argument")

@@ -240,3 +240,12 @@ def test_a_config_survives_its_own_json(recipe: str) -> None:
         config = load_config(recipe, settings)  # every field is in the JSON, also those that do nothing here
         assert parse_config(RunConfig.model_validate_json(config.model_dump_json()).model_dump()) == config
         assert parse_config(json.loads(config.model_dump_json())) == config  # as a run directory is opened
+
+
+@pytest.mark.parametrize("value", ["[" * 2000 + "]" * 2000, "9" * 6000])
+def test_values_that_python_cannot_parse_are_config_errors(tmp_path: Path, value: str) -> None:
+    (tmp_path / "base.yaml").write_text(f"task: {{env_kwargs: {{a: {value}}}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"base\.yaml"):
+        load_config(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"overrides|task\.env_kwargs\.a"):
+        load_config("quickstart", [f"task.env_kwargs.a={value}"])
