@@ -21,7 +21,7 @@ from agent_r1.guard import explain
 from agent_r1.learn.model.layers import require_compiler
 from agent_r1.learn.model.lora import require_peft
 from agent_r1.places import anchored
-from agent_r1.runs.records import EVALUATED, TRAINED, trajectories_of, trajectory_files
+from agent_r1.runs.trajectories import EVALUATED, TRAINED, trajectories_of, trajectory_files
 from agent_r1.tokens.formats.infer import TemplateFormat
 from agent_r1.types import TaskRow
 

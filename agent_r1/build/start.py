@@ -29,7 +29,7 @@ from agent_r1.errors import DataError
 from agent_r1.learn.credit import as_demonstrations
 from agent_r1.learn.learner import Learner
 from agent_r1.places import anchored
-from agent_r1.runs.records import TRAINED, read_trajectories, trajectories_of
+from agent_r1.runs.trajectories import TRAINED, read_trajectories, trajectories_of
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.train.demonstrations import DemoPlayer
 from agent_r1.train.sft import OnUpdate, imitate, select, shuffled_batches

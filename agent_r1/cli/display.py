@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agent_r1.places import anchored, shown
 from agent_r1.runs.metrics import Metrics, failed_share
-from agent_r1.runs.records import transcript
+from agent_r1.runs.trajectories import transcript
 from agent_r1.text import visible
 from agent_r1.types import Group as EpisodeGroup
 from agent_r1.types import Trajectory

@@ -11,8 +11,8 @@ from agent_r1.errors import DataError
 from agent_r1.places import shown
 from agent_r1.rollout.collect import most_common_failure
 from agent_r1.runs.metrics import failed_share
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of one step

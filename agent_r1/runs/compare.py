@@ -17,8 +17,8 @@ from rich.text import Text
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.outcomes import NOT_RECORDED, EvalRecord, Subject, by_row, row_outcomes
 from agent_r1.runs.reader import RunReader
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.statistics import FEWEST_DIFFERING, LEVEL, PairedDifference, paired_difference
+from agent_r1.runs.trajectories import read_trajectories
 
 PERCENT = f"{100 * LEVEL:.0f} %"
 UNKNOWN = ("auto", NOT_RECORDED)  # settings whose actual value is not known

@@ -19,8 +19,8 @@ from agent_r1 import __version__
 from agent_r1.data.files import dump_json, read_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.runs.records import JSON_ERRORS
 from agent_r1.runs.statistics import standard_error
+from agent_r1.runs.trajectories import JSON_ERRORS
 from agent_r1.types import Trajectory
 
 FORMAT = 1  # of the files

@@ -19,7 +19,7 @@ from agent_r1.data.files import plain_or_gzipped, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored, shown
 from agent_r1.runs.outcomes import EvalRecord
-from agent_r1.runs.records import RecordFile, trajectory_files
+from agent_r1.runs.trajectories import RecordFile, trajectory_files
 
 _CHECKPOINT = re.compile(r"step_(\d+)$")
 

@@ -32,7 +32,7 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import RunReader, is_run
-from agent_r1.runs.records import JSON_ERRORS, Advantages, write_groups
+from agent_r1.runs.trajectories import JSON_ERRORS, Advantages, write_groups
 from agent_r1.types import Group
 
 if TYPE_CHECKING:

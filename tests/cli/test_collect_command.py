@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.runs.outcomes import EvalRecord
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from agent_r1.train.sft import select
 from agent_r1.types import Step, StopReason, Trajectory
 from tests.conftest import Cli

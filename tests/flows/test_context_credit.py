@@ -15,7 +15,7 @@ from agent_r1.learn.rewards import overlong_penalties
 from agent_r1.rollout.rewards.judge import judge_prompt
 from agent_r1.rollout.rewards.shaping import matches
 from agent_r1.runs.metrics import rollout_metrics
-from agent_r1.runs.records import trajectory_from_json, trajectory_to_json, transcript
+from agent_r1.runs.trajectories import trajectory_from_json, trajectory_to_json, transcript
 from agent_r1.types import Group, PerToken, Step, StopReason, SummaryQuality, Trajectory
 from tests.chatml import row
 from tests.flows.test_context_episode import POLICIES, play, summary

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.rollout.collect import most_common_failure
-from agent_r1.runs.records import trajectory_from_json, trajectory_to_json
+from agent_r1.runs.trajectories import trajectory_from_json, trajectory_to_json
 from agent_r1.tools.base import FunctionTool, ToolError, tool
 from agent_r1.types import Failure, StopReason, Trajectory
 from tests.chatml import collector

@@ -23,8 +23,8 @@ from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.learn import ALGORITHMS
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.reader import list_checkpoints
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from agent_r1.types import StopReason, TaskRow
 
 MINI = str(Path(__file__).parents[1] / "mini")

@@ -28,8 +28,8 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.runs.outcomes import Subject
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.engines.engine_sides import assert_logprobs_match, both, engine

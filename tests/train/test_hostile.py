@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from agent_r1.cli.app import main
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from tests.forked import start
 
 RECIPE = Path(__file__).parents[1] / "hostile"

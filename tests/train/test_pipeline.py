@@ -35,8 +35,8 @@ from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.model.critic import Critic
 from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
-from agent_r1.runs.records import read_trajectories, trajectory_to_json
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories, trajectory_to_json
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
 from tests.forked import start_program

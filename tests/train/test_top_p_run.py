@@ -13,8 +13,8 @@ from agent_r1.build.task import build_task
 from agent_r1.cli.commands.sft import run_sft
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RunConfig, load_config
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 
 MINI = str(Path(__file__).parents[1] / "mini")
 SAMPLING = ("rollout.temperature=0.8", "rollout.top_p=0.9", "rollout.top_k=12")

@@ -19,8 +19,8 @@ from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig, load_config
 from agent_r1.envs.processes import EnvPool
 from agent_r1.errors import ConfigError
-from agent_r1.runs.records import read_trajectories
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import read_trajectories
 from tests.envs.worker_envs import Counting
 from tests.envs.worker_helpers import play
 

@@ -31,8 +31,8 @@ from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import runner
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector
-from agent_r1.runs.records import answerer
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import answerer
 from agent_r1.text import visible
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
 

@@ -14,7 +14,7 @@ import pytest
 
 from agent_r1.errors import DataError
 from agent_r1.runs.outcomes import EvalRecord, Subject
-from agent_r1.runs.records import (
+from agent_r1.runs.trajectories import (
     FORMAT,
     RecordFile,
     read_trajectories,
