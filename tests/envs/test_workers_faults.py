@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -261,7 +262,9 @@ def test_an_env_that_stops_the_event_loop_of_its_process_fails_no_episode(pool: 
         (partial(os._exit, 5), "exited with status 5"),
     ],
 )
-def test_after_three_bad_starts_in_a_row_no_more_are_tried(prepare: Any, message: str) -> None:
+def test_after_three_bad_starts_in_a_row_no_more_are_tried(
+    prepare: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     own = EnvPool(processes=2, step_seconds=60, prepare=prepare)
 
     async def asked() -> list[Any]:
@@ -273,6 +276,7 @@ def test_after_three_bad_starts_in_a_row_no_more_are_tried(prepare: Any, message
         assert isinstance(failed, EnvStartError)
         assert "env processes in a row did not start" in str(failed)
         assert message in str(failed)
+    assert "during start;" in caplog.text
     assert own._hosts == []
     own.close()
 
@@ -289,6 +293,26 @@ def test_bad_starts_that_are_not_in_a_row_are_tolerated(tmp_path: Path) -> None:
     run(asked())
     own.close()
     assert sorted(os.listdir(tmp_path)) == [str(number) for number in range(6)]
+
+
+def test_if_no_more_processes_can_be_started_the_others_host_more(caplog: pytest.LogCaptureFixture) -> None:
+    own = EnvPool(processes=2, step_seconds=60)
+
+    async def crowded() -> None:
+        first = await started(own, Counting, "first")
+        before = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, hard))  # a process needs 6 at its start
+            second = await started(own, Counting, "second")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert await pid_of(second) == await pid_of(first)
+
+    run(crowded())
+    own.close()
+    assert "another env process cannot be started" in caplog.text
 
 
 def test_workers_do_not_import_modules_from_the_working_directory(

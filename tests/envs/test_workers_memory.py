@@ -17,7 +17,7 @@ from agent_r1.guard import explain
 from agent_r1.types import Transition
 from tests.envs.worker_envs import action, row
 from tests.envs.worker_helpers import outcome, pid_of, play, run, started
-from tests.envs.worker_leaks import Growing, Hungry, Loading, SureHungry
+from tests.envs.worker_leaks import Growing, Hungry, Loading, Slamming, SureHungry
 
 LIMIT = "200 MiB, twice task.workers.memory_mb=100"
 
@@ -135,6 +135,22 @@ def test_an_episode_that_cannot_be_replayed_fails_when_it_is_refused_memory(pool
         assert (await sure.step(action("end"))).reward == 5.0
         others = [await started(pool, Hungry, str(number)) for number in range(3)]
         assert {await pid_of(other) for other in others} == {await pid_of(sure)}
+
+    run(leaked())
+
+
+def test_an_episode_that_has_left_a_full_process_does_not_depend_on_its_close_there(pool: EnvPool) -> None:
+    async def leaked() -> None:
+        leaky = await started(pool, Hungry, "leaky")  # stays, and with it the process
+        moved = await started(pool, Slamming, "moved", 5)
+        before = await pid_of(moved)
+        await leaky.step(action("claim 120"))
+        await moved.step(action("use 80"))
+        with pytest.raises(EnvLost, match="during close; Hungry was not replayed"):
+            await leaky.step(action("1"))
+        last = await moved.step(action("end"))
+        assert last.reward == 5.0
+        assert last.info["pid"] != before
 
     run(leaked())
 

@@ -137,7 +137,7 @@ class EnvPool:
         if host is not None and self._finalizer.alive:
             self._enter()
             del host.hosted[hosted.number]
-            host.send(self._close(hosted))
+            host.send(Call(message=Close(episode=hosted.number), seconds=self._step_seconds, hosted=hosted))
 
     def _enter(self) -> None:
         if os.getpid() != self._owner:
@@ -160,9 +160,6 @@ class EnvPool:
     ) -> Call:
         message = Play(episode=hosted.number, method=method, given=given, expected=expected)
         return Call(message=message, seconds=self._step_seconds, hosted=hosted, future=future)
-
-    def _close(self, hosted: HostedEnv) -> Call:
-        return Call(message=Close(episode=hosted.number), seconds=self._step_seconds, hosted=hosted)
 
     def _send(self, hosted: HostedEnv, calls: list[Call]) -> None:
         """Send calls to the process of an env, or to a new one for it. Raises `EnvStartError`."""
@@ -203,7 +200,10 @@ class EnvPool:
                 on_lost=partial(_notify, weakref.WeakMethod(self._on_lost), host),
             )
         except OSError as error:
-            raise EnvStartError(f"a process for envs cannot be started: {error}") from error
+            if least is None:
+                raise EnvStartError(f"a process for envs cannot be started: {error}") from error
+            logger.warning("another env process cannot be started, so the others host more: %s", error)
+            return least
         self._hosts.append(host)
         host.send(Call(message=self._start, seconds=START_SECONDS, imports=True))
         return host
@@ -292,8 +292,8 @@ class EnvPool:
         waiting = host.release(leaving)
         waiting[hosted].insert(0, refused)
         if host.hosted:
-            for each in leaving:
-                host.send(self._close(each))
+            for each in leaving:  # without `hosted`: how this ends does not concern the episode, which is elsewhere
+                host.send(Call(message=Close(episode=each.number), seconds=self._step_seconds))
         else:
             self._hosts.remove(host)
             host.process.kill()
@@ -335,7 +335,7 @@ class EnvPool:
         how = host.process.kill(ask_where=hung)
         running = host.calls[0] if host.calls else None
         culprit = None if running is None else running.hosted
-        what = "no call" if running is None else f"{running.message}{culprit and f' of {culprit}'}"
+        what = "no call" if running is None else f"{running.message} of {culprit}" if culprit else str(running.message)
         logger.warning("an env process %s during %s; printed last:\n%s", how, what, host.process.tail)
         if not host.has_started:
             self._bad_starts += 1
