@@ -39,6 +39,15 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 # rendered, however long the conversation is.
 INDEPENDENT_TURNS = re.compile(r"\{%-?\s*set independent_turns = true\s*-?%\}")
 
+# Templates that test for a content of None (DeepSeek's) need it to show calls, but from version 5.23 on, transformers
+# drops keys whose value is None. This restores the content, and changes nothing in earlier versions.
+EXPECTS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+RESTORE_NONE = (
+    "{% set restored = namespace(messages=[]) %}{% for message in messages %}{% set restored.messages = "
+    "restored.messages + [message if 'content' in message else dict(message, content=none)] %}{% endfor %}"
+    "{% set messages = restored.messages +%}"  # the plus sign keeps a line break at the start of the template
+)
+
 # Members of a group often see the same prompts. Long results are rarely shared and would fill the memory.
 MAX_CACHED, MAX_CACHED_CHARS = 256, 65_536
 
@@ -278,11 +287,20 @@ class Renderer:
 
     def _write(self, messages: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
         safe = [defuse_message(message, special=self._special, control=self._control) for message in messages]
+        safe = safe if slot is None else _with_slot(safe, slot)
+        schemas = self._cached_tools(tools) or None
+        template = self._chat_template
         try:
+            if any(_only_calls(message) for message in safe):
+                template = self._tokenizer.get_chat_template(template, schemas)
+                if EXPECTS_NONE.search(template):
+                    template = RESTORE_NONE + template
+                else:  # without a test, None may be written as "None"
+                    safe = [{**message, "content": ""} if _only_calls(message) else message for message in safe]
             text = self._tokenizer.apply_chat_template(
-                safe if slot is None else _with_slot(safe, slot),
-                tools=self._cached_tools(tools) or None,
-                chat_template=self._chat_template,
+                safe,
+                tools=schemas,
+                chat_template=template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self._template_kwargs,
@@ -343,6 +361,10 @@ def _text_of(content: Any) -> str | None:
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
         content = content[0].get("text")
     return content if isinstance(content, str) else None
+
+
+def _only_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and message.get("content", "") is None
 
 
 def _with_slot(messages: list[Message], index: int) -> list[Message]:

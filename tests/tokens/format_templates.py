@@ -55,7 +55,6 @@ MISTRAL = {
 DEEPSEEK = {
     "user": "<｜User｜>{{ m.content }}",
     "said": "<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>",
-    "before_calls": "<｜Assistant｜>{{ m.content or '' }}<｜tool▁calls▁begin｜>",
     "after_calls": "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "result": "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>",
     "special": (
@@ -111,7 +110,8 @@ FAMILIES: dict[str, Family] = {
             **DEEPSEEK,
             "call": "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + "
             "c.function.arguments + '\n```<｜tool▁call▁end｜>' }}",
-            "calls_if": "m.role == 'assistant' and not m.content",
+            "calls_if": "m.role == 'assistant' and m.content is none",
+            "before_calls": "<｜Assistant｜><｜tool▁calls▁begin｜>",
             "next": "<｜Assistant｜><think>\n",
             "thinks": True,
         }
@@ -119,6 +119,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v31": Family(
         **{  # type: ignore[arg-type]
             **DEEPSEEK,
+            "before_calls": "<｜Assistant｜>{% if m.content is not none %}{{ '' + m.content }}{% endif %}"
+            "<｜tool▁calls▁begin｜>",
             "call": "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + "
             "'<｜tool▁call▁end｜>' }}",
             "next": "<｜Assistant｜></think>",

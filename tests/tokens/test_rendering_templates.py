@@ -82,6 +82,19 @@ def test_messages_that_the_template_refuses_are_an_error_that_names_the_roles() 
         renderer_of("harmony").render(asking(USER, {"role": "tool", "content": "Goethe"}))
 
 
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("{{ m.content }}", "\n<?><>"),
+        ("{% if m['content'] is none %}nothing{% else %}{{ m['content'] }}{% endif %}", "\n<?><nothing>"),
+    ],
+)
+def test_a_template_that_tests_for_none_gets_it_and_others_get_an_empty_text(content: str, written: str) -> None:
+    renderer = with_template(f"\n{{% for m in messages %}}<{content}>{{% endfor %}}")
+    calling: Message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert renderer.decode(renderer.render(asking({"role": "user", "content": "?"}, calling))) == written
+
+
 def test_a_tool_schema_that_is_not_json_is_an_error_that_names_the_schema() -> None:
     dated = {"type": "function", "function": {"name": "search", "since": datetime.date(2024, 5, 1)}}
     pictured = {"role": "user", "content": "Who is this?", "image": object()}
