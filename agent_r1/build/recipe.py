@@ -16,6 +16,7 @@ from agent_r1 import __version__
 from agent_r1.build.models.cache import cache_root
 from agent_r1.build.resolve import import_file, named_module, recipe_folder, resolve
 from agent_r1.config import RECIPES, RunConfig, recipe_file
+from agent_r1.config.layers import YAML_LOADER, check_nesting
 from agent_r1.data.downloads import data_dir
 from agent_r1.errors import ConfigError
 from agent_r1.guard import is_library
@@ -29,7 +30,6 @@ TOOLS = PACKAGE / "tools"
 READ_WHOLE = 16 * 2**20  # bytes; larger files are identified by size and time
 CODE = (".py", ".jinja", ".j2")
 # What code reads, as opposed to documentation, logs and pictures.
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where libyaml is there: ten times as fast
 _READ = (*CODE, ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
 
 
@@ -47,7 +47,13 @@ def recipe_path(name: str, *, recipe: str) -> Path:
 
 
 def data_name(recipe: str) -> str | None:
-    """Return the name under which the recipe's data are kept: `FOLDER` in its `data.py`."""
+    """Return the name under which the recipe's data are kept: `FOLDER` in its `data.py`.
+
+    A `data.py` without it is not run: it may be a script of the user.
+    """
+    file = recipe_folder(recipe) / "data.py"
+    if not file.is_file() or b"FOLDER" not in file.read_bytes():
+        return None
     name: str | None = getattr(import_file("data", recipe=recipe), "FOLDER", None)
     return name
 
@@ -143,15 +149,18 @@ def _walk(folder: Path) -> Iterator[Path]:
         seen.add(place)
         folders[:] = sorted(name for name in folders if not _is_output(Path(root, name)))
         for name in sorted(files):
-            if name.endswith(_READ) and not name.startswith((".", "README", "LICENSE")):
-                yield Path(root, name)
+            if name.endswith(_READ) and not name.startswith((".", "README", "LICENSE")) and Path(root, name).is_file():
+                yield Path(root, name)  # a plain file: reading a pipe would wait for ever
 
 
 def _is_output(folder: Path) -> bool:
-    """Whether a run, the cache, Python or git left the folder there."""
+    """Whether a run, the cache, Python or git left the folder there, or code cannot read it."""
     if folder.name.startswith((".", "__pycache__")) or folder.resolve() == cache_root().resolve():
         return True
-    return (folder / "pyvenv.cfg").is_file() or is_run(folder)
+    try:
+        return (folder / "pyvenv.cfg").is_file() or is_run(folder)
+    except OSError:  # a folder that may not be read
+        return True
 
 
 def _describes_run(path: Path) -> bool:
@@ -159,7 +168,9 @@ def _describes_run(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml"):
         return False
     try:
-        described = yaml.load(path.read_text(encoding="utf-8"), _YAML)
+        text = path.read_text(encoding="utf-8")
+        check_nesting(text)
+        described = yaml.load(text, YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return False
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:

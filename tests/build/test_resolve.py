@@ -306,8 +306,15 @@ def test_readable_files_count_but_not_output_and_notes(tmp_path: Path, monkeypat
     (tmp_path / "shared" / "rows.jsonl").write_text("x", encoding="utf-8")
     (folder / "linked").symlink_to(tmp_path / "shared")
     (folder / "linked" / "back").symlink_to(folder)  # in a circle
+    os.mkfifo(folder / "pipe.txt")  # reading it would wait for ever
     own = {str(path.relative_to(folder)) for path in recipe_files(name) if path.is_relative_to(folder)}
     assert own == {"task.py", "linked/rows.jsonl", *matter}
+
+
+def test_yaml_that_is_nested_too_deeply_is_a_file_like_any_other(tmp_path: Path) -> None:
+    name = recipe(tmp_path / "deep", task="")
+    (tmp_path / "deep" / "tree.yaml").write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
+    assert tmp_path / "deep" / "tree.yaml" in recipe_files(name)
 
 
 def test_a_copy_of_a_recipe_has_the_same_files_in_the_same_order(tmp_path: Path) -> None:
@@ -320,5 +327,6 @@ def test_a_copy_of_a_recipe_has_the_same_files_in_the_same_order(tmp_path: Path)
 
 def test_the_name_of_a_recipes_data_is_in_its_data_py(tmp_path: Path) -> None:
     assert data_name(recipe(tmp_path / "without", task="")) is None
+    assert data_name(recipe(tmp_path / "script", task="", data="raise SystemExit('run')")) is None
     assert data_name(recipe(tmp_path / "mine", task="", data="FOLDER = 'mine'")) == "mine"
     assert data_name("gsm8k_tool") == data_name("gsm8k") == "gsm8k"  # one borrows it
