@@ -25,6 +25,7 @@ from agent_r1.config import RunConfig, recipe_name
 from agent_r1.config.schema import SummaryContext
 from agent_r1.data.downloads import Report, data_dir
 from agent_r1.data.rows import Demo
+from agent_r1.disk import remove_leftovers
 from agent_r1.errors import DataError
 from agent_r1.learn.credit import as_demonstrations
 from agent_r1.learn.learner import Learner
@@ -58,6 +59,7 @@ async def starting_model(
 
 def base_model(config: RunConfig) -> str | Path:
     """Return the model before any warm start; create it if the recipe says how and it is not cached."""
+    remove_leftovers(cache_root())
     if config.model.path is not None:
         return as_directory(find_model(config.model.path))
     assert config.model.make is not None  # the config checks it

@@ -318,6 +318,16 @@ def test_a_hub_id_is_fetched_from_the_hub(gguf: Path, tmp_path: Path, monkeypatc
     assert "cannot be reached" not in str(broken.value)
 
 
+def test_a_refusal_of_the_hub_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("access to owner/gated is restricted")
+
+    monkeypatch.setattr("agent_r1.build.models.load.snapshot_download", refuse)
+    monkeypatch.setattr("agent_r1.build.models.hub._is_reachable", lambda: True)
+    with pytest.raises(DataError, match="owner/gated is restricted"):
+        command("owner/gated", str(tmp_path / "out"))
+
+
 def test_a_directory_without_a_model_is_an_error_that_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "pytorch_model.bin").write_bytes(b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from agent_r1.build.models.cache import put
 from agent_r1.build.start import base_model, warm_start_key
 from agent_r1.config import RunConfig, load_config
+from agent_r1.disk import A_DAY
 from agent_r1.runs.run_dir import RunDir
 
 MINI = str(Path(__file__).parents[1] / "mini")
@@ -30,6 +32,17 @@ def mini(*overrides: str) -> RunConfig:
 def key(*overrides: str) -> str:
     config = mini(*overrides)
     return warm_start_key(config, base_model(config))
+
+
+def test_leftovers_of_killed_runs_are_deleted_a_day_later_even_if_all_is_cached(cache: Path) -> None:
+    base_model(mini())
+    left = cache / ".warm-mini-0123456789abcdef.4711.part"
+    left.mkdir()
+    base_model(mini())
+    assert left.exists()  # its process may still be writing
+    os.utime(left, (time.time() - 2 * A_DAY,) * 2)
+    base_model(mini())
+    assert not left.exists()
 
 
 def test_a_model_is_created_once_per_seed(cache: Path) -> None:

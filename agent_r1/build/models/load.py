@@ -86,9 +86,8 @@ def _explain_failures(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "" if without_hub(directory) else f": {error}"  # the library's text on connections has several lines
         raise ConfigError(
-            f"cannot load a causal language model from {directory}{why}{explain_hub(directory)}"
+            f"cannot load a causal language model from {directory}{_reason(error, directory)}{explain_hub(directory)}"
         ) from error
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
@@ -99,6 +98,11 @@ def _explain_failures(directory: str) -> Iterator[None]:
             f"cannot load a causal language model from {directory}: {describe(error)}. A file is damaged: fetch or "
             "copy it again"
         ) from error
+
+
+def _reason(error: Exception, model: str) -> str:
+    """Empty if the hub cannot be reached, about which the library has several lines."""
+    return "" if without_hub(model) else f": {error}"
 
 
 def _load_network(directory: str) -> Any:
@@ -137,7 +141,7 @@ def export_model(path: str, directory: Path, report: Callable[[str], None]) -> i
         try:
             source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=without_hub(path)))
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot fetch {path} from the hub{explain_hub(path)}") from error
+            raise DataError(f"cannot fetch {path} from the hub{_reason(error, path)}{explain_hub(path)}") from error
     files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
     if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
         found = ", ".join(sorted(path.name for path in source.iterdir()))
