@@ -34,7 +34,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 def remove_leftovers(folder: Path, *, older_than: float = A_DAY) -> None:
     """Delete what killed processes left half-written. Processes may be writing now, hence the age in seconds."""
     for part in folder.glob(".*.part"):
-        with suppress(FileNotFoundError):  # another process deleted it
+        with suppress(OSError):  # another process deleted it, or another user owns it
             if time.time() - part.stat().st_mtime >= older_than:
                 _remove(part)
 

@@ -36,6 +36,24 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) ->
     assert (tmp_path / "file").read_text(encoding="utf-8") == "old"
 
 
+def test_leftovers_that_cannot_be_deleted_do_not_fail_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".old.01.part").touch()
+    os.utime(tmp_path / ".old.01.part", (time.time() - A_DAY - 60,) * 2)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:  # of another user, in a shared folder
+        if path.name == ".old.01.part":
+            raise PermissionError(path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with write_atomically(tmp_path / "file") as part:
+        part.touch()
+    assert (tmp_path / "file").exists()
+
+
 def test_leftovers_of_killed_processes_are_deleted_after_a_day(tmp_path: Path) -> None:
     for name, age in {".old.01.part": A_DAY + 60, ".new.02.part": 60, "mine.part": A_DAY + 60}.items():
         (tmp_path / name).mkdir()

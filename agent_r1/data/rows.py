@@ -121,12 +121,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_hub(name: str, split: str) -> Iterable[Any]:
+def _read_hub(source: str, split: str) -> Iterable[Any]:
+    name, _, config = source.partition(":")
+    if not name.strip():
+        raise ConfigError(f"hf:{source} does not name a dataset: write hf:NAME or hf:NAME:CONFIG")
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
-    name, _, config = name.partition(":")
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError) as error:  # the bases of everything that datasets raises

@@ -5,8 +5,8 @@ finite are the strings "NaN", "Infinity" and "-Infinity". The ids that top-k and
 int32. Every record has the `format` that it was written in.
 
 `x.jsonl.idx` holds, for each record of `x.jsonl`, the offset of its end as a little-endian 64-bit integer. The index is
-a cache: what it lacks is found by scanning the file. A last line without its newline is still being written, or was cut
-off by a kill, and does not count.
+a cache: what it lacks is found by scanning the file. A last line that is not a complete record is still being written,
+or was cut off by a kill, and does not count.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class RecordFile:
         self._is_gzip = path.suffix == ".gz"
         self._ends = array("Q")  # of every complete line
         self._size = -1  # of the file, when `_ends` was made
+        self._lacks_newline = False  # the last of these lines
 
     def __len__(self) -> int:
         if self._is_gzip:
@@ -126,7 +127,7 @@ class RecordFile:
         try:
             with gzip.open(self.path) if self._is_gzip else self.path.open("rb") as file:
                 for line in file:
-                    if not line.endswith(b"\n"):
+                    if not _is_complete(line):
                         return
                     yield line
                     number += 1
@@ -156,16 +157,17 @@ class RecordFile:
         size = self.path.stat().st_size
         if size == self._size:
             return
-        if size < self._size or not self._ends:  # new to us, or replaced
+        if size < self._size or not self._ends or self._lacks_newline:  # replaced, new to us, or continued
             self._ends = self._read_index(size)
         is_indexed = bool(self._ends)
         end = self._ends[-1] if is_indexed else 0
         with self.path.open("rb") as file:
             file.seek(end)
             for line in file:
-                if line.endswith(b"\n"):
+                if _is_complete(line):
                     end += len(line)
                     self._ends.append(end)
+                    self._lacks_newline = not line.endswith(b"\n")
         self._size = size
         if self._ends and not is_indexed:
             with suppress(OSError), write_atomically(_index_path(self.path)) as part:  # the run may be read-only
@@ -220,6 +222,16 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
 def answerer(step: Step) -> str:
     """Return who answered a step, for people."""
     return "tool" if step.calls else "env"
+
+
+def _is_complete(line: bytes) -> bool:
+    """Whether a line has its newline, or is a whole record without one, as other programs end their files."""
+    if line.endswith(b"\n"):
+        return True
+    try:
+        return isinstance(read_json(line.decode("utf-8", "replace"), max_nesting=None), dict)
+    except ValueError:
+        return False
 
 
 def _index_path(path: Path) -> Path:

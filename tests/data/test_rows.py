@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.data.rows import load_rows, row_from_record, rows_for_step
-from agent_r1.errors import DataError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.types import TaskRow
 
 PUBLISHED: dict[str, Any] = {
@@ -217,6 +217,12 @@ def test_damaged_pages_of_a_parquet_file_are_an_error_with_file_and_row(tmp_path
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"^{path} is not a readable parquet file, from row \d+ on: .+$"):
         load_rows(str(path), split="train")
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf: ", "hf::main"])
+def test_a_dataset_without_a_name_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{source} does not name a dataset"):
+        load_rows(source, split="train")
 
 
 def test_repeated_ids_are_errors(tmp_path: Path) -> None:

@@ -153,6 +153,19 @@ def test_a_file_is_read_while_it_grows(tmp_path: Path) -> None:
     assert (len(file), file[0]["row_id"]) == (1, "r2")
 
 
+def test_a_last_record_without_a_newline_counts(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.jsonl", 4).path.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(whole[:2])[:-1])
+    file = RecordFile(path)
+    for reader in (file, RecordFile(path)):  # the second one finds an index
+        assert (len(reader), reader[1]["row_id"], row_ids(reader)) == (2, "r1", ["r0", "r1"])
+    path.write_bytes(b"".join(whole))
+    assert (len(file), file[1]["row_id"], file[2]["row_id"]) == (4, "r1", "r2")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(whole)[:-1]))
+    assert len(RecordFile(tmp_path / "b.jsonl.gz")) == 4
+
+
 def test_gzipped_files_are_read_too(tmp_path: Path) -> None:
     plain = write(tmp_path / "a.jsonl", 99).path.read_bytes()
     path = tmp_path / "b.jsonl.gz"
