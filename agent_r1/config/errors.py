@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from agent_r1.errors import did_you_mean, nearest
 
 Section = type[BaseModel]
+MAX_VALUE_CHARS = 200  # of a value in a message
 
 
 def explain(error: Any, root: Section) -> str:
@@ -46,8 +47,11 @@ def explain(error: Any, root: Section) -> str:
 
 
 def _spell(value: Any) -> str:
-    """Spell a value as YAML does."""
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else repr(value)
+    """Spell a value as YAML does, at most its beginning."""
+    if isinstance(value, bool | None):
+        return {True: "true", False: "false", None: "null"}[value]
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 
 def _same_value(kind: str, value: Any) -> str:
@@ -60,7 +64,10 @@ def _same_value(kind: str, value: Any) -> str:
         return ""
     if value == "None":
         return "; write null"
-    return f", not text; write {value} without quotes" if _is_literal(kind, value) else ""
+    if not _is_literal(kind, value):
+        return ""
+    number = int(value) if kind == "int_type" else value  # YAML reads 08 as text
+    return f", not text; write {number} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
 
 
 def _is_literal(kind: str, text: str) -> bool:
@@ -68,7 +75,7 @@ def _is_literal(kind: str, text: str) -> bool:
         return text.lower() in ("true", "false")
     try:
         return math.isfinite(int(text) if kind == "int_type" else float(text))
-    except ValueError:
+    except (ValueError, OverflowError):
         return False
 
 

@@ -108,17 +108,32 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
         ("trainer.deterministic=2", "trainer.deterministic=2: input should be a valid boolean"),
         (
             "rollout.group_size='8'",
-            "rollout.group_size='8': input should be a valid integer, not text; write 8 without quotes",
+            "rollout.group_size='8': input should be a valid integer, not text; write 8 without quotes, and a variable "
+            "as ${oc.decode:${oc.env:NAME}}",
         ),
-        ("learner.lr='1e-4'", "learner.lr='1e-4': input should be a valid number, not text; write 1e-4 without quotes"),
+        (
+            "rollout.group_size=08",
+            "rollout.group_size='08': input should be a valid integer, not text; write 8 without quotes, and a "
+            "variable as ${oc.decode:${oc.env:NAME}}",
+        ),
+        (
+            "learner.lr='1e-4'",
+            "learner.lr='1e-4': input should be a valid number, not text; write 1e-4 without quotes, and a variable as "
+            "${oc.decode:${oc.env:NAME}}",
+        ),
         (
             "trainer.deterministic='true'",
-            "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes",
+            "trainer.deterministic='true': input should be a valid boolean, not text; write true without quotes, and a "
+            "variable as ${oc.decode:${oc.env:NAME}}",
         ),
         ("eval.rows=None", "eval.rows='None': input should be a valid integer; write null"),
         ("learner.betas=[0.9]", "learner.betas=[0.9]: too few numbers"),
         ("rollout.group_size='1e999'", "rollout.group_size='1e999': input should be a valid integer"),
         ("learner.lr='1e999'", "learner.lr='1e999': input should be a valid number"),
+        (
+            f"rollout.group_size='{'9' * 400}'",
+            f"rollout.group_size='{'9' * 199}...: input should be a valid integer",
+        ),
         ("rollout.group_size=null", "rollout.group_size=null: input should be a valid integer"),
     ],
 )
