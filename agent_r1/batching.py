@@ -57,10 +57,12 @@ class Batcher(Generic[Item, Result]):
         return future
 
     def close(self) -> None:
-        """Cancel running batches and their callers."""
+        """Cancel running batches and all callers, including those whose items still wait."""
         self._stop_timer()
         for task in self._tasks:
             task.cancel()
+        for _, future in self._waiting:
+            future.cancel()
 
     def _count_answer(self, _: object) -> None:
         self.num_unanswered -= 1

@@ -83,15 +83,16 @@ def test_a_batch_that_raises_or_misses_results_fails_its_callers_and_no_others(r
     asyncio.run(play())
 
 
-def test_closing_cancels_running_batches_and_their_callers() -> None:
+def test_closing_cancels_running_batches_and_all_callers() -> None:
     async def play() -> None:
         squares = Squares()
-        batcher = Batcher(squares.run)
-        answer = batcher.submit(1)
+        batcher = Batcher(squares.run, max_items=1, max_concurrent=1)
+        answers = [batcher.submit(1), batcher.submit(2)]
         while not squares.batches:
             await asyncio.sleep(0)
+        assert batcher.num_waiting == 1
         batcher.close()
-        with pytest.raises(asyncio.CancelledError):
-            await answer
+        await asyncio.wait(answers, timeout=10)
+        assert all(answer.cancelled() for answer in answers)
 
     asyncio.run(play())

@@ -24,6 +24,7 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
@@ -128,6 +129,11 @@ def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[A
         if get_origin(annotation) is Annotated and FROM_ROW in get_args(annotation)[1:]:
             from_row.append(parameter)
             continue
+        if isinstance(parameter.default, FieldInfo):
+            raise ConfigError(
+                f"tool {tool!r}: a Field belongs in the annotation, not in the default. Write "
+                f"{parameter.name}: Annotated[..., Field(...)]"
+            )
         fields[parameter.name] = _with_description(annotation)
         if parameter.default is not parameter.empty:
             defaults[parameter.name] = parameter.default

@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.python.launcher import Launcher
 from agent_r1.tools.python.levels import LEVELS
 from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
+from agent_r1.tools.python.process import SandboxProcess
 from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
 from tests.tools.python_boxes import box as box
@@ -187,6 +189,19 @@ def test_a_zygote_that_fails_to_start_is_reported_with_its_last_line(monkeypatch
         Launcher(LIMITS, (), isolated=False).fork(session=False)
 
 
+def test_a_handle_that_does_not_fit_among_the_open_files_is_reported() -> None:
+    channel, channel_inside = socket.socketpair()
+    status, status_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output, output_inside = os.pipe()
+    with channel_inside, status_inside:
+        status_inside.send(b"started")  # the kernel drops a descriptor for which there is no room
+        process = SandboxProcess(channel=channel, status=status, output=output, limits=LIMITS, cpu_seconds=1)
+        with pytest.raises(SandboxError, match="ulimit"):
+            process.wait_until_ready()
+    os.close(output_inside)
+    assert (channel.fileno(), status.fileno()) == (-1, -1)
+
+
 def test_a_sandbox_can_be_garbage_collected_while_a_call_runs(
     isolated: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +255,7 @@ def test_closing_a_sandbox_fails_its_waiting_calls(isolated: Sandbox) -> None:
 PROGRAM = """
 import asyncio, sys
 from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.process import SandboxProcess
 from agent_r1.tools.python.sandbox import Sandbox
 box = Sandbox(level=sys.argv[1], limits=Limits(seconds=600, code_chars=10**6), libraries=(), slots=2)
 async def play():
@@ -288,6 +304,7 @@ import asyncio, os, sys
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 sys.path.insert(0, sys.argv[1])
 from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.process import SandboxProcess
 from agent_r1.tools.python.sandbox import Sandbox
 async def play():
     box = Sandbox(limits=Limits(seconds=1), libraries=())

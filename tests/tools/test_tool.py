@@ -180,7 +180,12 @@ def test_a_tool_that_cannot_be_shown_is_refused_with_the_reason() -> None:
         """Do."""
         return ""
 
+    def field_as_default(a: int = Field(1, ge=0)) -> str:
+        """Do."""
+        return ""
+
     cases: list[tuple[Callable[..., Any], str]] = [
+        (field_as_default, "'field_as_default'.*a: Annotated"),
         (undocumented, "'undocumented'.*docstring"),
         (untyped, "'untyped'.*'a'"),
         (variadic, r"'variadic'.*\*words"),

@@ -48,6 +48,8 @@ class SandboxProcess:
             message, fds, _, _ = socket.recv_fds(self._status, 4096, 1)
             if message != b"started":
                 raise OSError(message.decode(errors="replace"))
+            if not fds:
+                raise OSError("too few file descriptors: raise the limit (ulimit -n)")
             self._handle = fds[0]
             os.set_inheritable(self._handle, False)
             report, deadline = _Report(), time.monotonic() + FORK_SECONDS
