@@ -197,6 +197,26 @@ def test_a_bad_part_fails_its_episode_and_is_named(bad: Any, message: str, besid
     assert message in (scored.error or "")
 
 
+@pytest.mark.parametrize("beside", [exact, half], ids=["sync", "async"])
+def test_a_part_that_is_async_without_looking_so_is_awaited(beside: Any) -> None:
+    hidden: Any = lambda row, trajectory: half(row, trajectory)  # noqa: E731
+    reward = weighted(hidden=(hidden, 1.0), beside=(beside, 1.0))
+    [scored] = score(weighted(all=(reward, 1.0)), trajectory("yes"))
+    assert scored.outcome_reward == 0.5 + {exact: 1.0, half: 0.5}[beside]
+    assert scored.reward_components["all/hidden"] == 0.5
+    [failed] = score(weighted(hidden=(hidden, 1.0), bad=(raises, 1.0)), trajectory("yes"))
+    assert "part 'bad' failed: KeyError" in (failed.error or "")
+    [failed] = score(weighted(bad=(lambda row, t: raises_later(row, t), 1.0)), trajectory("yes"))
+    assert "part 'bad' failed: KeyError" in (failed.error or "")
+
+
+def test_a_sync_part_that_waits_for_a_sync_part_does_not_block_it() -> None:
+    mixed: Any = weighted(answer=(exact, 1.0), judged=(half, 1.0))
+    reward = weighted(hidden=(lambda row, t: mixed(row, t), 1.0), judged=(half, 1.0))
+    scored = score(reward, *(trajectory("yes") for _ in range(2 * SYNC_THREADS)))
+    assert [t.outcome_reward for t in scored] == [2.0] * (2 * SYNC_THREADS)  # 1 + 0.5 + 0.5
+
+
 def test_the_log_leads_to_the_line_of_the_part_that_raised(caplog: pytest.LogCaptureFixture) -> None:
     for beside in (exact, half):
         score(weighted(good=(beside, 1.0), bad=(raises, 1.0)), trajectory("yes"))

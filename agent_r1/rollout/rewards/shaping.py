@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from inspect import isawaitable
 from typing import Any, Literal
 
 from agent_r1.errors import ConfigError
@@ -120,13 +121,18 @@ def _compose(
         inner = {f"{part}/{key}": value for part, result in results.items() for key, value in result.items()}
         return {"reward": total(values), **values, **inner}
 
-    def in_turn(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-        return report(_try(part, row, trajectory) for part in parts.values())
+    async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
+        # Guarded, so that a bare sys.exit() in a part cannot end the run. The scorer sets the time limit.
+        running = [guarded(work, seconds=math.inf) for work in works]
+        return report(await asyncio.gather(*running, return_exceptions=True))
+
+    def in_turn(row: TaskRow, trajectory: Trajectory) -> dict[str, float] | Awaitable[dict[str, float]]:
+        outcomes = [_try(part, row, trajectory) for part in parts.values()]
+        # A part may be async without looking so: `lambda row, trajectory: judge(row, trajectory)`.
+        return together(map(_resolve, outcomes)) if any(map(isawaitable, outcomes)) else report(outcomes)
 
     async def at_once(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-        # Guarded, so that a bare sys.exit() in a part cannot end the run. The scorer sets the time limit.
-        running = [guarded(_call(part, row, trajectory), seconds=math.inf) for part in parts.values()]
-        return report(await asyncio.gather(*running, return_exceptions=True))
+        return await together(_call(part, row, trajectory) for part in parts.values())
 
     in_turn.__name__ = at_once.__name__ = name  # what messages call the reward
     return at_once if any(map(is_async, parts.values())) else in_turn
@@ -139,11 +145,16 @@ def _try(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> Any:
         return error
 
 
+async def _resolve(outcome: Any) -> Any:
+    return await outcome if isawaitable(outcome) else outcome
+
+
 async def _call(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> Any:
     if is_async(part):
         return await call(part, row, trajectory)
     async with _TURNS.use() as turns, turns:
-        return await call(part, row, trajectory)
+        [outcome] = await call(lambda: [part(row, trajectory)])  # in a list, so that `call` does not await it
+    return await _resolve(outcome)  # without a turn, which a sync part of this part may need
 
 
 def _read(name: str, outcome: Any) -> dict[str, float]:
