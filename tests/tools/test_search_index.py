@@ -207,10 +207,16 @@ def test_a_damaged_index_is_refused_with_how_to_rebuild_it(tmp_path: Path) -> No
         return str(raised.value)
 
     assert MANIFEST in problem("{")
+    assert "\n" not in problem("{}")
     assert MANIFEST in problem(json.dumps({"format": FORMAT, "lexical": None, "dense": None}))
     assert "format 99" in problem(json.dumps(stored | {"format": 99}))
     data = tmp_path / "i" / "lexical" / "data.csc.index.npy"
-    data.write_bytes(data.read_bytes()[:-1])
+    content = data.read_bytes()
+    data.write_bytes(bytes(len(content)))  # of the right size, so it is found when the ranker is loaded
+    manifest.write_text(json.dumps(stored), encoding="utf-8")
+    with pytest.raises(DataError, match="is damaged"):
+        Index.open(tmp_path / "i").search(["word"], 1)
+    data.write_bytes(content[:-1])
     assert "lexical/data.csc.index.npy has" in problem(json.dumps(stored))
     data.unlink()
     assert "lexical/data.csc.index.npy is missing" in problem(json.dumps(stored))

@@ -22,7 +22,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings
 from agent_r1.tools.search.lexical import LexicalRanker, LexicalSettings, Ranking
@@ -73,7 +73,9 @@ class Manifest:
         try:
             manifest = TypeAdapter(cls).validate_json(path.read_bytes())
         except ValidationError as error:
-            raise DataError(f"{path} cannot be read: {error}. {rebuild}") from error
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise DataError(f"{path} cannot be read: {where} {problem['msg']}. {rebuild}") from error
         if manifest.format != FORMAT:
             raise DataError(f"{directory} has index format {manifest.format}, expected {FORMAT}. {rebuild}")
         for name, size in manifest.files.items():
@@ -161,7 +163,12 @@ class Index:
                     raise DataError(f"the index {self.directory} was rebuilt while it was open; open it again")
                 settings = getattr(self.manifest, kind)
                 ranker = LexicalRanker if kind == "lexical" else DenseRanker
-                self._rankers[kind] = ranker(self.directory / kind, settings)
+                try:
+                    self._rankers[kind] = ranker(self.directory / kind, settings)
+                except AgentR1Error:
+                    raise
+                except (OSError, ValueError, KeyError) as error:
+                    raise DataError(f"the index {self.directory} is damaged ({error!r}): build it again") from error
             return self._rankers[kind]
 
 
