@@ -138,6 +138,16 @@ def test_the_last_failure_is_told_to_the_episodes_of_its_batch_only() -> None:
     assert [3] not in scorer.batches
 
 
+def test_the_log_has_one_short_traceback_per_episode_of_a_failed_batch(caplog: pytest.LogCaptureFixture) -> None:
+    def gone(values: list[float], attempt: int) -> Any:
+        raise ConnectionError("no route to the model")
+
+    score(batched(Recorder(gone), max_batch=32, attempts=1), range(32))
+    frames = {record.getMessage().count("File ") for record in caplog.records}
+    assert len(caplog.records) == 32
+    assert len(frames) == 1  # does not grow from one to the next
+
+
 def test_a_bug_is_not_tried_again() -> None:
     def bug(values: list[float], attempt: int) -> list[float]:
         raise KeyError("label")

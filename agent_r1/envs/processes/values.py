@@ -1,6 +1,6 @@
 """Encode what a worker process sends back as JSON. The trainer never unpickles it, so it cannot run code there.
 
-Numpy numbers become Python numbers and tuples become lists. Anything that is not text, a number, None, a list or a dict
+Numpy numbers become Python numbers, tuples lists and keys text. Anything that is not text, a number, None, a list or a dict
 is refused in the worker, where the error can still name it. An exception is sent as its type's name, text, source and
 place.
 """

@@ -122,9 +122,9 @@ async def _close(batcher: Batcher[Item, float | Exception]) -> None:
 def _check(score: Any, name: str) -> float | Exception:
     if isinstance(score, Real) and math.isfinite(score):
         return float(score)
-    if isinstance(score, ScoringError):
-        return score
     if isinstance(score, Exception):
-        failure = ScoringError(f"{name} could not score this episode: {describe(score)}")
-        return failure.with_traceback(score.__traceback__)
+        ours = isinstance(score, ScoringError)
+        text = str(score) if ours else f"{name} could not score this episode: {describe(score)}"
+        # A new one for each episode: the traceback of a shared exception grows with every raise.
+        return ScoringError(text).with_traceback(score.__traceback__)
     return ScoringError(f"{name} returned {score!r:.80} for this episode; scores must be finite numbers")
