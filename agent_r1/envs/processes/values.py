@@ -1,8 +1,8 @@
 """Encode what a worker process sends back as JSON. The trainer never unpickles it, so it cannot run code there.
 
-Numpy numbers become Python numbers, tuples lists and keys text. Anything that is not text, a number, None, a list or a dict
-is refused in the worker, where the error can still name it. An exception is sent as its type's name, text, source and
-place.
+Numpy numbers become Python numbers, tuples become lists, and keys of dicts become text. Anything that is not text, a
+number, None, a list or a dict is refused in the worker, where the error can still name it. An exception is sent as its
+type's name, text, source and place.
 """
 
 from __future__ import annotations
