@@ -200,6 +200,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     from agent_r1.cli.commands.sft import run_sft
 
     directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
+    console.print(Text(f"run directory {directory}"), soft_wrap=True)
     with _report_signals():
         run_sft(config, plan.task, directory, console, given=overrides or ())
 
@@ -322,7 +323,7 @@ def _with_overrides(config: RunConfig, overrides: Sequence[str], allowed: Sequen
         raise ConfigError(f"cannot read the settings {' '.join(overrides)}: {error}") from error
     tree = config.model_dump()
     for section, values in changes.items():
-        tree[section] |= values
+        tree[section] = tree[section] | values if isinstance(values, dict) else values
     return parse_config(tree)
 
 

@@ -37,12 +37,16 @@ def explain(error: Any, root: Section) -> str:
             return f"{name}.{key} is missing; choose one of: {', '.join(known)}"
         return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
     message = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] == "model_attributes_type":
+        message = f"{name} is a section"
     field = root.model_fields.get(path[0]) if len(path) == 1 else None
     key = field.discriminator if field is not None else None
     kinds = _tags(field.annotation, key) if field is not None and isinstance(key, str) else []
     hint = f". Did you mean {name}.{key}={value}?" if value in kinds else _same_value(error["type"], value)
-    if error["type"] == "model_type" and isinstance(value, str) and "name" in _names(section, path[-1]):
-        return f"{name}={_spell(value)}: {name} is a section. Did you mean {name}.name={value}?"
+    if error["type"] == "model_type" and (names := _names(section, path[-1])):
+        if isinstance(value, str) and "name" in names:
+            return f"{name}={_spell(value)}: {name} is a section. Did you mean {name}.name={value}?"
+        return f"{name}={_spell(value)}: {name} is a section. Fields: {', '.join(names)}"
     return f"{name}={_spell(value)}: {message}{hint}"
 
 
@@ -111,10 +115,11 @@ def _tags(annotation: Any, key: str) -> list[str]:
     return [tag for section in _sections(annotation) for tag in get_args(section.model_fields[key].annotation)]
 
 
-def _names(section: Section | None, key: str) -> set[str]:
+def _names(section: Section | None, key: str) -> list[str]:
     """Return the fields of the section called `key` inside this one; empty if `key` is not a section."""
     field = None if section is None else section.model_fields.get(key)
-    return {name for one in (_sections(field.annotation) if field is not None else []) for name in one.model_fields}
+    sections = _sections(field.annotation) if field is not None else []
+    return list(dict.fromkeys(name for one in sections for name in one.model_fields))
 
 
 def _elsewhere(key: str, root: Section, besides: list[str]) -> str | None:

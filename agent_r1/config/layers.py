@@ -64,7 +64,8 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
             has_brackets = "{" in item or "[" in item
             hint = f". Quote text with brackets, once more than for the shell: '{key}=\"...\"'" if has_brackets else ""
-            raise ConfigError(f"override {item!r:.200} cannot be read: {error}{hint}") from error
+            reason = str(error).partition("\n    full_key")[0]  # OmegaConf adds lines about its own types
+            raise ConfigError(f"override {item!r:.200} cannot be read: {reason}{hint}") from error
     return OmegaConf.from_dotlist(list(overrides))
 
 

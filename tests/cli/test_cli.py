@@ -103,6 +103,8 @@ def test_a_value_that_is_no_yaml_is_an_error_about_that_value(cli: Cli, describe
     [
         ("eval", ["seed=3"], ["'seed=3'", "task.test_split", "data.path", "model.device"]),
         ("eval", ["eval.rows"], ["'eval.rows'", "section.key=value"]),
+        ("eval", ["eval=5"], ["error: eval=5", "section", "rows, samples"]),
+        ("eval", ["eval=null"], ["error: eval=null"]),
         ("eval", ["eval.rowz=3"], ["'rowz'", "Did you mean 'rows'?"]),
         ("eval", ["--split", "a", "task.test_split=b"], ["--split a", "task.test_split="]),
         ("chat", ["eval.samples=3"], ["'eval.samples=3'", "eval.temperature"]),  # which would have no effect
@@ -120,6 +122,7 @@ def test_an_existing_run_is_changed_only_where_that_makes_sense(
     ended = cli(*(("train", "--resume") if command == "resume" else (command,)), described, *words)
     assert ended.code == 2
     assert all(name in ended.err for name in named)
+    assert "Traceback" not in ended.err
     assert parse_config(RunDir.open(described).settings) == load_config(MINI, PLAIN)
 
 
@@ -227,6 +230,16 @@ def test_hints_name_the_program_as_it_can_be_called(monkeypatch: pytest.MonkeyPa
     assert program() == "agent-r1"  # the one on the path
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "b" / "agent-r1")])
     assert program() == "b/agent-r1"  # one in a virtual environment that is not active
+
+
+def test_the_live_display_fits_into_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    metrics = {"reward/mean": -0.25, "success": 1.0, "episode/steps": 12, "episode/tool_calls": 10}
+    with Display(console, "warm start", total=1000) as display:
+        display.update(999, step_summary({**metrics, "tokens_per_second": 12500}), value=1.0, may_end_early=True)
+    lines = [line.rstrip() for line in printed(console).splitlines()]
+    assert any(re.search(r"999/1000 \d:\d\d:\d\d at most \d+:\d\d left$", line) for line in lines)
+    assert any(line.startswith("reward -0.25") and line.endswith("12.5k tok/s") for line in lines)
 
 
 def test_an_evaluation_shows_episodes_done_success_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
