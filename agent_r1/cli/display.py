@@ -43,9 +43,14 @@ class Display:
         self._history: list[float] = []
         self._episodes = Text("")
         self._progress = Progress(
-            TextColumn(f"[bold]{title}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+            TextColumn(f"[bold]{title}"),
+            BarColumn(bar_width=24),  # all columns together fit into 80 characters
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
         )
-        self._task = self._progress.add_task(title, total=total, completed=done)
+        self._task = self._progress.add_task(title, total=total, completed=done, left="")
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Display:
@@ -90,7 +95,8 @@ class Display:
         self._episodes = Text("")
         self.advance(done)
         left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
-        self._line = Text(f"{summary}  {left}")
+        self._line = Text(summary)
+        self._progress.update(self._task, left=left)
         if self._console.is_terminal:
             self._refresh()
         else:

@@ -78,4 +78,4 @@ async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir,
 def typed_words(config: RunConfig, given: Sequence[str]) -> str:
     """Return the recipe and the typed overrides, without those that choose the starting model."""
     begins = ("sft.", "context.demo_summary", "model.path", "model.make")
-    return " ".join([config.recipe, *(shlex.quote(word) for word in given if not word.startswith(begins))])
+    return shlex.join([config.recipe, *(word for word in given if not word.startswith(begins))])
