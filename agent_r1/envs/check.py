@@ -126,6 +126,8 @@ async def _play(
         env.parallel = env.parallel and parallel
 
     def show(observation: Observation) -> None:
+        has_prompt = observation.messages or observation.text or observation.token_ids
+        assert has_prompt, f"observation {len(shown)} is empty; the policy needs a prompt"
         shown.append(observation)
         play.observations.append(deepcopy(observation))
 

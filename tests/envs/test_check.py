@@ -103,6 +103,11 @@ class ClosesOnce(Growing):
         del self.messages
 
 
+class Silent(Growing):
+    async def reset(self, row: TaskRow) -> Observation:
+        return Observation(text="")
+
+
 class WrongSpan(Growing):
     async def step(self, action: Action) -> Transition:
         call = ToolCallRecord(name="f", arguments={}, result="", text_span=(0, 99))
@@ -158,6 +163,7 @@ def test_a_class_that_does_not_set_deterministic_gets_a_warning() -> None:
         (LeakingExtra, f"observation 1 shows the answer to the policy: .*{CANARY}"),
         (Aliasing, "observation 0 changed"),
         (ClosesOnce, "ClosesOnce.close failed the second time: AttributeError"),
+        (Silent, "observation 0 is empty"),
         (WrongSpan, r"step 0 returned a call at \(0, 99\)"),
         (ChangesRow, "the env changed the prompt of row 'r1'"),
     ],
