@@ -22,7 +22,7 @@ from agent_r1.tools.python.launcher import Launcher
 from agent_r1.tools.python.levels import LEVELS
 from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
 from agent_r1.tools.python.process import SandboxProcess
-from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox
+from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox, _Call, _end_session, _run_in_session, _Session
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
 from tests.tools.python_boxes import box as box
 from tests.tools.python_boxes import boxes as boxes
@@ -187,6 +187,23 @@ def test_a_zygote_that_fails_to_start_is_reported_with_its_last_line(monkeypatch
     monkeypatch.setattr("agent_r1.tools.python.launcher.BOOT", "raise SystemExit('no such luck')")
     with pytest.raises(SandboxError, match="did not start: no such luck"):
         Launcher(LIMITS, (), isolated=False).fork(session=False)
+
+
+def test_a_session_released_while_its_process_starts_runs_nothing() -> None:
+    held = _Session()
+
+    class ReleasedMeanwhile(Launcher):
+        def fork(self, *, session: bool) -> SandboxProcess:
+            process = super().fork(session=session)
+            held.released = True
+            return process
+
+    launcher = ReleasedMeanwhile(LIMITS, (), isolated=False)
+    with pytest.raises(SandboxError, match="released"):
+        _run_in_session(launcher, held, _Call("print(1)"))
+    _end_session(held)
+    launcher.close()
+    assert held.process is None
 
 
 def test_a_handle_that_does_not_fit_among_the_open_files_is_reported() -> None:

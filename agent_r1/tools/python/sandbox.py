@@ -140,11 +140,11 @@ def _run_once(launcher: Launcher, call: _Call) -> Outcome:
 
 def _run_in_session(launcher: Launcher, session: _Session, call: _Call) -> Outcome:
     with session.lock:
-        if session.released:
-            raise SandboxError("the session was released while a call waited for it")
         lost, session.lost = session.lost, False
-        if session.process is None:
+        if session.process is None and not session.released:
             session.process = launcher.fork(session=True)
+        if session.released or session.process is None:  # perhaps while it forked; `_end_session` ends the process
+            raise SandboxError("the session was released while a call waited for it")
         try:
             outcome = call.run(session.process)
         except BaseException:
