@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,7 @@ FILES = ("task.py", "base.yaml", "test_task.py", "README.md")
 
 
 def write_task(directory: Path, console: Console) -> None:
-    """Copy the template; {task} in its README and settings becomes the directory as it was typed."""
+    """Copy the template; {task} in its README and settings becomes the directory as typed in a shell."""
     if directory.is_file():
         raise ConfigError(f"{directory} is a file: name a directory that is new or empty")
     if directory.is_dir() and (present := sorted(path.name for path in directory.iterdir())):
@@ -24,12 +25,13 @@ def write_task(directory: Path, console: Console) -> None:
             f"{directory} is not empty: it holds {', '.join(present[:5])}{more}. Name a directory that is new or empty"
         )
     directory.mkdir(parents=True, exist_ok=True)
+    typed = shlex.quote(str(directory))
     for name in FILES:
         text = (TEMPLATE / name).read_text(encoding="utf-8")
-        (directory / name).write_text(text.replace("{task}", str(directory)), encoding="utf-8")
+        (directory / name).write_text(text.replace("{task}", typed), encoding="utf-8")
     commands = {
-        f"check {directory}": "play it without a model: rewards, calls, limits",
-        f"train {directory}": "a few minutes on a CPU",
+        f"check {typed}": "play it without a model: rewards, calls, limits",
+        f"train {typed}": "a few minutes on a CPU",
         "chat runs/NAME": "talk to the trained agent",
     }
     width = max(map(len, commands))
