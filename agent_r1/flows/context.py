@@ -71,7 +71,7 @@ class ContextPolicy(ABC):
         self._question_end = len(messages)
 
     async def prepare(self, messages: list[Message], writer: Writer) -> None:  # noqa: B027 (most need nothing)
-        """Called once before each action that will be taken. The policy may let the model write something."""
+        """Called once before each action, only if one will follow. The policy may have `writer` generate text."""
 
     @abstractmethod
     async def show(self, messages: list[Message]) -> ContextView:

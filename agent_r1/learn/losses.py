@@ -156,7 +156,7 @@ def value_loss(
 
 
 def ratio_report(log_ratio_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima that every loss reports: how far the policy is from the one that sampled."""
+    """Sums and maxima that every loss reports: how far the policy is from the one that drew the samples."""
     log_ratio_T = log_ratio_T.detach()
     sums = {"approx_kl": kl_k3(log_ratio_T).sum()}
     if log_ratio_T.numel() == 0:  # torch has no maximum of nothing
@@ -187,7 +187,7 @@ def kl_k3(log_ratio_T: Tensor) -> Tensor:
 
 
 # As penalties in a loss, each takes (log-probs with gradient, reference, old). The gradient of an estimate is not the
-# gradient of the KL: E_p[k] also changes because p draws other samples, which autograd does not see (arXiv:2506.09477).
+# gradient of the KL: the samples depend on p too, which autograd does not see (arXiv:2506.09477).
 
 
 def _with_gradient_of(value_T: Tensor, carrier_T: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Host:
         self.process.send(call.message)
 
     def take_answer(self, answer: Answer) -> Call:
-        """Return the call that was answered, and attribute the memory it took, except that of imports."""
+        """Return the answered call; charge its memory growth to its env, or to the base if it imported."""
         call = self.calls.popleft()
         self.began = time.monotonic()
         left = (self.max_bytes or 0) - self.base_bytes

@@ -70,7 +70,7 @@ def _end_with(lifeline: int) -> None:
 
 
 async def _serve(channel: socket.socket) -> None:
-    """Answer messages. A forked child must not act as a worker: it has no channel, and exits after the env's code."""
+    """Answer messages. A forked child must not act as a worker: it has no channel and exits after the env code."""
     os.register_at_fork(after_in_child=channel.close)
     owner, envs = os.getpid(), _Envs()
     reader, writer = await asyncio.open_connection(sock=channel)

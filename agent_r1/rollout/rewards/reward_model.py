@@ -29,7 +29,7 @@ Item = tuple[TaskRow, Trajectory]
 class BatchScorer(Protocol):
     """A model that scores. Raise TransientError, or a timeout or connection error, to be asked again.
 
-    An attempt that runs out of time is cancelled, and the next one starts when it has ended.
+    An attempt that runs out of time is cancelled; the retry starts once it has stopped.
     """
 
     async def score(self, items: Sequence[Item]) -> Sequence[float | Exception]:

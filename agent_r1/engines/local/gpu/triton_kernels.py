@@ -129,7 +129,7 @@ def _join(partial, normaliser, out, count_T, out_row, out_head, SPLITS: tl.const
 
 
 def tokens_per_tile(query_heads: int, key_heads: int) -> int:
-    """As many as fill a product of 64 rows with the queries that share keys."""
+    """Tokens per tile, so that tokens times query heads per key head fill a product of 64 rows."""
     return max(1, 64 // triton.next_power_of_2(query_heads // key_heads))
 
 

@@ -121,7 +121,7 @@ def program(machine: str) -> list[Instruction]:
     for name, number in numbers(RULED, machine).items():
         body = [step for check in RULES[name] for step in _check_steps(check)]
         steps += [(_EQUAL, 0, len(body) + 1, number), *body, (_ANSWER, 0, 0, _ALLOW)]
-    # Libraries take "no such call" for an older kernel and do without. This includes the x32 calls of x86_64.
+    # On ENOSYS, libraries assume an older kernel and fall back. This includes the x32 calls of x86_64.
     return [*steps, (_AT_LEAST, 0, 1, FIRST_UNKNOWN), (_ANSWER, 0, 0, _ERRNO | ENOSYS), (_ANSWER, 0, 0, _ERRNO | EPERM)]
 
 
