@@ -5,6 +5,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+from agent_r1.bench.results import Row
+
+FAST = Row(
+    name="decode/8 sequences",
+    settings={"prompt": 5},
+    headline="tokens_per_second",
+    repeats=[{"tokens_per_second": 100.0, "floor_share": 0.5}, {"tokens_per_second": 300.0, "floor_share": 0.7}],
+    once={"start_up_seconds": 2.0},
+    commit="abc",
+)
+SLOW = Row(name="soak/all", settings={}, headline="seconds", repeats=[], once={"seconds": 4.0})
+
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of a result file by name, after checking what every file must hold."""

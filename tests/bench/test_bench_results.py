@@ -11,16 +11,7 @@ from rich.console import Console
 
 from agent_r1.bench.results import Results, Row, as_tables, comparison
 from agent_r1.errors import DataError
-
-FAST = Row(
-    name="decode/8 sequences",
-    settings={"prompt": 5},
-    headline="tokens_per_second",
-    repeats=[{"tokens_per_second": 100.0, "floor_share": 0.5}, {"tokens_per_second": 300.0, "floor_share": 0.7}],
-    once={"start_up_seconds": 2.0},
-    commit="abc",
-)
-SLOW = Row(name="soak/all", settings={}, headline="seconds", repeats=[], once={"seconds": 4.0})
+from tests.bench.result_files import FAST, SLOW
 
 
 def results(*rows: Row) -> Results:

@@ -26,19 +26,10 @@ from benchmarks.speed.learner_comparison import break_even, gradient, one_row_pe
 from benchmarks.speed.padded_trainer import PaddedTrainer
 from benchmarks.speed.step_comparison import StepComparison, find_rival
 from benchmarks.speed.tables import as_markdown, fill_page
-from tests.bench.result_files import read_rows
+from tests.bench.result_files import FAST, SLOW, read_rows
 
 CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
-FAST = Row(
-    name="decode/8 sequences",
-    settings={"prompt": 5},
-    headline="tokens_per_second",
-    repeats=[{"tokens_per_second": 100.0, "floor_share": 0.5}, {"tokens_per_second": 300.0, "floor_share": 0.7}],
-    once={"start_up_seconds": 2.0},
-    commit="abc",
-)
-SLOW = Row(name="soak/all", settings={}, headline="seconds", repeats=[], once={"seconds": 4.0})
 
 
 def options(out: Path) -> Options:

@@ -159,7 +159,7 @@ class GpuRunner(ModelRunner):
                 logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
             else:
                 logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
-        self._state.left_R.zero_()  # the probes are no sequences to continue
+        self._state.left_R.zero_()  # probes are not continued
         self._before = {}
         return logits
 
