@@ -14,6 +14,10 @@ class ConfigError(AgentR1Error, ValueError):
     """The configuration of a run is wrong. Raised before any model is loaded."""
 
 
+class UnsupportedModelError(ConfigError):
+    """An engine or the learner cannot compute a model exactly."""
+
+
 class DataError(AgentR1Error, ValueError):
     """A task row, a trajectory file or a checkpoint cannot be read."""
 
@@ -24,6 +28,10 @@ class RolloutError(AgentR1Error, RuntimeError):
 
 class TrainingError(AgentR1Error, RuntimeError):
     """Learning failed: several updates in a row were not finite."""
+
+
+class RankError(AgentR1Error, RuntimeError):
+    """Another rank of the run failed, or the ranks did not find each other."""
 
 
 class DiskError(AgentR1Error, OSError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+MAX_NAMED = 8  # names an error message lists
 
 # Control characters except tab and newline, marks that reorder or break lines, halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -16,3 +19,9 @@ def sanitize(text: str) -> str:
 def visible(text: str) -> str:
     r"""Escape characters that would move the cursor, change colours or reorder text, for example as `\x1b`."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of a long list, for an error message, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from numbers import Real
 from types import UnionType
 from typing import Any, Literal
@@ -89,12 +90,28 @@ class Observation:
         check_type("Observation.text", self.text, str | None, "a text")
         check_type("Observation.token_ids", self.token_ids, list | None, "a list of ids")
         if self.messages is not None:
-            check_type("Observation.messages", self.messages or None, list, "a list of at least one message")
-            for index, message in enumerate(self.messages):
-                name = f"Observation.messages[{index}]"
-                check_type(name, message, dict | Mapping, "a dict with a role and a content")
-                check_type(f"{name}['role']", message.get("role"), str, "a text")
-                check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
+            check_messages(self.messages)
+
+    @classmethod
+    def grown(cls, messages: list[Message], *, by: int) -> Observation:
+        """The messages of an earlier observation, already checked, and `by` new ones, which are checked now. So the
+        cost of a step does not grow with the conversation."""
+        check_messages(messages, start=len(messages) - by)
+        made = object.__new__(cls)
+        for name, value in (("messages", messages), ("text", None), ("token_ids", None)):
+            object.__setattr__(made, name, value)
+        return made
+
+
+def check_messages(messages: list[Message], start: int = 0) -> None:
+    check_type("Observation.messages", messages or None, list, "a list of at least one message")
+    for index, message in enumerate(islice(messages, start, None), start):
+        if type(message) is dict and type(message.get("role")) is type(message.get("content")) is str:
+            continue  # nearly every message
+        name = f"Observation.messages[{index}]"
+        check_type(name, message, dict | Mapping, "a dict with a role and a content")
+        check_type(f"{name}['role']", message.get("role"), str, "a text")
+        check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +175,8 @@ class Transition:
         check_bool("Transition.terminated", self.terminated)
         if not self.terminated and self.observation is None:
             raise ValueError("Transition has neither an observation nor terminated=True: return one of the two")
-        check_type("Transition.observation", self.observation, Observation | None, "an Observation")
+        if self.observation is not None:
+            check_type("Transition.observation", self.observation, Observation, "an Observation")
         check_reward("Transition.reward", self.reward)
         check_type("Transition.feedback", self.feedback, str, "a text")
         check_type("Transition.info", self.info, Mapping, "a dict")

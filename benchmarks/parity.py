@@ -25,6 +25,7 @@ from agent_r1.learn.batch.minibatch import MiniBatch, prepare, with_own_logprobs
 from agent_r1.learn.batch.packs import column, column_with_gaps, nested
 from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, value_loss
 from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory
 from benchmarks.machine import RESULTS, machine
 from benchmarks.parity_cases import USUAL, Case, make_case
@@ -91,9 +92,7 @@ def policy_loss(case: Case, algorithm: Algorithm, correction: Correction | None 
 
 
 def pack(credited: Sequence[CreditedTrajectory], case: Case, correction: Correction | None) -> MiniBatch:
-    batch = prepare(
-        credited, max_tokens=PACK_TOKENS, device=torch.device("cpu"), is_mine=lambda _: True, keep_idle=False
-    )
+    batch = prepare(credited, max_tokens=PACK_TOKENS, device=torch.device("cpu"), ranks=OneProcess(), keep_idle=False)
     batch = with_own_logprobs(batch, lambda part: case.old_R[part.columns_T], correction)
     present = [each.name for each in fields(batch.columns) if getattr(batch.columns, each.name) is not None]
     columns = {name: getattr(batch.columns, name) for name in present}

@@ -26,6 +26,13 @@ class Ended:
 
 
 Cli = Callable[..., Ended]
+TRAINING = {"train", "learning", "cli", "benchmarks", "docs"}  # folders whose files take longest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the long files first: a file stays on one worker, and one that begins last would run alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in TRAINING))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agent_r1.bench import engine_speed, learner_speed, step_speed
 from agent_r1.bench.machine import accelerator, commit, machine, pick_device, slug
-from agent_r1.bench.models import SMOLLM2_135M, TINY, BenchModel
+from agent_r1.bench.models import SMOLLM2_135M, TINY, BenchModel, LlamaShape
 from agent_r1.bench.results import Results, Row, as_tables, comparison
 from agent_r1.build.models.cache import cache_root
 from agent_r1.errors import ConfigError, did_you_mean
@@ -39,10 +39,13 @@ class Options:
     out: Path | None = None
     only: str | None = None
     model: str | None = None
+    shape: str | None = None
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ConfigError(f"--repeats must be at least 1, got {self.repeats}")
+        if self.model is not None and self.shape is not None:
+            raise ConfigError("--model and --shape both name the sizes of a model: leave one out")
 
 
 BENCHES: dict[str, tuple[Callable[..., Bench], Any, Any]] = {  # with its small and full sizes
@@ -55,10 +58,14 @@ BENCHES: dict[str, tuple[Callable[..., Bench], Any, Any]] = {  # with its small 
 def bench(name: str, options: Options, console: Console) -> Path:
     """`agent-r1 bench NAME`."""
     device, quick = pick_sizes(options)
-    model = (TINY if quick else SMOLLM2_135M).model() if options.model is None else BenchModel.load(options.model)
+    model = pick_shape(options, quick=quick).model() if options.model is None else BenchModel.load(options.model)
     make, small, full = BENCHES[name]
-    made = make(model=model, sizes=small if quick else full, device=device, repeats=options.repeats)
-    path = (options.out or cache_root() / "bench") / file_name(name, device, quick=quick, model=options.model)
+    sizes = small if quick else full
+    if name == "engine":
+        sizes = engine_speed.sizes_for(sizes, model)
+    made = make(model=model, sizes=sizes, device=device, repeats=options.repeats)
+    which = options.model or options.shape
+    path = (options.out or cache_root() / "bench") / file_name(name, device, quick=quick, model=which)
     return run_bench(made, path, "agent-r1", options, console)
 
 
@@ -68,6 +75,12 @@ def pick_sizes(options: Options) -> tuple[torch.device, bool]:
     if device.type == "cpu" and options.model is None:
         torch.set_num_threads(1)  # several threads are slower on the tiny model's matrices
     return device, options.quick or device.type == "cpu"
+
+
+def pick_shape(options: Options, *, quick: bool) -> LlamaShape:
+    if options.shape is not None:
+        return LlamaShape.named(options.shape)
+    return TINY if quick else SMOLLM2_135M
 
 
 def file_name(benchmark: str, device: torch.device, *, quick: bool, model: str | None = None) -> str:

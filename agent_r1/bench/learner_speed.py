@@ -24,7 +24,6 @@ from agent_r1.bench.measure import (
     matmul_flops,
     measure,
     synchronize,
-    training_flops,
 )
 from agent_r1.bench.models import BenchModel
 from agent_r1.bench.results import Figures, Row
@@ -33,6 +32,7 @@ from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
+from agent_r1.plan.formulas import training_flops
 from agent_r1.types import CreditedTrajectory
 
 STATE_BYTES = 12  # per parameter: the fp32 weight and AdamW's two moments

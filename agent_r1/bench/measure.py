@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,17 +91,3 @@ def floor_tokens_per_second(
     """Decoding speed if a step only read the weights and every sequence's keys and values once."""
     step_bytes = weight_bytes + sequences * context * kv_bytes_per_token
     return sequences * bytes_per_second / step_bytes
-
-
-def training_flops(
-    lengths: Iterable[int], *, trained: int, body_parameters: int, head_parameters: int, attention_width: int
-) -> float:
-    """FLOPs that one forward and backward pass over sequences of these lengths needs.
-
-    2 FLOPs per weight and token forward and 4 backward; the output head only where a token is trained. Attention: a
-    causal sequence of L tokens has L(L+1)/2 pairs of a query and a key, each with 4 FLOPs (score and sum) per unit of
-    `attention_width` (layers x heads x head size) forward, and twice that backward.
-    """
-    sizes = list(lengths)
-    pairs = sum(length * (length + 1) // 2 for length in sizes)
-    return 6.0 * (body_parameters * sum(sizes) + head_parameters * trained) + 12.0 * attention_width * pairs

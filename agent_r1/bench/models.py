@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token, key_value_shape
 from agent_r1.engines.local.model_runner import cast_weights
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.plan.shapes import SHAPES
 
 PAD, TURN_START, TURN_END, NEVER = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|never|>"
 TEMPLATE = (
@@ -84,10 +85,11 @@ class BenchModel:
 
     def network(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
         """Equal seeds give equal weights; the caller's random state is left alone."""
-        with torch.random.fork_rng(devices=[]):
+        # On the device from the start: drawing billions of weights on a CPU takes minutes.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
             # A network's attention is set in its configuration, so each needs its own.
-            return cast_weights(AutoModelForCausalLM.from_config(deepcopy(self.config)), dtype).to(device)
+            return cast_weights(AutoModelForCausalLM.from_config(deepcopy(self.config)), dtype)
 
     @cached_property
     def _empty(self) -> Any:
@@ -97,7 +99,7 @@ class BenchModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama with tied embeddings."""
+    """Sizes of a Llama."""
 
     layers: int
     hidden: int
@@ -106,6 +108,27 @@ class LlamaShape:
     kv_heads: int
     vocabulary: int
     positions: int
+    head_size: int | None = None  # None: hidden size over heads
+    tied: bool = True  # output head and embeddings
+
+    @classmethod
+    def named(cls, name: str) -> LlamaShape:
+        """The sizes of `agent-r1 plan --model NAME`, or `tiny`."""
+        if name == "tiny":
+            return TINY
+        if (known := SHAPES.get(name)) is None:
+            raise ConfigError(f"--shape {name}: there are no such sizes.{did_you_mean(name, ['tiny', *SHAPES])}")
+        return cls(
+            layers=known.layers,
+            hidden=known.hidden,
+            intermediate=known.intermediate,
+            heads=known.query_heads,
+            kv_heads=known.key_heads,
+            vocabulary=known.vocabulary,
+            positions=8_192 if name == "135m" else 65_536,
+            head_size=None if known.query_width == known.hidden else known.head_size,
+            tied=known.tied,
+        )
 
     def model(self) -> BenchModel:
         config = LlamaConfig(
@@ -116,12 +139,14 @@ class LlamaShape:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.positions,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tied,
+            head_dim=self.head_size or self.hidden // self.heads,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=make_tokenizer(self.vocabulary).pad_token_id,
         )
-        return BenchModel(config, {"shape": asdict(self)})
+        sizes = {name: value for name, value in asdict(self).items() if value not in (None, True)}  # as stored before
+        return BenchModel(config, {"shape": sizes})
 
 
 SMOLLM2_135M = LlamaShape(

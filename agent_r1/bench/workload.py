@@ -101,7 +101,7 @@ class AnsweringEnv(AgentEnv):
             return Transition(terminated=True)
         response = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, response, {"role": "tool", "content": self._answer}]
-        return Transition(observation=Observation(messages=self._messages))
+        return Transition(observation=Observation.grown(self._messages, by=2))
 
 
 class FixedLength:
@@ -124,10 +124,12 @@ def make_collector(
     vocabulary: int,
     *,
     make_env: Callable[[TaskRow], AgentEnv] | None = None,
+    stop_ids: tuple[int, ...] = (),
 ) -> Collector:
+    """`stop_ids` may end a response early; without them, none ends before its length."""
     tokenizer = make_tokenizer(vocabulary)
     answer = workload.answer(vocabulary)
-    sampling = Sampling(max_tokens=workload.response_tokens, stop_ids=(tokenizer.eos_token_id,))
+    sampling = Sampling(max_tokens=workload.response_tokens, stop_ids=stop_ids or (tokenizer.eos_token_id,))
     return Collector(
         make_flow=lambda row: AgentEnvLoop(make_env or (lambda row: AnsweringEnv(workload, answer))),
         sampler=FixedLength(sampler),

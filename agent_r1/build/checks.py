@@ -7,12 +7,12 @@ from fnmatch import fnmatch
 
 import torch
 
-from agent_r1.build.engine import GPU_ONLY, configured_cache_tokens
-from agent_r1.build.models.device import compiles_layers, model_device, model_dtype
+from agent_r1.build.engine import GPU_ONLY, configured_cache_tokens, merges_adapters
+from agent_r1.build.models.device import compiles_layers, engine_device, model_device, model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.task import Task, check_call, is_data_source
 from agent_r1.config import RunConfig
-from agent_r1.config.schema import TaskConfig
+from agent_r1.config.schema import TaskConfig, VLLMEngineConfig
 from agent_r1.data.rows import FORMATS
 from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError
@@ -32,6 +32,7 @@ SMALLEST_LORA_LR = 1e-5
 def check_requirements(config: RunConfig) -> None:
     """Check that this machine has what the run needs."""
     device = model_device(config)
+    engine_device(config)
     if compiles_layers(config):
         require_compiler(device)
     if config.lora is not None:
@@ -53,19 +54,26 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError("learner.offload_optimizer has no effect on a CPU: leave it out")
     if config.model.fp32_head and dtype == torch.float32:
         raise ConfigError("model.fp32_head has no effect in float32: leave it out, or set model.dtype=bfloat16")
-    given = [name for name in GPU_ONLY if getattr(config.engine, name) is not None]
+    given = [name for name in GPU_ONLY if getattr(config.engine, name, None) is not None]
     if given and on_cpu:
         raise ConfigError(f"engine.{given[0]} has no effect on a CPU: leave it out")
-    if config.lora is not None and dtype == torch.bfloat16 and config.learner.lr < SMALLEST_LORA_LR:
+    vanishes = dtype == torch.bfloat16 and config.learner.lr < SMALLEST_LORA_LR
+    if config.lora is not None and merges_adapters(config) and vanishes:
         raise ConfigError(
             f"learner.lr={config.learner.lr:g} is too small for lora in bfloat16: updates are rounded away when merged "
-            "for sampling. Set learner.lr=1e-4, as is usual for adapters, or model.dtype=float32"
+            "for sampling. Set learner.lr=1e-4, as is usual for adapters, lora.share_base=true or model.dtype=float32"
         )
 
 
 def check_start(config: RunConfig) -> None:
     """Check the model, the engine's cache and the warm start without loading anything."""
     configured_cache_tokens(config, model_device(config))
+    if isinstance(engine := config.engine, VLLMEngineConfig):
+        from agent_r1.engines.vllm.assemble import check_servers
+
+        if engine.python is not None and not engine.gpus and model_device(config).type == "cuda":
+            raise ConfigError("engine.gpus is empty: name the GPUs for vLLM, for example engine.gpus=[1]")
+        check_servers(python=engine.python, urls=engine.urls)
     if config.model.path is not None:
         find_model(config.model.path)
     if config.model.make is not None:

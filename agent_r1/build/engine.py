@@ -8,68 +8,156 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agent_r1.build.models.device import model_dtype
+from agent_r1.build.models.device import engine_device, model_dtype
 from agent_r1.compiling import has_compiler
 from agent_r1.config import RunConfig
+from agent_r1.config.schema import LocalEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from agent_r1.engines.base import Engine
 from agent_r1.engines.local.blocks import BLOCK_SIZE
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.model.lora import LoRA
 
 if TYPE_CHECKING:
     from agent_r1.build.models.load import Model
 
 GPU_ONLY = ("gpu_memory_share", "burst", "compile")
 CPU_CACHE = 131_072  # tokens
+TRANSFORMERS_RUNNING = 64  # requests that `generate` computes together
 GPU_RUNNING = 1024  # sequences; more are hardly faster per token
 GPU_BURST = 16  # tokens of a sequence before the host looks at them
 GPU_MEMORY_SHARE = 0.3  # the learner needs the rest
 
 
-def build_engine(config: RunConfig, model: Model) -> Engine:
-    return BUILDERS[config.engine.kind](config, model)
+def build_engine(config: RunConfig, model: Model, *, logs: Path | None = None, adapters: LoRA | None = None) -> Engine:
+    """Build the engine of a run.
+
+    logs: the folder for the logs of servers that the engine starts; None: a temporary one.
+    adapters: what the engine will load; its other weights stay. A local engine shares them with the model.
+    """
+    return BUILDERS[config.engine.kind](config, model, logs, adapters)
 
 
-def _build_local(config: RunConfig, model: Model) -> Engine:
-    """Sample from a copy of the model, on the same device."""
-    from agent_r1.engines.local.fp32_head import use_fp32_head
+def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
+    """Sample from a copy of the model."""
     from agent_r1.engines.local.local_engine import LocalEngine
+    from agent_r1.engines.local.low_rank import LowRank, adopt_weights, sharing_copy
     from agent_r1.engines.local.model_runner import cast_weights
 
-    settings = config.engine
-    network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
-    if config.model.fp32_head:
-        use_fp32_head(network, model.network.get_output_embeddings())
-    network.set_attn_implementation("eager")  # a learner may have set another on the original
+    settings, low_rank = config.engine, None
+    assert isinstance(settings, LocalEngineConfig)
+    if adapters is not None:
+        network = sharing_copy(model.network)
+        low_rank = LowRank(names=adapters.layers_of(network), rank=adapters.rank, scale=adapters.scale)
+    else:
+        network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
+    _prepare_network(config, model, network)
     on_gpu = network.device.type == "cuda"
     if on_gpu and not has_compiler():
         raise ConfigError(
             "sampling on a GPU needs a C compiler for Triton's kernels, and none is on the path: install one "
             "(for example apt-get install gcc python3-dev), or set model.device=cpu"
         )
-    return LocalEngine(
-        network,
+    try:
+        engine = LocalEngine(
+            network,
+            seed=config.seed,
+            max_running=settings.max_running or (min(GPU_RUNNING, max_episodes(config)) if on_gpu else 256),
+            max_batch_tokens=settings.max_batch_tokens or (16_384 if on_gpu else 2048),
+            max_cached_tokens=configured_cache_tokens(config, network.device) or _free_cache_tokens(config, network),
+            burst=settings.burst or GPU_BURST,
+            threads=None if on_gpu else settings.threads,
+            compile_layers=settings.compile,
+            adapters=low_rank,
+        )
+    except UnsupportedModelError as error:
+        try:
+            _transformers_engine(config, network, TransformersEngineConfig(kind="transformers"))
+        except UnsupportedModelError as other:
+            raise UnsupportedModelError(
+                f"{error}. engine.kind=transformers cannot sample from it either: {other}"
+            ) from error
+        raise UnsupportedModelError(f"{error}: set engine.kind=transformers, which is slower but exact") from error
+    if adapters is not None:
+        adopt_weights(model.network, network)
+    return engine
+
+
+def _build_vllm(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
+    from agent_r1.engines.vllm.assemble import assemble_engine
+    from agent_r1.engines.vllm.shared_weights import AdapterShape
+
+    assert isinstance(config.engine, VLLMEngineConfig)
+    shape = None
+    if adapters is not None:
+        layers = adapters.layers_of(model.network)
+        shape = AdapterShape(rank=adapters.rank, alpha=adapters.alpha, layers=layers)
+    return assemble_engine(
+        model.network,
+        dtype=model_dtype(config),
         seed=config.seed,
-        max_running=settings.max_running or (min(GPU_RUNNING, max_episodes(config)) if on_gpu else 256),
-        max_batch_tokens=settings.max_batch_tokens or (16_384 if on_gpu else 2048),
-        max_cached_tokens=configured_cache_tokens(config, network.device) or _free_cache_tokens(config, network),
-        burst=settings.burst or GPU_BURST,
-        threads=None if on_gpu else settings.threads,
-        compile_layers=settings.compile,
+        max_context_tokens=config.rollout.max_context_tokens,
+        top_k=config.rollout.top_k,
+        logs=logs,
+        adapters=shape,
+        **config.engine.model_dump(exclude={"kind", "send_adapters"}),
     )
 
 
-BUILDERS: dict[str, Callable[[RunConfig, Model], Engine]] = {"local": _build_local}
+def _build_transformers(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
+    """Sample from a copy of the model."""
+    from agent_r1.engines.local.model_runner import cast_weights
+
+    assert isinstance(config.engine, TransformersEngineConfig)
+    network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
+    _prepare_network(config, model, network)
+    return _transformers_engine(config, network, config.engine)
+
+
+def _transformers_engine(config: RunConfig, network: Any, settings: TransformersEngineConfig) -> Engine:
+    from agent_r1.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        network,
+        seed=config.seed,
+        max_running=settings.max_running or TRANSFORMERS_RUNNING,
+        max_cached_tokens=settings.max_cached_tokens or max(CPU_CACHE, config.rollout.max_context_tokens),
+        threads=settings.threads if network.device.type == "cpu" else None,
+    )
+
+
+def _prepare_network(config: RunConfig, model: Model, network: Any) -> None:
+    from agent_r1.engines.local.fp32_head import use_fp32_head
+
+    if config.model.fp32_head:
+        use_fp32_head(network, model.network.get_output_embeddings())
+    network.to(engine_device(config))
+    network.set_attn_implementation("eager")  # a learner may have set another on the original
+
+
+BUILDERS: dict[str, Callable[[RunConfig, Model, Path | None, LoRA | None], Engine]] = {
+    "local": _build_local,
+    "transformers": _build_transformers,
+    "vllm": _build_vllm,
+}
+
+
+def merges_adapters(config: RunConfig) -> bool:
+    """Whether the engine loads weights with the adapters merged into them, instead of the adapters alone."""
+    shared = config.lora is not None and config.lora.share_base
+    return not shared and not getattr(config.engine, "send_adapters", False)
 
 
 def max_episodes(config: RunConfig) -> int:
     """Return how many episodes play at once at most. On a GPU, every batch size up to it is captured beforehand."""
     attempts = config.rollout.group_size + ALGORITHMS[config.algorithm.name].needs_greedy
-    training = config.rollout.rows_per_step * attempts
+    ahead = config.trainer.max_staleness if config.trainer.mode == "async" else 0
+    training = config.rollout.rows_per_step * attempts * (1 + ahead)
     most = config.rollout.max_concurrent
     evaluation = most if config.eval.rows is None else config.eval.rows * config.eval.samples
     return min(most, max(training, evaluation))
@@ -77,6 +165,8 @@ def max_episodes(config: RunConfig) -> int:
 
 def configured_cache_tokens(config: RunConfig, device: torch.device) -> int | None:
     """Return the size of the cache, or None if it depends on free GPU memory. Raises ConfigError if it is too small."""
+    if not isinstance(config.engine, LocalEngineConfig):
+        return None
     tokens = config.engine.max_cached_tokens or (None if device.type == "cuda" else CPU_CACHE)
     return None if tokens is None else _whole_blocks(config, tokens, setting="engine.max_cached_tokens")
 
@@ -91,6 +181,7 @@ def _free_cache_tokens(config: RunConfig, network: Any) -> int:
     """Return the tokens that fit into free GPU memory, at most what all episodes together can have."""
     from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token
 
+    assert isinstance(config.engine, LocalEngineConfig)
     share = config.engine.gpu_memory_share or GPU_MEMORY_SHARE
     gc.collect()  # compiled layers of a warm start refer to themselves
     torch.cuda.empty_cache()

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from agent_r1.build.engine import merges_adapters
 from agent_r1.build.models.device import compiles_layers, model_device, model_dtype
 from agent_r1.build.models.load import Model
 from agent_r1.config import RunConfig
-from agent_r1.config.schema import CriticConfig, LoRAConfig
+from agent_r1.config.schema import CriticConfig
+from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss
@@ -19,6 +21,7 @@ from agent_r1.learn.model.lora import LoRA
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Decay, Schedule, schedule
 from agent_r1.learn.rewards import KLInReward, RewardShaper
+from agent_r1.ranks.crew import OneProcess
 
 # Default tokens per pack. On a GPU, small packs are launched more slowly than they are computed.
 PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
@@ -38,29 +41,42 @@ def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
     )
 
 
-def build_learner(config: RunConfig, model: Model, algorithm: Algorithm, reference: Model | None) -> Learner:
+def build_learner(
+    config: RunConfig, model: Model, algorithm: Algorithm, reference: Model | None, ranks: OneProcess | None = None
+) -> Learner:
     """`reference` is the policy before the first step, for the KL penalty."""
-    settings = config.learner
+    if config.lora is not None and config.lora.share_base and ranks is not None and ranks.size > 1:
+        raise ConfigError("lora.share_base works in one process: with several, the learner's base is sharded")
     policy = _policy(config, model)
     return Learner(
         policy,
-        loss=algorithm.loss,
-        lr=settings.lr,
-        schedule=_schedule(config, settings.schedule, settings.warmup_steps),
-        temperature=config.rollout.temperature,
-        num_epochs=settings.num_epochs,
-        num_minibatches=settings.num_minibatches,
-        seed=config.seed,
-        target_kl=settings.target_kl,
-        kl_coef=config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=config.algorithm.kl_estimator,
         reference=_reference(config, policy, reference),
-        entropy_coef=config.algorithm.entropy_coef,
-        own_old_logprobs=algorithm.own_old_logprobs,
-        correction=Correction(**config.correction.model_dump()) if config.correction is not None else None,
-        critic=_critic(config, policy) if algorithm.needs_critic else None,
-        **_shared_settings(config),
+        critic=Critic(policy=policy, **critic_settings(config)) if algorithm.needs_critic else None,
+        ranks=ranks or OneProcess(),
+        **_optimizer_settings(config),
+        **learner_settings(config, algorithm),
     )
+
+
+def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
+    """The settings of a learner, wherever its models are."""
+    settings = config.learner
+    return {
+        "loss": algorithm.loss,
+        "lr": settings.lr,
+        "schedule": _schedule(config, settings.schedule, settings.warmup_steps),
+        "temperature": config.rollout.temperature,
+        "num_epochs": settings.num_epochs,
+        "num_minibatches": settings.num_minibatches,
+        "seed": config.seed,
+        "target_kl": settings.target_kl,
+        "kl_coef": config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
+        "kl_estimator": config.algorithm.kl_estimator,
+        "entropy_coef": config.algorithm.entropy_coef,
+        "own_old_logprobs": algorithm.own_old_logprobs,
+        "correction": Correction(**config.correction.model_dump()) if config.correction is not None else None,
+        **_shared_settings(config),
+    }
 
 
 def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:
@@ -74,14 +90,17 @@ def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Lear
             settings.schedule, warmup_steps=settings.warmup_steps, total=num_updates, floor=SFT_MIN_LR_RATIO
         ),
         temperature=1.0,
+        **_optimizer_settings(config),
         **_shared_settings(config),
     )
 
 
 def rehearse(config: RunConfig, learner: Learner) -> str:
-    """Check that a step fits into memory and describe what it takes. Shrinks packs if the config leaves their size."""
-    is_open = config.learner.max_tokens_per_pack is None
-    return estimate(learner, longest=config.rollout.max_context_tokens if is_open else None)
+    """Check that a step fits into memory and describe what it takes. Chooses what the config leaves open: the size of
+    packs and activation checkpointing."""
+    settings = config.learner
+    longest = config.rollout.max_context_tokens if settings.max_tokens_per_pack is None else None
+    return estimate(learner, longest=longest, may_checkpoint=settings.activation_checkpointing == "auto")
 
 
 def _policy(config: RunConfig, model: Model) -> PolicyModel:
@@ -89,9 +108,10 @@ def _policy(config: RunConfig, model: Model) -> PolicyModel:
         model.network,
         autocast_dtype=_autocast_dtype(config),
         fp32_head=config.model.fp32_head,
-        lora=_lora(config.lora, config.seed) if config.lora is not None else None,
+        lora=lora_settings(config),
         compiled=compiles_layers(config),
-        checkpoint_activations=config.learner.activation_checkpointing,
+        checkpoint_activations=config.learner.activation_checkpointing is True,
+        mlp_chunk_tokens=config.learner.mlp_chunk_tokens,
     )
 
 
@@ -106,6 +126,7 @@ def _reference(config: RunConfig, policy: PolicyModel, reference: Model | None) 
         autocast_dtype=_autocast_dtype(config),
         fp32_head=config.model.fp32_head,
         compiled=compiles_layers(config),
+        mlp_chunk_tokens=config.learner.mlp_chunk_tokens,
     )
 
 
@@ -115,12 +136,17 @@ def _autocast_dtype(config: RunConfig) -> torch.dtype | None:
     return None if dtype == torch.float32 else dtype
 
 
-def _lora(settings: LoRAConfig, seed: int) -> LoRA:
+def lora_settings(config: RunConfig) -> LoRA | None:
+    settings = config.lora
+    if settings is None:
+        return None
     return LoRA(
         rank=settings.rank,
         alpha=2.0 * settings.rank if settings.alpha is None else settings.alpha,
         target_modules=None if settings.target_modules == "auto" else tuple(settings.target_modules),
-        seed=seed,
+        seed=config.seed,
+        share_base=settings.share_base,
+        merges=merges_adapters(config),
     )
 
 
@@ -130,19 +156,24 @@ def _schedule(config: RunConfig, decay: Decay, warmup_steps: int) -> Schedule:
     return schedule(decay, warmup_steps=warmup_steps, total=total, floor=learner.min_lr_ratio)
 
 
-def _critic(config: RunConfig, policy: PolicyModel) -> Critic:
+def critic_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of a critic, wherever its model is."""
     settings, learner = config.critic or CriticConfig(), config.learner
     warmup_steps = learner.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
-    return Critic(
-        policy=policy,
-        shared=settings.shared,
-        normalize_returns=settings.normalize_returns,
-        lr=10 * learner.lr if settings.lr is None else settings.lr,
-        schedule=_schedule(config, settings.schedule or learner.schedule, warmup_steps),
-        value_clip=settings.value_clip,
-        value_coef=settings.value_coef,
-        warmup_updates=settings.warmup_updates,
-    )
+    names = {"shared", "normalize_returns", "value_clip", "value_coef", "warmup_updates"}
+    return settings.model_dump(include=names) | {
+        "lr": 10 * learner.lr if settings.lr is None else settings.lr,
+        "schedule": _schedule(config, settings.schedule or learner.schedule, warmup_steps),
+    }
+
+
+def _optimizer_settings(config: RunConfig) -> dict[str, Any]:
+    """Where the state of the optimizer is, and in which format."""
+    settings = config.learner
+    return {
+        "offload_optimizer": settings.offload_optimizer,
+        "eight_bit_optimizer": settings.optimizer_state == "8bit",
+    }
 
 
 def _shared_settings(config: RunConfig) -> dict[str, Any]:
@@ -154,6 +185,5 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
         "max_grad_norm": settings.max_grad_norm,
         "max_tokens_per_pack": settings.max_tokens_per_pack or pack_tokens,
         "max_nonfinite_updates": settings.max_nonfinite_updates,
-        "offload_optimizer": settings.offload_optimizer,
         "prefix_sharing": settings.prefix_sharing,
     }

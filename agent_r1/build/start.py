@@ -181,7 +181,7 @@ def warm_start_key(config: RunConfig, base: str | Path) -> str:
         _data_digest(config),
         config.lora.model_dump() if config.lora is not None else None,
         [str(model_dtype(config)), config.model.fp32_head],
-        config.learner.model_dump(include={"betas", "adam_eps", "weight_decay", "max_grad_norm"}),
+        config.learner.model_dump(include={"betas", "adam_eps", "weight_decay", "max_grad_norm", "optimizer_state"}),
         folder_digest(trajectories_of(imitated)) if imitated is not None else None,
         config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"}),
         config.context.model_dump(),

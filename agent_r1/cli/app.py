@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from omegaconf.errors import OmegaConfBaseException
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -22,11 +21,10 @@ from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
-from agent_r1.cli.dry_run import print_training_plan, print_warm_start_plan
+from agent_r1.cli.dry_run import print_warm_start_plan
 from agent_r1.cli.search_command import app as search
-from agent_r1.cli.terminal import Terminal, exit_despite_threads, steady_streams, tell
-from agent_r1.config import RunConfig, bundled_recipes, load_config, parse_config, recipe_name
-from agent_r1.config.layers import plain, read_overrides
+from agent_r1.cli.terminal import Interrupted, Terminal, exit_despite_threads, steady_streams, tell
+from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import started_here
 
@@ -52,7 +50,6 @@ app = typer.Typer(
 )
 console = Terminal()
 # The settings of an existing run that a command may change.
-RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device")
 EVAL_SETTINGS = ("eval", "task.test_split", "data.path", "model.device")
 CHAT_SETTINGS = ("eval.temperature", "eval.top_p", "eval.top_k", "task.test_split", "data.path", "model.device")
 
@@ -126,60 +123,49 @@ def train_command(
             help="Continue the run in this directory; trainer.steps=N extends it, trainer.max_minutes=N limits it.",
         ),
     ] = None,
+    may_continue: Annotated[
+        bool, typer.Option("--continue", help="Continue the run in --run DIR if there is one, else start it.")
+    ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Train with as many processes, each on its own GPU (or on the CPU).")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train an agent: warm start from demonstrations if the recipe has any, then reinforcement learning."""
-    if resume is not None:
-        if run is not None:
-            raise ConfigError(f"--resume {resume} already names the run directory: leave out --run")
-        # Without a recipe, the first setting is parsed as the recipe.
-        _resume(resume, [word for word in (recipe, *(overrides or ())) if word is not None], dry_run=dry_run)
-        return
-    if recipe is None:
-        raise ConfigError(f"which recipe? {RECIPE_HELP}")
-    config = load_config(recipe, overrides or ())  # before torch is imported, so that a misspelt key fails at once
+    from agent_r1.cli.train_command import joined, new_job, resumed_job, run_job
 
-    from agent_r1.build.plan import build_plan
-    from agent_r1.runs.run_dir import RunDir
-
-    plan = build_plan(config)  # finds mistakes before a run directory or a model exists
-    if dry_run:
-        print_training_plan(config, plan, console)
-        return
-
-    from agent_r1.cli.commands.train import run_training  # imports transformers
-
-    directory = RunDir.create(run or _new_run_path(config), config)
-    console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with _report_signals():
-        run_training(config, plan, directory, console, resume=False)
+    with _report_signals(), joined(console) as crew:
+        if resume is not None:
+            if run is not None or may_continue:
+                option = "--continue" if run is None else "--run"
+                raise ConfigError(f"--resume {resume} already names the run directory: leave out {option}")
+            # Without a recipe, the first setting is parsed as the recipe.
+            job = resumed_job(resume, [word for word in (recipe, *(overrides or ())) if word is not None])
+        elif recipe is None:
+            raise ConfigError(f"which recipe? {RECIPE_HELP}")
+        else:
+            job = new_job(recipe, overrides or (), run, may_continue=may_continue)
+        run_job(job, console, gpus=gpus, dry_run=dry_run, crew=crew)
 
 
-def _resume(path: Path, changes: list[str], *, dry_run: bool) -> None:
-    from agent_r1.runs.reader import list_checkpoints
-    from agent_r1.runs.run_dir import RunDir
+@app.command("plan")
+def plan_command(  # noqa: PLR0913 (each is an option)
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or b200.")] = "h200",
+    model: Annotated[str | None, typer.Option(help="A size such as 8b, or a model; default: the recipe's.")] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="A run whose episodes are typical.", autocompletion=complete_run)
+    ] = None,
+    tool_seconds: Annotated[float, typer.Option(min=0, help="Mean time that tools take in a step.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate memory, speed and GPU hours of a run from measured constants, and say how to run it."""
+    from agent_r1.cli.commands.cost import run_plan
 
-    directory = RunDir.open(path)
-    config = _with_overrides(parse_config(directory.settings), changes, RESUME_SETTINGS)
-    saved = list_checkpoints(directory.checkpoints)
-    done = saved[-1][0] if saved else None
-    if changes and done is not None and config.trainer.steps < done:
-        raise ConfigError(f"trainer.steps={config.trainer.steps}: {path} has already done {done} steps; set more")
-
-    from agent_r1.build.plan import build_plan
-
-    plan = build_plan(config, resume=done is not None)
-    if dry_run:
-        print_training_plan(config, plan, console, done=done)
-        return
-
-    from agent_r1.cli.commands.train import run_training
-
-    if changes:
-        with directory.locked():
-            directory.update_config(config)
-    with _report_signals():
-        run_training(config, plan, directory, console, resume=True)
+    options: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "model": model, "like": like, "tool_seconds": tool_seconds}
+    run_plan(load_config(recipe, overrides or ()), console, **options, as_json=as_json)
 
 
 @app.command("sft")
@@ -250,7 +236,7 @@ def eval_command(
     from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(run)
-    config = _with_overrides(parse_config(directory.settings), overrides or [], EVAL_SETTINGS)
+    config = change_config(parse_config(directory.settings), overrides or [], EVAL_SETTINGS)
     if split is not None:
         if any(word.startswith("task.test_split=") for word in overrides or ()):
             raise ConfigError(f"--split {split} and task.test_split= set the same thing: give one of them")
@@ -285,6 +271,38 @@ def compare_command(
     show_comparisons(find_sides(places, step=step, name=name), console, measure=measure)
 
 
+@app.command("view")
+def view_command(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run directories, or folders of them; by default runs/.", autocompletion=complete_run),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than localhost need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8200,
+    export: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file and exit.")] = None,
+    episodes: Annotated[int, typer.Option(min=0, help="Episodes in that file.")] = 300,
+) -> None:
+    """Look at runs in the browser: curves, episodes, tokens. Live while they train."""
+    from agent_r1.serve.view.commands import run_view
+
+    run_view(places, console, host=host, port=port, export=export, episodes=episodes)
+
+
+@app.command("show")
+def show_command(
+    run: RunArg,
+    episode: Annotated[str | None, typer.Argument(help="FILE/N as listed, such as eval_000010/0, or an id.")] = None,
+    find: Annotated[list[str] | None, typer.Option("--find", help="Filter: step=4, stop=error, text=word ...")] = None,
+    sort: Annotated[str, typer.Option(help="Sort by step, reward, calls ...; with - the highest first.")] = "-step",
+    limit: Annotated[int, typer.Option(min=1, help="Episodes to list.")] = 15,
+    tokens: Annotated[str | None, typer.Option(help="Colour an episode's tokens: logprob or advantage.")] = None,
+) -> None:
+    """Look at a run, or one of its episodes, in the terminal."""
+    from agent_r1.serve.view.commands import run_show
+
+    run_show(run, episode, console, find=find or [], sort=sort, limit=limit, tokens=tokens)
+
+
 @app.command("chat")
 def chat_command(
     run: RunArg,
@@ -298,7 +316,7 @@ def chat_command(
     if words := " ".join(word for word in overrides or [] if "=" not in word):
         raise ConfigError(f"{words!r} is not a setting. To ask it, write --ask {shlex.quote(words)}")
     directory = RunDir.open(run)
-    config = _with_overrides(parse_config(directory.settings), overrides or [], CHAT_SETTINGS)
+    config = change_config(parse_config(directory.settings), overrides or [], CHAT_SETTINGS)
 
     from agent_r1.cli.commands.chat import run_chat
 
@@ -311,27 +329,9 @@ def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
     return new_run_path(recipe_name(config.recipe), seed=config.seed, suffix=suffix)
 
 
-def _with_overrides(config: RunConfig, overrides: Sequence[str], allowed: Sequence[str]) -> RunConfig:
-    """Change the config of an existing run; only the allowed settings or sections may be changed."""
-    for item in overrides:
-        name = item.partition("=")[0]
-        if name not in allowed and name.partition(".")[0] not in allowed:
-            raise ConfigError(f"{item!r}: only {', '.join(allowed)} can be changed for an existing run")
-    try:
-        changes = plain(read_overrides(overrides), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"cannot read the settings {' '.join(overrides)}: {error}") from error
-    tree = config.model_dump()
-    for section, values in changes.items():
-        tree[section] = tree[section] | values if isinstance(values, dict) else values
-    return parse_config(tree)
-
-
 @contextmanager
 def _report_signals() -> Iterator[None]:
     """Print what was kept if a signal stops the command, and exit with the signal's code."""
-    from agent_r1.cli.signals import Interrupted
-
     try:
         yield
     except Interrupted as stop:

@@ -15,6 +15,7 @@ app = typer.Typer(
 console = Terminal()
 
 Model = Annotated[str | None, typer.Option(help="Model directory or hub name; only its config.json is read.")]
+Shape = Annotated[str | None, typer.Option(help="Sizes of a common model: tiny, 135m, 1.5b, 4b, 8b, 14b.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smoke test with small sizes.")]
 Repeats = Annotated[int, typer.Option(help="Number of measurements; medians are reported.")]
@@ -25,16 +26,18 @@ Only = Annotated[str | None, typer.Option(help="Groups of rows to measure, separ
 @app.command("engine")
 def bench_engine_command(
     model: Model = None,
+    shape: Shape = None,
     device: Device = "auto",
     quick: Quick = False,
     repeats: Repeats = 3,
     out: Out = None,
     only: Only = None,
 ) -> None:
-    """Sampling: pure decoding, and multi-step tool episodes. Groups: decode, episodes."""
+    """Sampling: decoding, prompts plus decoding, and multi-step tool episodes. Groups: decode, prompts, episodes."""
     from agent_r1.bench.command import Options, bench
 
-    bench("engine", Options(model=model, device=device, quick=quick, repeats=repeats, out=out, only=only), console)
+    sizes = {"model": model, "shape": shape}
+    bench("engine", Options(**sizes, device=device, quick=quick, repeats=repeats, out=out, only=only), console)
 
 
 @app.command("learner")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from agent_r1.build.plan import Plan
 
 
-def print_training_plan(config: RunConfig, plan: Plan, console: Console, *, done: int | None = None) -> None:
-    """`done` is the step of the checkpoint that training continues from."""
+def print_training_plan(
+    config: RunConfig, plan: Plan, console: Console, *, done: int | None = None, settings: dict[str, Any] | None = None
+) -> None:
+    """`done` is the step of the checkpoint that training continues from, `settings` are those of verl."""
     rollout, trainer = config.rollout, config.trainer
     imitates = config.sft.demos is not None or config.sft.trajectories is not None
     if done is not None:
@@ -29,6 +31,9 @@ def print_training_plan(config: RunConfig, plan: Plan, console: Console, *, done
         f"{rollout.rows_per_step} rows x {rollout.group_size} attempts each, evaluated every {trainer.eval_every}"
     )
     _print(config, plan, text, console)
+    if settings is not None:
+        console.print(Text("\nverl's settings that follow from these:"), soft_wrap=True)
+        console.print(Syntax(yaml.safe_dump(settings), "yaml", background_color="default"), soft_wrap=True)
 
 
 def print_warm_start_plan(config: RunConfig, plan: Plan, console: Console) -> None:

@@ -22,11 +22,13 @@ from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 
+from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig
 from agent_r1.envs.base import call_env
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import started_here
+from agent_r1.ranks.rank_crew import RankCrew
 from agent_r1.train.rng import deterministic
 
 T = TypeVar("T")
@@ -36,19 +38,17 @@ BLOCKED_SECONDS = 20.0
 _PACKAGE = Path(__file__).parents[1]
 
 
-class Interrupted(Exception):
-    """A signal stopped the run; `kept` says what was saved and how to continue."""
-
-    def __init__(self, number: int, kept: str) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-        self.kept = kept
-
-
-def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Console, kept: Callable[[], str]) -> T:
+def interruptible(
+    work: Coroutine[Any, Any, T],
+    config: RunConfig,
+    console: Console,
+    kept: Callable[[], str],
+    crew: RankCrew | None = None,
+) -> T:
     """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP lets it save and stop; a second one stops it at once.
 
-    A disk error also reports what was saved."""
+    A disk error also reports what was saved. A `crew` of several ranks stops together, and an environment that blocks
+    one of them ends the run."""
     received: list[int] = []
     second = _Second()
     if config.trainer.threads is not None:
@@ -61,7 +61,7 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         loop.remove_signal_handler(number)
         signal.signal(number, handler)
         if not received:  # a second cancel would interrupt saving
-            task.cancel()
+            task.cancel() if crew is None else crew.request_stop(number)
         received.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -74,10 +74,11 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         with (
             started_here(),
             deterministic(config.trainer.deterministic),
-            watch_for_blocking(loop, partial(_warn, console)),
+            watch_for_blocking(loop, partial(_warn, console, crew)),
         ):
             return run_through(loop, task)
     except asyncio.CancelledError:
+        received += _heard_by(crew)
         if not received:
             raise
         raise Interrupted(received[0], kept()) from None
@@ -90,7 +91,14 @@ def interruptible(work: Coroutine[Any, Any, T], config: RunConfig, console: Cons
         second.restore()
 
 
-def _warn(console: Console, line: str) -> None:
+def _heard_by(crew: RankCrew | None) -> list[int]:
+    """Return the signal that another rank received, if any."""
+    return [crew.stop_number] if crew is not None and crew.stop_number else []
+
+
+def _warn(console: Console, crew: RankCrew | None, line: str) -> None:
+    if crew is not None:  # the other ranks would wait
+        crew.watch.fail(f"is stuck: {line}")
     console.print(Text(line, style="yellow"), soft_wrap=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,15 @@ from rich.text import Text
 from agent_r1.text import visible
 
 EXIT_SECONDS = 2.0  # time for threads of tools to finish
+
+
+class Interrupted(Exception):
+    """A signal stopped the run; `kept` says what was saved and how to continue."""
+
+    def __init__(self, number: int, kept: str) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+        self.kept = kept
 
 
 class Terminal(Console):

@@ -1,6 +1,6 @@
 """The description of a run: every setting with its default (`schema.py`), and how recipes and overrides are read."""
 
-from agent_r1.config.load import load_config, parse_config
+from agent_r1.config.load import change_config, load_config, parse_config
 from agent_r1.config.recipes import RECIPES, bundled_presets, bundled_recipes, recipe_file, recipe_name
 from agent_r1.config.schema import RunConfig
 
@@ -9,6 +9,7 @@ __all__ = [
     "RunConfig",
     "bundled_presets",
     "bundled_recipes",
+    "change_config",
     "load_config",
     "parse_config",
     "recipe_file",

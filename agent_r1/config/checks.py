@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from agent_r1.config.schema import CorrectionConfig, RunConfig, SummaryContext
+from agent_r1.config.schema import (
+    CorrectionConfig,
+    RunConfig,
+    SummaryContext,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+)
 from agent_r1.engines.base import MAX_SUPPORT
 from agent_r1.errors import ConfigError
 
@@ -18,14 +24,56 @@ def check_together(config: RunConfig) -> None:
             f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) must be smaller than "
             f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
         )
-    if config.engine.max_cached_tokens is not None and config.engine.gpu_memory_share is not None:
-        raise ConfigError("engine.gpu_memory_share does nothing beside engine.max_cached_tokens; leave one out")
+    if config.verl is not None and config.backend != "verl":
+        raise ConfigError("the section verl has no effect with backend=local: set backend=verl, or leave it out")
+    _check_engine(config)
     _check_context(config)
     _check_training(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples > 1 with eval.temperature=0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
         raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature=0 (greedy); set a temperature")
+
+
+def _check_engine(config: RunConfig) -> None:
+    engine = config.engine
+    if isinstance(engine, VLLMEngineConfig):
+        _check_vllm(engine)
+        if engine.sleep and config.trainer.mode == "async":
+            raise ConfigError("engine.sleep stops sampling during updates: leave it out with trainer.mode=async")
+        if config.model.fp32_head:
+            raise ConfigError("model.fp32_head has no effect on vLLM: leave it out, or set engine.kind=local")
+    elif isinstance(engine, TransformersEngineConfig):
+        size, longest = engine.max_cached_tokens, config.rollout.max_context_tokens
+        if size is not None and size < longest:
+            raise ConfigError(
+                f"engine.max_cached_tokens={size} is less than rollout.max_context_tokens={longest}: raise it, or "
+                "lower the other"
+            )
+    elif engine.max_cached_tokens is not None and engine.gpu_memory_share is not None:
+        raise ConfigError("engine.gpu_memory_share does nothing beside engine.max_cached_tokens; leave one out")
+
+
+def _check_vllm(engine: VLLMEngineConfig) -> None:
+    if bool(engine.urls) == (engine.python is not None):
+        raise ConfigError(
+            "engine.kind=vllm needs exactly one of engine.urls (running servers) and engine.python (start servers "
+            "with this interpreter)"
+        )
+    gpus, size = engine.gpus, engine.tensor_parallel
+    bad_urls = [url for url in engine.urls if not url.startswith(("http://", "https://")) or engine.urls.count(url) > 1]
+    problems = {
+        "gpus": gpus and engine.urls and "has no effect on running servers (engine.urls): leave it out",
+        "args": engine.args and engine.urls and "has no effect on running servers (engine.urls): leave it out",
+        "urls": bad_urls and f"must be addresses like http://node1:8000, each given once, not {bad_urls[0]!r}",
+        "servers": engine.servers and (gpus or engine.urls) and "is the number of servers on a CPU: leave it out",
+        f"gpus={gpus}": (len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus))
+        and f"cannot be divided into servers of {size} different GPUs (engine.tensor_parallel)",
+        "sleep": engine.sleep and not gpus and not engine.urls and "has no effect on a CPU: leave it out",
+    }
+    for name, problem in problems.items():
+        if problem:
+            raise ConfigError(f"engine.{name} {problem}")
 
 
 def _check_context(config: RunConfig) -> None:
@@ -58,6 +106,18 @@ def _check_training(config: RunConfig) -> None:
     if config.lora is not None and not config.lora.target_modules:
         raise ConfigError(
             "lora.target_modules is empty: name some modules, or leave it out to adapt every linear layer"
+        )
+    elsewhere = config.engine.kind != "local" or config.engine.device is not None
+    if config.lora is not None and config.lora.share_base and elsewhere:
+        raise ConfigError(
+            "lora.share_base needs engine.kind=local without engine.device: it shares the learner's memory"
+        )
+    if getattr(config.engine, "send_adapters", False) and config.lora is None:
+        raise ConfigError("engine.send_adapters needs a section lora: without adapters, all weights are sent")
+    chunk, pack = config.learner.mlp_chunk_tokens, config.learner.max_tokens_per_pack
+    if chunk is not None and pack is not None and chunk >= pack:
+        raise ConfigError(
+            f"learner.mlp_chunk_tokens={chunk} has no effect on packs of {pack} tokens (learner.max_tokens_per_pack)"
         )
     _check_correction(config.correction)
     rollout = config.rollout

@@ -172,6 +172,7 @@ def _rules() -> dict[str, tuple[str, Callable[[Tree], bool]]]:
         **{setting: (" or ".join(names), partial(_has_any, names)) for setting, names in NEEDS.items()},
         **dict.fromkeys(("critic.value_clip", "learner.target_kl"), (SEVERAL_UPDATES, _updates_again)),
         "learner.min_lr_ratio": ("learner.schedule or critic.schedule other than constant", _decays),
+        "trainer.max_staleness": ("trainer.mode=async", lambda tree: _value(tree, "trainer.mode") == "async"),
         **dict.fromkeys(STEP_COMPARISON, ("algorithm.settings.step_weight", _compares_steps)),
     }
 

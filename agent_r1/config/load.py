@@ -52,3 +52,19 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
         raise ConfigError("\n".join(explain(item, RunConfig) for item in error.errors())) from None
     check_together(config)
     return config
+
+
+def change_config(config: RunConfig, overrides: Sequence[str], allowed: Sequence[str]) -> RunConfig:
+    """Change the config of an existing run; only the allowed settings or sections may be changed."""
+    for item in overrides:
+        name = item.partition("=")[0]
+        if name not in allowed and name.partition(".")[0] not in allowed:
+            raise ConfigError(f"{item!r}: only {', '.join(allowed)} can be changed for an existing run")
+    try:
+        changes = plain(read_overrides(overrides), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot read the settings {' '.join(overrides)}: {error}") from error
+    tree = config.model_dump()
+    for section, values in changes.items():
+        tree[section] = tree[section] | values if isinstance(values, dict) else values
+    return parse_config(tree)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agent_r1.config.layers import DEFAULT_ENGINE
 
@@ -88,6 +88,7 @@ class LoRAConfig(Section):
     alpha: float | None = Field(default=None, gt=0)  # scale times rank; None: twice the rank
     # last parts of module names, e.g. [q_proj, v_proj]; auto: every linear layer except the output head
     target_modules: Literal["auto"] | list[str] = "auto"
+    share_base: bool = False  # one copy of the base in model.dtype for engine and learner; adapters are not merged
 
 
 class SFTConfig(Section):
@@ -224,6 +225,7 @@ class LocalEngineConfig(Section):
     """The engine in this process: any Hugging Face causal language model."""
 
     kind: Literal["local"] = "local"
+    device: str | None = Field(default=None, pattern=r"^cuda:\d+$")  # another GPU than the learner's; None: the same
     # sequences decoded together; None: 256, on a GPU the number of episodes at once, up to 1,024
     max_running: int | None = Field(default=None, ge=1)
     # prompt tokens per engine step; None: 2,048, on a GPU 16,384
@@ -231,13 +233,45 @@ class LocalEngineConfig(Section):
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
-    burst: int | None = Field(default=None, ge=1)  # tokens sampled on a GPU between looks by the host; None: 16
+    burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between looks by the host; None: 16
     compile: bool | None = None  # torch.compile the decoder layers, on a GPU; None: yes
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 
 
+class TransformersEngineConfig(Section):
+    """transformers' own generate in this process: slower, for models that the local engine refuses."""
+
+    kind: Literal["transformers"]
+    max_running: int | None = Field(default=None, ge=1)  # requests computed together; None: 64
+    # the requests of a batch times the longest of them; None: 131,072
+    max_cached_tokens: int | None = Field(default=None, ge=256)
+    threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
+
+
+class VLLMEngineConfig(Section):
+    """vLLM servers: started by us with `python`, or running ones with `urls`."""
+
+    kind: Literal["vllm"]
+    urls: list[str] = []  # of running servers, e.g. [http://node1:8000]
+    python: str | None = None  # the interpreter of an environment with vLLM, to start servers with
+    gpus: list[int] = []  # for the servers that are started, as nvidia-smi numbers them; empty: on the CPU
+    tensor_parallel: int = Field(default=1, ge=1)  # GPUs per server
+    servers: int | None = Field(default=None, ge=1)  # number of servers on a CPU; None: 1
+    args: list[str] = []  # further arguments of the servers, e.g. [--gpu-memory-utilization, "0.5"]
+    weights_dir: str = "/dev/shm"  # where weights are written; the servers must see it under the same path
+    start_seconds: float = Field(default=900.0, gt=0)  # time limit for a server to start or to come back
+    # largest mean difference between the log-probs of server and learner at the start; None: 1e-3, in bfloat16 0.1
+    tolerance: float | None = Field(default=None, gt=0)
+    sleep: bool = False  # free the servers' GPU memory while the learner works, if they share a GPU
+    send_adapters: bool = False  # with lora: send the adapters alone, which the servers add to their base
+
+
 # To add a kind: a class with its own Literal as `kind`, joined here with `|`, and a row in build/engine.py.
-EngineConfig = Annotated[LocalEngineConfig, Field(discriminator="kind"), BeforeValidator(_default_kind)]
+EngineConfig = Annotated[
+    LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(_default_kind),
+]
 
 
 class LearnerConfig(Section):
@@ -256,12 +290,18 @@ class LearnerConfig(Section):
     max_tokens_per_pack: int | None = Field(default=None, ge=1)
     max_nonfinite_updates: int = Field(default=3, ge=1)  # in a row, before the run stops
     prefix_sharing: Switch = "auto"  # compute shared prefixes once; auto: if it pays off
-    activation_checkpointing: bool = False  # saves memory, costs a forward pass
+    # saves memory, costs a forward pass; auto: on a GPU, if packs do not fit otherwise
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for so many tokens at a time
     compile: bool | None = None  # torch.compile the layers; None: on a GPU
     offload_optimizer: bool = False  # keep optimizer state on the host between steps
+    optimizer_state: Literal["float32", "8bit"] = "float32"  # number format of AdamW's moments between steps
 
 
 class TrainerConfig(Section):
+    # async: episodes go on while the learner updates; turns on a `correction`, unless the config says otherwise
+    mode: Literal["sync", "async"] = "sync"
+    max_staleness: int = Field(default=1, ge=0)  # async: groups with tokens that are more versions old are dropped
     steps: int = Field(default=100, ge=0)
     # wall-clock limit from the first step, evaluations included; the last step is evaluated and saved
     max_minutes: float | None = Field(default=None, gt=0)
@@ -281,9 +321,30 @@ class EvalConfig(Section):
     top_k: int = Field(default=0, ge=0)
 
 
+class VerlConfig(Section):
+    """Where a run with `backend: verl` trains and samples."""
+
+    cpu: bool = False  # processes on this machine's CPU that sample with the local engine: to try things out, and in CI
+    nodes: int = Field(default=1, ge=1)
+    workers: int | None = Field(default=None, ge=1)  # training processes per node, one per GPU; None: 8, with cpu 2
+    strategy: Literal["fsdp2", "megatron"] = "fsdp2"  # how the trained model is spread over the workers
+    rollout: Literal["vllm", "sglang"] | None = None  # the servers that sample; None: vllm, with cpu the local engine
+    agent_loops: int | None = Field(default=None, ge=1)  # processes that play episodes; None: 8 per node, with cpu 1
+    settings: dict[str, Any] = {}  # everything else that verl can do, in verl's own names
+
+
+def _correct_async(tree: Any) -> Any:
+    """An asynchronous run trains on samples of older policies, so it weights them unless it says otherwise."""
+    trainer = tree.get("trainer") if isinstance(tree, dict) else None
+    if isinstance(trainer, dict) and trainer.get("mode") == "async" and "correction" not in tree:
+        return tree | {"correction": {"kind": "truncate"}}
+    return tree
+
+
 class RunConfig(Section):
     recipe: str  # a bundled name, or the path of the YAML file
     seed: int = Field(default=0, ge=0, lt=2**32)  # the range that numpy accepts
+    backend: Literal["local", "verl"] = "local"  # what trains: this program, or verl on Ray
     task: TaskConfig
     data: DataConfig = DataConfig()
     model: ModelConfig
@@ -299,3 +360,6 @@ class RunConfig(Section):
     lora: LoRAConfig | None = None  # None: all weights are trained
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    verl: VerlConfig | None = None  # None: defaults, with backend=verl
+
+    _correct = model_validator(mode="before")(_correct_async)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from agent_r1.types import Support, Versions
 
@@ -65,6 +65,8 @@ class Completion:
 
     def then(self, rest: Completion) -> Completion:
         """This response, continued by `rest`."""
+        if not self.token_ids:
+            return rest
         support = None
         if self.support is not None and rest.support is not None:
             support = Support(counts=self.support.counts + rest.support.counts, ids=self.support.ids + rest.support.ids)
@@ -111,6 +113,15 @@ class Engine(Sampler, Protocol):
 
     async def close(self) -> None:
         """Free all resources. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can leave its device to the learner between two rollouts."""
+
+    async def sleep(self) -> None:
+        """Free device memory until the next request or the next weights."""
         ...
 
 

@@ -110,14 +110,17 @@ def _check_last_message(env: AgentEnv, observation: Observation) -> None:
         )
 
 
+_signature = cache(inspect.signature)  # an env is made for every episode
+
+
 def takes_setting(cls: type[AgentEnv], name: str) -> bool:
-    parameters = inspect.signature(cls).parameters
+    parameters = _signature(cls).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for settings that the class does not accept, or not with this type."""
-    signature = inspect.signature(cls)
+    signature = _signature(cls)
     try:
         signature.bind(**kwargs)
     except TypeError as error:

@@ -75,7 +75,7 @@ class TextEnv(AgentEnv):
         said = {"role": "assistant", "content": action.text}
         self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
         return Transition(
-            observation=None if reply.done else Observation(messages=self._messages),
+            observation=None if reply.done else Observation.grown(self._messages, by=2),
             reward=reply.reward,
             terminated=bool(reply.done),
             feedback=reply.text,

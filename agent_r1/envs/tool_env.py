@@ -154,7 +154,7 @@ class ToolEnv(AgentEnv):
         assert self._messages is not None
         # A new list: observations handed out earlier must not grow. The messages themselves never change.
         self._messages = [*self._messages, self.tool_format.assistant_message(action.text), *answers]
-        return Observation(messages=list(self._messages))
+        return Observation.grown(list(self._messages), by=1 + len(answers))
 
     def _unreadable_call(self, found: str, text: str) -> ParseFailure:
         """Return the failure for a response that looks like a call but would otherwise count as the answer."""

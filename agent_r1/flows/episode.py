@@ -79,6 +79,7 @@ class Episode:
         self._sampling = sampling
         self._seed = seed
         self._conversations = Conversations(renderer)
+        self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
         self._begun_policies: list[ContextPolicy] = []
         self._acting: asyncio.Task[Any] | None = None  # the task that runs `act`
         self._closed = False
@@ -231,11 +232,21 @@ class Episode:
 
     def _render(self, observation: Observation, tools: ToolSchemas) -> list[int]:
         limit = self.limits.max_context_tokens
-        size = _text_size([observation.messages, observation.text]) + len(observation.token_ids or [])
+        size = self._size(observation)
         if size > limit * MAX_CHARS_PER_TOKEN:
             reason = f"the observation has {size} characters, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
         return self._conversations.prompt(observation, tools)
+
+    def _size(self, observation: Observation) -> int:
+        """Characters, or ids. Of a conversation that has grown, only the new messages are read."""
+        if observation.messages is None:
+            return len(observation.text or observation.token_ids or ())
+        (known, size), messages = self._measured, observation.messages
+        if messages[: len(known)] != known:
+            known, size = [], 0
+        self._measured = list(messages), size + _text_size(messages[len(known) :])
+        return self._measured[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +306,8 @@ def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | 
 
 
 def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
+    if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
+        return dict(info)  # as it would come back from JSON, which is below the limit
     try:
         text = json.dumps(info, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:
@@ -305,6 +318,13 @@ def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
     if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
         raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
     return plain
+
+
+def _is_short(value: object) -> bool:
+    """Whether JSON reads the value back as it is, and writes at most 3,000 characters."""
+    if type(value) is str:
+        return len(value) <= 500 and value.isascii()
+    return value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 64)
 
 
 def _text_size(value: object) -> int:

@@ -93,6 +93,11 @@ class Algorithm:
                 "a batch would be right. Set learner.num_epochs=1 and learner.num_minibatches=1, or use rloo or cispo."
             )
 
+    def require_ratio(self, where: str) -> None:
+        """Raise ConfigError if samples of an older policy would bias the loss."""
+        if self.on_policy_only:
+            raise ConfigError(f"{self.name} has no importance ratio, so stale samples would bias it in {where}")
+
     def require_group_size(self, group_size: int) -> None:
         if group_size < self.min_group_size:
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from agent_r1.errors import ConfigError, TrainingError
 from agent_r1.learn.batch.minibatch import (
@@ -23,13 +24,14 @@ from agent_r1.learn.batch.minibatch import (
     columns_at,
     culprits,
     layout,
+    layout_metrics,
     mismatch_report,
-    on_columns,
     prepare,
     reshuffle,
     with_own_logprobs,
 )
-from agent_r1.learn.batch.packs import Pack, merge_steps, nested, pack, split_evenly
+from agent_r1.learn.batch.packs import Pack, merge_steps, nested, split_evenly
+from agent_r1.learn.batch.share import share_out
 from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
@@ -37,11 +39,11 @@ from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInp
 from agent_r1.learn.model.critic import Critic, value_report, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
-from agent_r1.learn.parallel import OneProcess
 from agent_r1.learn.tally import Tally
+from agent_r1.ranks.crew import OneProcess
+from agent_r1.text import first_names
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
-MAX_NAMED = 8  # trajectories an error message lists
 Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step
 
 
@@ -72,6 +74,7 @@ class Learner:
     correction: Correction | None = None  # implies own_old_logprobs, and weights tokens by the disagreement
     critic: Critic | None = None
     offload_optimizer: bool = False  # its state stays on the host between steps
+    eight_bit_optimizer: bool = False  # its state is kept in 8 bits between steps
     prefix_sharing: PrefixSharing = "off"
     ranks: OneProcess = field(default_factory=OneProcess)
     updates: int = field(default=0, init=False)
@@ -81,24 +84,33 @@ class Learner:
     def __post_init__(self) -> None:
         if self.kl_coef > 0 and (self.reference is None or self.kl_estimator is None):
             raise ConfigError(f"kl_coef={self.kl_coef} needs a reference model and a KL estimator")
-        settings: dict[str, Any] = {
-            "betas": self.betas,
-            "eps": self.adam_eps,
-            "weight_decay": self.weight_decay,
-            "max_grad_norm": self.max_grad_norm,
-            "offload": self.offload_optimizer,
-        }
+        if not self.policy.packs:
+            if self.prefix_sharing == "on":
+                name = type(self.policy.model).__name__
+                raise ConfigError(f"{name} cannot be packed, so learner.prefix_sharing=on has no effect: leave it out")
+            self.prefix_sharing = "off"
+        if self.ranks.size > 1:
+            mesh = init_device_mesh(self.policy.device.type, (self.ranks.size,))
+            for model in self._models:
+                model.shard(mesh)
+        settings: dict[str, Any] = {"betas": self.betas, "eps": self.adam_eps, "weight_decay": self.weight_decay}
+        settings |= {"offload": self.offload_optimizer, "eight_bit": self.eight_bit_optimizer}
+        settings["max_grad_norm"] = self.max_grad_norm
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **settings)
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None:
-            own = self.critic.parameters
-            schedule = self.critic.schedule or self.schedule
-            self._critic_optimizer = Optimizer(own, lr=self.critic.lr, schedule=schedule, **settings)
+            settings |= {"lr": self.critic.lr, "schedule": self.critic.schedule or self.schedule}
+            self._critic_optimizer = Optimizer(self.critic.parameters, **settings)
 
     @property
     def optimizer_steps(self) -> int:
         return self._optimizer.steps
+
+    @property
+    def _pack_budget(self) -> int:
+        """Tokens of a pack. 1 gives every segment a pack of its own."""
+        return self.max_tokens_per_pack if self.policy.packs else 1
 
     @property
     def is_warming_up(self) -> bool:
@@ -125,7 +137,8 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.planned = planned
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
-        metrics |= self._batch_metrics(credited, filled)
+        packs = [part for batch in filled for part in batch.packs]
+        metrics |= layout_metrics(credited, self.ranks.gather(layout(packs)), self.max_tokens_per_pack)
         if report := value_report(credited):
             metrics |= report | {"critic_warming_up": float(self.is_warming_up)}
         self.updates += bool(filled)
@@ -143,13 +156,18 @@ class Learner:
         """Run the passes of one optimizer step without the step, to compile layers or to measure memory. Returns the
         number of tokens computed.
 
-        Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy takes part even while it
-        waits for its critic, as it will later.
+        Every rank runs all packs. Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy
+        takes part even while it waits for its critic, as it will later.
         """
-        batch = self._with_old_logprobs(self._prepare(credited, range(len(credited))))
+        batch = self._with_old_logprobs(self._prepare(credited, range(len(credited)), OneProcess()))
         for part in batch.packs:
             self._pack_loss(part, batch, critic_alone=False)[0].loss.backward()
         return sum(part.num_tokens for part in batch.packs)
+
+    def release(self) -> None:
+        """Free the weights that passes without a gradient gathered."""
+        for model in self._models:
+            model.release()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -160,14 +178,12 @@ class Learner:
         """The critic's value before every sampled token, and of the states in which truncated episodes stopped."""
         assert self.critic is not None
         extended = [with_last_state(trajectory) for trajectory in trajectories]
-        values_R = self._query(extended, self.critic.values)
-        if not bool(values_R.isfinite().all()):
+        if not bool((values_R := self._query(extended, self.critic.values)).isfinite().all()):
             raise TrainingError(f"critic values are not finite after {self.updates} updates; try a lower critic.lr")
         values = nested(values_R, extended)
-        steps = [len(trajectory.steps) for trajectory in trajectories]
         return [
             Values(per_token=rows[:count], bootstrap=rows[count][0] if len(rows) > count else None)
-            for count, rows in zip(steps, values, strict=True)
+            for count, rows in zip((len(each.steps) for each in trajectories), values, strict=True)
         ]
 
     @torch.no_grad()
@@ -182,8 +198,8 @@ class Learner:
         return nested(self._query(trajectories, lambda part: own(part) - other(part), supports), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name for the engine, tied ones once."""
-        return self.policy.weights()
+        """The weights by name for the engine, tied ones once; adapters alone if the engine shares their base."""
+        return self.policy.sampler_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except the policy's weights. As usual in torch, tensors are live: save before the next update."""
@@ -215,9 +231,11 @@ class Learner:
         """One number per response token, computed without a gradient."""
         device = self.policy.device
         settings: dict[str, Any] = {"prefix_sharing": self.prefix_sharing, "device": device, "supports": supports}
-        packs = pack(merge_steps(trajectories), self.max_tokens_per_pack, **settings)
-        count = sum(trajectory.num_response_tokens for trajectory in trajectories)
-        return on_columns(packs, model, torch.empty(count, device=device))
+        rows = [trajectory.row_id for trajectory in trajectories]
+        share = share_out(merge_steps(trajectories), rows, self.ranks, self._pack_budget, **settings)
+        column_R = share.column(model, torch.empty(sum(t.num_response_tokens for t in trajectories), device=device))
+        self.release()
+        return column_R
 
     def _passes(self, credited: Sequence[CreditedTrajectory], batches: Sequence[MiniBatch]) -> Iterator[MiniBatch]:
         """Yield the mini-batches of all epochs: in the given order first, then reshuffled, with the same old log-probs.
@@ -234,14 +252,16 @@ class Learner:
             for part in split_evenly(order, self.num_minibatches):
                 yield replace(self._prepare(credited, part), columns=columns_at(known, credited, part))
 
-    def _prepare(self, credited: Sequence[CreditedTrajectory], positions: Sequence[int]) -> MiniBatch:
-        """Pack the trajectories at these positions. A trajectory stays on one rank, which holds its columns."""
+    def _prepare(
+        self, credited: Sequence[CreditedTrajectory], positions: Sequence[int], ranks: OneProcess | None = None
+    ) -> MiniBatch:
+        """Pack this rank's share of the trajectories at these positions."""
         chosen = [credited[position] for position in positions]
         return prepare(
             chosen,
-            max_tokens=self.max_tokens_per_pack,
+            max_tokens=self._pack_budget,
             device=self.policy.device,
-            is_mine=lambda index: self.ranks.is_mine(positions[index]),
+            ranks=ranks or self.ranks,
             keep_idle=self._regularizes or self.critic is not None,
             prefix_sharing=self.prefix_sharing,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
@@ -253,8 +273,9 @@ class Learner:
         if self.correction is not None or self.own_old_logprobs:
             batch = with_own_logprobs(batch, self._logprobs_of(self.policy), self.correction)
         if self.kl_coef > 0 and self.reference is not None:
-            reference_R = on_columns(batch.packs, self._logprobs_of(self.reference), batch.columns.old_logprobs_R)
+            reference_R = batch.share.column(self._logprobs_of(self.reference), batch.columns.old_logprobs_R)
             batch = batch.with_columns(reference_logprobs_R=reference_R)
+        self.release()
         return batch
 
     def _logprobs_of(self, model: PolicyModel) -> Callable[[Pack], Tensor]:
@@ -270,8 +291,8 @@ class Learner:
             output.loss.backward()
             outputs.append(output)
             logprobs.append(logprobs_T)
-        for optimizer in optimizers.values():
-            self.ranks.sum_gradients(optimizer.parameters)
+        for part in batch.share.fillers:
+            self._filler_loss(part, critic_alone=self.is_warming_up).backward()
         norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
         own = Tally.of(outputs, tokens=sum(part.num_trained for part in batch.packs), norms=norms)
         step = Tally.merge(self.ranks.gather(own))
@@ -298,6 +319,10 @@ class Learner:
     @property
     def optimizers(self) -> list[Optimizer]:
         return [self._optimizer, *([] if self._critic_optimizer is None else [self._critic_optimizer])]
+
+    @property
+    def _models(self) -> list[PolicyModel | Critic]:
+        return [model for model in (self.policy, self.reference, self.critic) if model is not None]
 
     @property
     def _regularizes(self) -> bool:
@@ -328,6 +353,13 @@ class Learner:
             shares = value.shares | {"policy_loss": output.loss.detach()}
             output = replace(output, loss=output.loss + value.loss, shares=shares)
         return output, logprobs_T.detach()
+
+    def _filler_loss(self, part: Pack, *, critic_alone: bool) -> Tensor:
+        """0, computed from all that a pack's loss depends on and in the same order."""
+        hidden_TD = None if critic_alone else self.policy.hidden(part)
+        numbers = [] if hidden_TD is None else [self.policy.score(hidden_TD, part, temperature=self.temperature)[0]]
+        numbers += [] if self.critic is None else [self.critic.values(part, hidden_TD, head_only=critic_alone)]
+        return 0.0 * torch.cat(numbers).sum()
 
     def _policy_loss(
         self, part: Pack, columns: Columns, hidden_TD: Tensor, batch: MiniBatch
@@ -360,23 +392,9 @@ class Learner:
         if self._nonfinite_in_a_row < self.max_nonfinite_updates:
             return
         found = [name for names in self.ranks.gather(culprits(batch, logprobs)) for name in names]
-        names = found or batch.trajectory_names
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        numbers = ", ".join(f"{name} {value}" for name, value in seen.items())
         raise TrainingError(
-            f"{self._nonfinite_in_a_row} optimizer steps in a row were not finite "
-            f"({', '.join(f'{name} {value}' for name, value in seen.items())}). Check trajectories "
-            f"{', '.join(names[:MAX_NAMED])}{more}, or try a lower lr. "
-            f"The weights are those of optimizer step {self.optimizer_steps}."
+            f"{self._nonfinite_in_a_row} optimizer steps in a row were not finite ({numbers}). Check trajectories "
+            f"{first_names(found or batch.trajectory_names)}, or try a lower lr. The weights are those of optimizer "
+            f"step {self.optimizer_steps}."
         )
-
-    def _batch_metrics(self, credited: Sequence[CreditedTrajectory], batches: list[MiniBatch]) -> dict[str, float]:
-        """How the batch was laid out, on all ranks together; counts are per epoch."""
-        ranks = self.ranks.gather(layout([part for batch in batches for part in batch.packs]))
-        total = {name: float(sum(one[name] for one in ranks)) for name in ranks[0]}
-        steps, room = total.pop("steps"), total["packs"] * self.max_tokens_per_pack
-        return total | {
-            "trajectories": float(len(credited)),
-            "tokens": float(sum(item.trajectory.num_response_tokens for item in credited)),
-            "steps_per_segment": steps / total["segments"] if total["segments"] else 0.0,
-            "packing_efficiency": total["tokens_computed"] / room if room else 0.0,
-        }

@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer state are counted; they are the same in every step. What a pack adds (activations, the
 attention of its segments, the logits of a chunk) depends on the model, the kernels and the compiler, so on a GPU it is
-measured: two packs of different size go through the real forward and backward passes, and a line through the two peaks
-gives the number of tokens that fit. Larger packs are refused, or made smaller if the caller allows it.
+measured: packs of different sizes go through the real forward and backward passes, and a line through the peaks of the
+two largest gives the number of tokens that fit. Larger packs are refused, or made smaller if the caller allows it;
+activation checkpointing can be left to the same measurement.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from torch import Tensor
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.sharding import local
+from agent_r1.learn.sizes import RESERVE
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
 
-PROBE_TOKENS = 4096  # of the larger of the two packs: more than a chunk of the head, so that the line is straight
+PROBE_TOKENS = 4096  # of the larger of the first two packs: more than a chunk of the head
+# Tokens of a third pack, as a share of those that seem to fit. In small packs, what costs the same for any size, such
+# as the logits of a chunk, hides what one checkpointed layer costs per token.
+FAR = 0.5
 SEGMENT_TOKENS = 512
 # For groups whose attempts share a prefix: attempts, tokens that belong to one attempt, rows of a group.
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
-RESERVE = 0.05  # share of the device's memory that the allocator loses between blocks
 OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
-SAVINGS = "learner.activation_checkpointing=true, learner.offload_optimizer=true and a section lora save memory"
+SAVINGS = (
+    "learner.activation_checkpointing=true, learner.mlp_chunk_tokens=4096, learner.optimizer_state=8bit, "
+    "learner.offload_optimizer=true and a section lora save memory"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class Measured:
 
     bytes_per_token: float
     bytes_once: float  # independent of the size of the pack
+    bytes_in_step: int  # needed by the optimizer's step, when packs are gone
     available: int
     elsewhere: int  # held by other processes, or by other libraries in this one
     first_seconds: float  # of the first of two equal passes, in which layers are compiled
@@ -43,30 +52,58 @@ class Measured:
 
     @property
     def tokens_that_fit(self) -> int:
+        if self.available < self.bytes_in_step:
+            return 0
         return max(0, int((self.available - self.bytes_once) / self.bytes_per_token))
 
 
-def estimate(learner: Learner, *, longest: int | None = None) -> str:
+def estimate(learner: Learner, *, longest: int | None = None, may_checkpoint: bool = False) -> str:
     """Measure on a GPU, and return a line to print before the first step.
 
     longest: tokens that a segment may have. If given, packs that do not fit are made smaller, down to that length;
     otherwise they are an error.
+    may_checkpoint: turn on activation checkpointing if packs of the necessary size do not fit without.
     """
     fixed = ", ".join(f"{name} {readable(size)}" for name, size in fixed_bytes(learner).items() if size)
     if learner.policy.device.type != "cuda":
         return f"learner memory: {fixed}"
-    measured = measure(learner)
+    needed, choice = longest or learner.max_tokens_per_pack, ""
+    # With several ranks, one that has run out of memory cannot go on: the others wait for it in the middle of a pass.
+    measured = least_room(learner, may_fail=may_checkpoint and learner.ranks.size == 1)
+    if may_checkpoint and (measured is None or measured.tokens_that_fit < needed):
+        choice = f"; activation checkpointing is on: packs of {needed} tokens do not fit without it"
+        for model in (learner.policy, *([] if learner.critic is None else [learner.critic.backbone])):
+            model.checkpoint_activations()
+        learner.zero_grad()  # what a failed pass left behind
+        torch.cuda.empty_cache()
+        measured = least_room(learner)
+    assert measured is not None
     if longest is not None:
         learner.max_tokens_per_pack = fitting_pack(measured, wanted=learner.max_tokens_per_pack, longest=longest)
-    return check_fits(fixed, measured, max_tokens_per_pack=learner.max_tokens_per_pack)
+    return check_fits(fixed, measured, max_tokens_per_pack=learner.max_tokens_per_pack) + choice
+
+
+def least_room(learner: Learner, *, may_fail: bool = False) -> Measured | None:
+    """Measure on all ranks and return the one with the least room: all must choose the same size of packs. If memory
+    runs out, return None with `may_fail`, otherwise raise ConfigError."""
+    try:
+        return min(learner.ranks.gather(measure(learner)), key=lambda one: one.tokens_that_fit)
+    except torch.cuda.OutOfMemoryError as error:
+        if may_fail:
+            return None
+        raise ConfigError(
+            "the packs of a measurement do not fit into the GPU's memory. Set a lower engine.gpu_memory_share; "
+            f"{SAVINGS}{held_by_others(_elsewhere(learner.policy.device))}"
+        ) from error
 
 
 def fixed_bytes(learner: Learner) -> dict[str, int]:
     """Bytes on the device that are there in every step."""
     policy, critic = learner.policy.model, learner.critic
     others = [] if critic is None else [*critic.head.parameters()]
-    others += [] if critic is None or critic.shared else [*critic.backbone.model.parameters()]
     seen = {id(p) for p in policy.parameters()}
+    others += [] if critic is None or critic.shared else [*critic.backbone.model.parameters()]
+    others = [p for p in others if id(p) not in seen]  # a critic's adapters may share their base
     # A policy with adapters is its own reference: the same weights, so nothing more.
     reference = [p for p in learner.reference.model.parameters() if id(p) not in seen] if learner.reference else []
     return {
@@ -79,7 +116,8 @@ def fixed_bytes(learner: Learner) -> dict[str, int]:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes on this rank."""
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def readable(size: float) -> str:
@@ -130,31 +168,39 @@ def held_by_others(size: int) -> str:
 
 
 def measure(learner: Learner) -> Measured:
-    """Run two packs of each layout on the GPU and record the peaks. Nothing is learned, and no gradient is left.
-    Layers that compile on first use are compiled here."""
-    large = max(4, min(PROBE_TOKENS, learner.max_tokens_per_pack))  # at least two sizes with something to predict
+    """Run packs of each layout on the GPU and record the peaks. Nothing is learned, and no gradient is left.
+    Layers that compile on first use are compiled here. All ranks must take part."""
+    enough = max(PROBE_TOKENS, 4 * (learner.policy.mlp_chunk_tokens or 0))  # in chunks, both of them
+    large = max(4, min(enough, learner.max_tokens_per_pack))  # at least two sizes with something to predict
     small = large // 2
     layouts = [False] if learner.prefix_sharing == "off" or small < GROUP_ROWS else [False, True]
-    try:
-        first = [_peak(learner, small, shared) for shared in layouts]  # also makes gradients that later packs add to
-        points = [[_peak(learner, tokens, shared) for tokens in (small, large)] for shared in layouts]
-    except torch.cuda.OutOfMemoryError as error:
-        raise ConfigError(
-            f"a pack of {large} tokens does not fit into the GPU's memory. Set a lower engine.gpu_memory_share; "
-            f"{SAVINGS}{held_by_others(_elsewhere(learner.policy.device))}"
-        ) from error
-    slope, once = max(line_through((low.rows, low.peak), (high.rows, high.peak)) for low, high in points)
+    first = [_peak(learner, small, shared) for shared in layouts]  # also makes gradients that later packs add to
+    points = [[_peak(learner, tokens, shared) for tokens in (small, large)] for shared in layouts]
+    lines = [_far_line(learner, low, high, shared) for (low, high), shared in zip(points, layouts, strict=True)]
+    slope, once = max(lines)
     available = _available(learner)
     learner.zero_grad()
     torch.cuda.empty_cache()
     return Measured(
         bytes_per_token=slope,
         bytes_once=once,
+        bytes_in_step=max(optimizer.step_bytes for optimizer in learner.optimizers),
         available=available,
         elsewhere=_elsewhere(learner.policy.device),
         first_seconds=sum(each.seconds for each in first),
         second_seconds=sum(low.seconds for low, _ in points),
     )
+
+
+def _far_line(learner: Learner, low: _Pass, high: _Pass, shared: bool) -> tuple[float, float]:
+    """(slope, value at 0) of the line through the peaks of the two largest of three packs. Ranks agree on the third."""
+    slope, once = line_through((low.rows, low.peak), (high.rows, high.peak))
+    fitting = min(learner.ranks.gather(int(FAR * (_available(learner) - once) / slope)))
+    far = min(fitting, learner.max_tokens_per_pack) // SEGMENT_TOKENS * SEGMENT_TOKENS
+    if far <= high.rows:
+        return slope, once
+    last = _peak(learner, far, shared)
+    return line_through((high.rows, high.peak), (last.rows, last.peak))
 
 
 def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """AdamW with gradient clipping and a schedule, over one set of parameters.
 
-Its two moments take twice the memory of the parameters and are read once per step. With `offload`, they stay on the
-host in between and are copied to the device bucket by bucket.
+Its two moments take twice the memory of the parameters and are read once per step. In between, they stay on the host
+with `offload`, and are kept in 8 bits with `eight_bit`; bucket by bucket, a step makes of them what AdamW reads.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from agent_r1.learn.model.sharding import local, sharded_like, whole
+from agent_r1.learn.moments import State, compress, expand
+from agent_r1.learn.sizes import is_compressed, moment_bytes
+
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 # (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, skipped or
 # stopped early takes fewer steps than planned: a warm-up counts the steps taken, a decay those planned.
 Schedule = Callable[[int, int], float]
-State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
-BUCKET_BYTES = 2**28  # of parameters whose offloaded state visits the device together
+BUCKET_BYTES = 2**28  # of parameters whose state is brought into AdamW's form together
 
 
 def warmup(steps: int) -> Schedule:
@@ -54,11 +57,12 @@ class Optimizer:
         max_grad_norm: float,
         schedule: Schedule,
         offload: bool = False,
+        eight_bit: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.steps = 0
         self.planned = 0  # steps taken plus steps skipped
-        self.offload = offload
+        self.offload, self.eight_bit = offload, eight_bit
         self._base_lr, self._schedule, self._max_grad_norm = lr, schedule, max_grad_norm
         groups = [
             {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -73,8 +77,17 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Size of its state on the device, from the first step on."""
-        return 0 if self.offload else 2 * sum(p.numel() * p.element_size() for p in self.parameters)
+        """Size of its state on the device between steps, from the first step on."""
+        sizes = [(local(p).numel() // _columns(p), _columns(p)) for p in self.parameters]
+        return 0 if self.offload else sum(moment_bytes(*size, eight_bit=self.eight_bit) for size in sizes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory that a step needs for itself: the moments of the largest bucket in fp32."""
+        if not (self.offload or self.eight_bit):
+            return 0
+        found = (bucket for group in self._adam.param_groups for bucket in buckets(group["params"], BUCKET_BYTES))
+        return 2 * max(sum(map(_bytes, bucket)) for bucket in found)
 
     @property
     def has_state(self) -> bool:
@@ -86,13 +99,13 @@ class Optimizer:
 
     def clip(self) -> Tensor:
         """Scale the gradient down to the allowed norm. Returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)
+        return whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm))
 
     def step(self) -> None:
         self.steps, self.planned = self.steps + 1, self.planned + 1
         for group in self._adam.param_groups:
             group["lr"] = self._base_lr * self._schedule(self.steps, self.planned)
-        if self.offload:
+        if self.offload or self.eight_bit:
             self._step_in_buckets()
         else:
             self._adam.step()
@@ -101,38 +114,61 @@ class Optimizer:
         """As usual in torch, tensors are live: save before the next step."""
         if self.offload and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies to the host may still be running
-        return {"adam": self._adam.state_dict(), "steps": self.steps, "planned": self.planned}
+        adam, ordered = self._adam.state_dict(), self._ordered
+        adam["state"] = {  # those that are not in AdamW's form are plain tensors
+            index: {name: sharded_like(local(tensor), ordered[index]) for name, tensor in tensors.items()}
+            for index, tensors in adam["state"].items()
+        }
+        return {"adam": adam, "steps": self.steps, "planned": self.planned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["adam"]
-        if self.offload:  # torch would copy all of it to the device, where it may not fit
-            self._adam.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
-            ordered = [p for group in self._adam.param_groups for p in group["params"]]
-            for index, tensors in saved["state"].items():
-                self._adam.state[ordered[index]] = {name: _on_host(tensor) for name, tensor in tensors.items()}
-        else:
-            self._adam.load_state_dict(saved)
+        # torch would copy all of it to the device, where it may not fit, and knows nothing of shards.
+        self._adam.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+        for index, tensors in saved["state"].items():
+            p, own = self._ordered[index], {name: local(tensor).clone() for name, tensor in tensors.items()}
+            own = self._kept(own if self.eight_bit else expand(own), p)
+            as_they_are = self.offload or self.eight_bit
+            self._adam.state[p] = own if as_they_are else {name: sharded_like(t, p) for name, t in own.items()}
         self.steps = state["steps"]
         self.planned = state.get("planned", self.steps)  # older checkpoints do not have it
+
+    @property
+    def _ordered(self) -> list[nn.Parameter]:
+        """The parameters as Adam numbers them."""
+        return [p for group in self._adam.param_groups for p in group["params"]]
 
     def _step_in_buckets(self) -> None:
         """The same step, some parameters at a time."""
         groups = self._adam.param_groups
         try:
             for group in groups:
-                for bucket in buckets(group["params"], BUCKET_BYTES):
-                    host = {p: self._adam.state[p] for p in bucket if p in self._adam.state}
-                    for p, state in host.items():
-                        self._adam.state[p] = {
-                            name: tensor.to(p.device, non_blocking=True, copy=True) for name, tensor in state.items()
+                for bucket in buckets([p for p in group["params"] if p.grad is not None], BUCKET_BYTES):
+                    kept = {p: self._adam.state[p] for p in bucket if p in self._adam.state}
+                    for p, state in kept.items():
+                        moved = {
+                            name: t.to(p.device, non_blocking=True, copy=self.offload) for name, t in state.items()
                         }
+                        self._adam.state[p] = {name: sharded_like(t, p) for name, t in expand(moved).items()}
                     self._adam.param_groups = [{**group, "params": bucket}]
                     self._adam.step()
                     for p in bucket:
-                        if p in self._adam.state:  # parameters without a gradient have none
-                            self._adam.state[p] = _write_back(self._adam.state[p], host.get(p))
+                        state = {name: local(tensor) for name, tensor in self._adam.state[p].items()}
+                        self._adam.state[p] = self._kept(state, p, kept.get(p))
         finally:
             self._adam.param_groups = groups
+
+    def _kept(self, state: State, p: Tensor, before: State | None = None) -> State:
+        """The form of this rank's state between steps. `before`: host memory to use again."""
+        if self.eight_bit and is_compressed(_columns(p)) and "exp_avg_scale" not in state:
+            state = compress(state)
+        if not self.offload:
+            return {name: tensor.to(p.device) for name, tensor in state.items()}
+        if before is None:
+            return {name: _on_host(tensor) for name, tensor in state.items()}
+        for name, tensor in state.items():
+            before[name].copy_(tensor, non_blocking=True)
+        return before
 
 
 def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
@@ -140,7 +176,7 @@ def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        more = parameter.numel() * parameter.element_size()
+        more = _bytes(parameter)
         if bucket and size + more > max_bytes:
             yield bucket
             bucket, size = [], 0
@@ -150,15 +186,16 @@ def buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list
         yield bucket
 
 
-def _write_back(state: State, host: State | None) -> State:
-    if host is None:
-        return {name: _on_host(tensor) for name, tensor in state.items()}
-    for name, tensor in state.items():
-        host[name].copy_(tensor, non_blocking=True)
-    return host
+def _bytes(parameter: Tensor) -> int:
+    return local(parameter).numel() * parameter.element_size()
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _columns(parameter: Tensor) -> int:
+    """Numbers of a row, the same on all ranks."""
+    return math.prod(parameter.shape[1:])
+
+
+def _on_host(part: Tensor) -> Tensor:
     """Copy to host memory, pinned if there is a GPU, so that copies need not wait for the host."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
-    return host.copy_(tensor)
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=torch.cuda.is_available())
+    return host.copy_(part)

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import copy_row
@@ -23,6 +23,7 @@ from agent_r1.errors import RolloutError
 from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
+from agent_r1.rollout.row_queue import RowQueue
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Failure, Group, StopReason, TaskRow, Trajectory
@@ -54,25 +55,41 @@ class Collector:
         gate: asyncio.Semaphore | None = None,
     ) -> list[Group]:
         """Play all rows and return their groups in row order. Arguments as for `stream`."""
-        finished = self.stream(rows, seed=seed, on_episode=on_episode, gate=gate)
-        groups = {position: group async for position, group in finished}
+        groups = await self.claimed(RowQueue.of(rows), seed=seed, on_episode=on_episode, gate=gate)
         return [groups[position] for position in range(len(rows))]
+
+    async def claimed(
+        self,
+        queue: RowQueue,
+        *,
+        seed: int,
+        on_episode: OnEpisode | None = None,
+        gate: asyncio.Semaphore | None = None,
+    ) -> dict[int, Group]:
+        """Play the rows that this process claims and return their groups by ticket. Arguments as for `stream`."""
+        finished = self.stream(queue, seed=seed, on_episode=on_episode, gate=gate)
+        return {ticket: group async for ticket, group in finished}
 
     async def stream(
         self,
-        rows: Sequence[TaskRow],
+        rows: Sequence[TaskRow] | RowQueue,
         *,
         seed: int,
         on_episode: OnEpisode | None = None,
         gate: asyncio.Semaphore | None = None,
     ) -> AsyncGenerator[tuple[int, Group], None]:
-        """Yield (position in `rows`, group) as soon as the last episode of a group has ended.
+        """Yield (ticket, group) as soon as the last episode of a group has ended. A row's ticket is its position.
 
         Closing the generator ends the episodes that still run; use `contextlib.aclosing` to leave its loop early.
-        `seed` fixes all sampling noise: the same rows, seed and weights give the same trajectories. Collectors that
-        play at the same time share a `gate`, so that together they play `max_concurrent` episodes at once.
+        `seed` fixes all sampling noise: the same rows, seed and weights give the same trajectories, whichever process
+        plays them. Collectors that play at the same time share a `gate`, so that together they play `max_concurrent`
+        episodes at once.
         """
         size, gate = self.group_size, gate or asyncio.Semaphore(self.max_concurrent)
+        queue = rows if isinstance(rows, RowQueue) else RowQueue.of(rows)
+        ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        running: dict[asyncio.Task[Trajectory], None] = {}  # in the order in which they were created
+        groups: dict[asyncio.Task[Group], int] = {}
 
         async def play(row: TaskRow, index: int) -> Trajectory:
             attempt = index % size
@@ -84,17 +101,36 @@ class Collector:
                 on_episode(trajectory)
             return trajectory
 
-        async def finish(position: int, row: TaskRow) -> tuple[int, Group]:
-            trajectories = await asyncio.gather(*episodes[position * size : (position + 1) * size])
-            return position, Group(row=row, trajectories=trajectories)
+        async def finish(row: TaskRow, episodes: list[asyncio.Task[Trajectory]]) -> Group:
+            return Group(row=row, trajectories=await asyncio.gather(*episodes))
 
-        episodes = [asyncio.create_task(play(rows[i // size], i)) for i in range(len(rows) * size)]
-        groups = [asyncio.create_task(finish(position, row)) for position, row in enumerate(rows)]
+        def start() -> None:
+            """Claim rows while there is room for them."""
+            while self._has_room(queue, len(running)) and (claimed := queue.claim()) is not None:
+                ticket, row = claimed
+                episodes = [asyncio.create_task(play(row, ticket * size + attempt)) for attempt in range(size)]
+                group = asyncio.create_task(finish(row, episodes))
+                running.update(dict.fromkeys(episodes))
+                groups[group] = ticket
+                for task in (*episodes, group):
+                    task.add_done_callback(ended.put_nowait)
+
         try:
-            for finished in asyncio.as_completed(groups):
-                yield await finished
+            start()
+            while groups:
+                task = await ended.get()
+                running.pop(task, None)
+                if task in groups:
+                    yield groups.pop(task), await task
+                start()
         finally:
-            await _end(episodes)
+            await _end(list(running))
+
+    def _has_room(self, queue: RowQueue, running: int) -> bool:
+        """Whether to claim another row: without a limit always, else if its first episode could start now."""
+        if queue.share is None or running == 0:
+            return True
+        return running < self.max_concurrent and running + self.group_size <= queue.share * self.group_size
 
     def episode(self, kind: type[EpisodeKind], episode_id: str, seed: int) -> EpisodeKind:
         """Create an episode with this collector's engine, sampling and limits, for `play`."""

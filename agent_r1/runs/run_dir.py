@@ -7,7 +7,7 @@
     checkpoints/step_000010/         Hugging Face format plus trainer state
     reference/                       the policy before its first step, if a KL penalty or adapters need it
     evals/NAME.json                  evaluations made later, row by row
-    curve.png  run.log
+    curve.png  run.log  rank_1.log   logs: of the run, and of each further rank
 
 Other programs and tests read these files with `reader.py`, never log lines. This module writes them.
 """
@@ -77,13 +77,13 @@ class RunDir(RunReader):
         return run
 
     def _check_free(self) -> None:
-        if (self.path / "config.json").exists() and not (is_run(self.path) and self._is_bare()):
+        if (self.path / "config.json").exists() and not (is_run(self.path) and self.is_bare()):
             raise ConfigError(
                 f"{self} already holds a run or a model; choose another folder, or continue a training run with "
                 f"agent-r1 train --resume {self}"
             )
 
-    def _is_bare(self) -> bool:
+    def is_bare(self) -> bool:
         """Whether nothing was measured, played or trained yet."""
         kept = ("checkpoints", "trajectories", "evals")
         return not self.read_metrics() and not any(any((self.path / name).glob("*")) for name in kept)

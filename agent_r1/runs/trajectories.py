@@ -115,6 +115,13 @@ class RecordFile:
         for position, line in enumerate(self._lines()):
             yield self._parse(line, position)
 
+    def lines(self, start: int = 0) -> Iterator[bytes]:
+        """Return the complete lines from a position on, not parsed."""
+        if self._is_gzip or start == 0:
+            return islice(self._lines(), start, None)
+        self._update()
+        return self._lines(self._ends[start - 1]) if start <= len(self._ends) else iter(())
+
     def trajectories(self) -> Iterator[Trajectory]:
         for position, record in enumerate(self):
             try:
@@ -122,10 +129,11 @@ class RecordFile:
             except DataError as error:
                 raise DataError(f"{self.path} line {position + 1}: {error}") from error
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, offset: int = 0) -> Iterator[bytes]:
         number = 0
         try:
             with gzip.open(self.path) if self._is_gzip else self.path.open("rb") as file:
+                file.seek(offset)
                 for line in file:
                     if not _is_complete(line):
                         return

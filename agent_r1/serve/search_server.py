@@ -252,7 +252,9 @@ def serve(
 
 def _bind(host: str, port: int) -> socket.socket:
     """Return a bound socket, so that a taken address fails before the index is loaded."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only for sockets of this protocol does asyncio turn off the delay of small packets.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows an immediate restart
         listener.bind((host, port))

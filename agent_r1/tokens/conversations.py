@@ -8,13 +8,14 @@ prompt continues the exchange that is its longest exact prefix; without one it i
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from agent_r1.tokens.rendering import Renderer, ToolSchemas, Turn, follows
-from agent_r1.types import Observation
+from agent_r1.tokens.rendering import Renderer, ToolSchemas, follows
+from agent_r1.types import Message, Observation
 
 # Some templates never let a prompt be extended. Trying renders the conversation, so only a few exchanges are tried.
 MAX_TRIES = 4
@@ -35,11 +36,6 @@ class _Exchange:
     def is_continued(self) -> bool:
         return len(self.ids) > self.size
 
-    @property
-    def turn(self) -> Turn:
-        prompt_ids, response_ids = self.ids[: self.prompt_size], self.ids[self.prompt_size : self.size]
-        return Turn(observation=self.observation, prompt_ids=prompt_ids, response_ids=response_ids, text=self.text)
-
 
 class Conversations:
     """The prompts of one episode: call `prompt`, sample, call `record`, and so on."""
@@ -47,49 +43,50 @@ class Conversations:
     def __init__(self, renderer: Renderer) -> None:
         self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
-        self._pending: tuple[Observation, ToolSchemas, list[int], _Exchange | None] | None = None
-        self._exchanges: list[_Exchange] = []
+        # Observation, tools, the exchange that it continues, and the ids of the prompt after those of that exchange.
+        self._pending: tuple[Observation, ToolSchemas, _Exchange | None, list[int]] | None = None
+        self._exchanges: list[_Exchange] = []  # the longest observation last; among equally long ones, the latest
         self._tools_matter = False  # the template has shown two lists of tools differently
 
     def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
         """The exact ids to sample from next."""
-        earlier, ids = self._continue(observation, tools)
+        earlier, new = self._continue(observation, tools)
         self.extended = earlier is not None
-        if ids is None:
-            ids = self._renderer.render(observation, tools)
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
         own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
-        self._pending = _snapshot(observation, earlier), own_tools, list(ids), earlier
-        return ids
+        self._pending = _snapshot(observation, earlier), own_tools, earlier, new
+        return new[:] if earlier is None else earlier.ids[: earlier.size] + new
 
     def record(self, response_ids: Sequence[int], text: str) -> None:
         """Record the response to the last prompt: its ids with the stop token, and the text that the env gets."""
         if self._pending is None:
             raise ValueError("Conversations.record was called without a prompt; call prompt(observation) first")
-        observation, tools, prompt_ids, earlier = self._pending
-        ids = [*prompt_ids, *response_ids]
-        size = len(ids)
-        if earlier is not None and not earlier.is_continued:  # one list per conversation: memory grows linearly
-            earlier.ids.extend(ids[earlier.size :])
-            ids = earlier.ids
-        self._exchanges.append(
-            _Exchange(observation=observation, tools=tools, ids=ids, prompt_size=len(prompt_ids), size=size, text=text)
-        )
+        observation, tools, earlier, new = self._pending
+        # One list per conversation, unless it branches: memory grows linearly, and nothing old is copied.
+        ids = [] if earlier is None else earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids
+        ids += new
+        start = len(ids)
+        ids += response_ids
+        made = _Exchange(observation=observation, tools=tools, ids=ids, prompt_size=start, size=len(ids), text=text)
+        insort(self._exchanges, made, key=_exchange_length)
         self._pending = None
 
-    def _continue(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int] | None]:
-        """Find the exchange that the observation continues, and build the prompt that extends it."""
+    def _continue(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int]]:
+        """Find the exchange that the observation continues, and the ids that follow it; without one, all ids."""
         for exchange in islice(self._candidates(observation, tools), MAX_TRIES):
-            ids = self._renderer.extend(exchange.turn, observation, tools)
-            if ids is not None and self._shows_the_same(exchange, tools):
-                return exchange, ids
-        return None, None
+            before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
+            if observation.token_ids is not None:
+                new: list[int] | None = observation.token_ids[exchange.size :]
+            else:
+                new = self._renderer.new_ids(before, said, exchange.text, observation, tools)
+            if new is not None and self._shows_the_same(exchange, tools):
+                return exchange, new
+        return None, self._renderer.render(observation, tools)
 
     def _candidates(self, observation: Observation, tools: ToolSchemas) -> Iterator[_Exchange]:
         """Yield the exchanges that the observation may continue, judged without the template. The longest comes first;
         among equally long ones, the latest."""
-        latest_first = reversed(self._exchanges)
-        for exchange in sorted(latest_first, key=lambda exchange: _length(exchange.observation), reverse=True):
+        for exchange in reversed(self._exchanges):
             if exchange.is_continued and _adds_replies(exchange, observation):
                 continue
             if _may_follow(exchange, observation) and not (self._tools_matter and tools != exchange.tools):
@@ -114,8 +111,9 @@ def _may_follow(exchange: _Exchange, observation: Observation) -> bool:
     return before.messages is not None and follows(observation.messages, before.messages, exchange.text)
 
 
-def _length(observation: Observation) -> int:
-    return len(observation.messages or observation.text or observation.token_ids or ())
+def _exchange_length(exchange: _Exchange) -> int:
+    before = exchange.observation
+    return len(before.messages or before.text or before.token_ids or ())
 
 
 def _snapshot(observation: Observation, earlier: _Exchange | None) -> Observation:
@@ -124,7 +122,14 @@ def _snapshot(observation: Observation, earlier: _Exchange | None) -> Observatio
         return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
     # The part that it extends is already a copy and compared equal.
     known = earlier.observation.messages if earlier is not None and earlier.observation.messages else []
-    return Observation(messages=[*known, *deepcopy(observation.messages[len(known) :])])
+    added = map(_copied, observation.messages[len(known) :])
+    return Observation.grown([*known, *added], by=0)
+
+
+def _copied(message: Message) -> Message:
+    """A copy of its own. Texts cannot change, so a message of texts need not be searched for more."""
+    flat = type(message) is dict and all(type(value) is str for value in message.values())
+    return dict(message) if flat else deepcopy(message)
 
 
 def _adds_replies(exchange: _Exchange, observation: Observation) -> bool:

@@ -17,7 +17,6 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -49,22 +48,12 @@ RESTORE_NONE = (
 )
 
 # Members of a group often see the same prompts. Long results are rarely shared and would fill the memory.
-MAX_CACHED, MAX_CACHED_CHARS = 256, 65_536
+MAX_CACHED, MAX_CACHED_CHARS, MAX_CACHED_IDS = 1024, 65_536, 512
 
 # A template is a program that expects certain roles, keys and types. These are its ways to refuse others.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # of a reply parsed by the env
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One exchange that a next prompt may extend."""
-
-    observation: Observation
-    prompt_ids: list[int]
-    response_ids: list[int]
-    text: str  # the response as the env got it
 
 
 class Renderer:
@@ -96,6 +85,7 @@ class Renderer:
         self._special = ControlTokens(special)
         self._control = ControlTokens(control)
         self._cached_ids = lru_cache(MAX_CACHED)(self._tokenise)
+        self._cached_decode = lru_cache(MAX_CACHED)(self._decode)
         self._cached_text = lru_cache(MAX_CACHED)(self._write_json)
         self._cached_tools = lru_cache(MAX_CACHED)(lambda tools: self._special.defuse(json.loads(tools)))
         self._piece = lru_cache(None)(lambda token: self._decode((token,)))  # at most one per token of the vocabulary
@@ -108,7 +98,8 @@ class Renderer:
 
     def decode(self, response_ids: Sequence[int]) -> str:
         """Decode a response without the stop token that ended it, but with all other special tokens."""
-        return self._decode(response_ids[:-1] if self._stop_id(response_ids) is not None else response_ids)
+        own = tuple(response_ids[:-1] if self._stop_id(response_ids) is not None else response_ids)
+        return (self._cached_decode if len(own) <= MAX_CACHED_IDS else self._decode)(own)
 
     def encode_response(self, text: str) -> list[int]:
         """Encode a response that was written, not sampled (a demonstration), and end it with a stop token."""
@@ -165,55 +156,51 @@ class Renderer:
         assert observation.messages is not None  # Observation holds exactly one of the three
         return self._encode(self._template(observation.messages, tools))
 
-    def extend(self, turn: Turn, observation: Observation, tools: ToolSchemas = ()) -> list[int] | None:
-        """Build the prompt as `turn.prompt_ids + turn.response_ids + new ids`. None if the observation does not only
-        add to the turn, or if the template does not show where a reply ends: then use `render`.
+    def new_ids(
+        self, before: Observation, response_ids: list[int], said: str, now: Observation, tools: ToolSchemas = ()
+    ) -> list[int] | None:
+        """The ids that continue a prompt, which showed `before`, and its response, so that they show `now`. Messages
+        must be known to follow those before. None if a text does not only add to the one before, or if the template
+        does not show where a reply ends: then use `render`.
 
         The model keeps seeing what it saw, even if the template would now drop it (reasoning of earlier turns).
         """
-        seen = turn.prompt_ids + turn.response_ids
-        if observation.token_ids is not None:
-            return list(observation.token_ids) if observation.token_ids[: len(seen)] == seen else None
-        if observation.text is not None:
-            rest = self._rest_of_text(turn, observation.text)
+        stop_id = self._stop_id(response_ids)
+        if now.text is not None:
+            rest = self._rest_of_text(before.text, said, stop_id, now.text)
         else:
-            assert observation.messages is not None
-            rest = self._rest_of_messages(turn, observation.messages, tools)
+            rest = self._rest_of_messages(before, said, stop_id, now, tools)
         if rest is None:
             return None
-        stop_id = self._stop_id(turn.response_ids)
         if stop_id is not None:
             # Include the stop token: some tokenizers treat the start of a text differently from its middle.
-            ids = self._encode(self._decode([stop_id]) + rest)
+            ids = self._encode(self._piece(stop_id) + rest)
             if ids[:1] == [stop_id]:
-                return seen + ids[1:]
-        return seen + self._encode(rest)
+                return ids[1:]
+        return self._encode(rest)
 
-    def _rest_of_text(self, turn: Turn, text: str) -> str | None:
-        if turn.observation.text is None:
+    def _rest_of_text(self, before: str | None, said: str, stop_id: int | None, text: str) -> str | None:
+        if before is None:
             return None
-        stop_id = self._stop_id(turn.response_ids)
         # The model saw its stop token, so a text without it is a different text.
-        seen = turn.observation.text + turn.text + ("" if stop_id is None else self._decode([stop_id]))
+        seen = before + said + ("" if stop_id is None else self._piece(stop_id))
         return scrub(text[len(seen) :]) if text.startswith(seen) else None
 
-    def _rest_of_messages(self, turn: Turn, messages: list[Message], tools: ToolSchemas) -> str | None:
-        before = turn.observation.messages
-        if before is None or not follows(messages, before, turn.text):
-            return None
-        reply = len(before)
+    def _rest_of_messages(
+        self, before: Observation, said: str, stop_id: int | None, now: Observation, tools: ToolSchemas
+    ) -> str | None:
+        messages, reply = now.messages or [], len(before.messages or ())
         try:
-            if _says(messages[reply], turn.text):
+            if _says(messages[reply], said):
                 rest = self._rest_after_content(messages, reply, tools)
             else:
                 rest = self._rest_after_turn_end(messages, reply, tools)
         except DataError:  # the template refuses our stand-in; `render` will tell whether it accepts the messages
             return None
-        stop_id = self._stop_id(turn.response_ids)
         if rest is None or stop_id is None:
             return rest  # the reply was cut at its length limit: the prompt has to end its turn
-        ends = (*self._turn_ends, self._decode([stop_id]))
-        return next((rest.lstrip()[len(end) :] for end in ends if rest.lstrip().startswith(end)), rest)
+        ends, stripped = (*self._turn_ends, self._piece(stop_id)), rest.lstrip()
+        return next((stripped[len(end) :] for end in ends if stripped.startswith(end)), rest)
 
     def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
         """What the template writes after the content of message `reply`; None unless it shows it exactly once."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_r1.errors import DataError
-from agent_r1.tokens.rendering import Renderer, ToolSchemas, Turn
+from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.rendering import Renderer, ToolSchemas
 from agent_r1.types import Message, Observation
 
 PROBE_TOOL = {
@@ -39,9 +41,12 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
             return []
 
     def extends(reply: Message, added: Message) -> bool:
-        first, ids = Observation(messages=[user]), renderer.encode_response("probe")
-        turn = Turn(observation=first, prompt_ids=attempt(user), response_ids=ids, text="probe")
-        return renderer.extend(turn, Observation(messages=[user, reply, added]), tools) is not None
+        talk = Conversations(renderer)
+        talk.prompt(Observation(messages=[user]), tools)
+        talk.record(renderer.encode_response("probe"), "probe")
+        with suppress(DataError):
+            talk.prompt(Observation(messages=[user, reply, added]), tools)
+        return talk.extended
 
     a, b = (renderer.render(Observation(text=letter)) for letter in "ab")
     joins = renderer.decode(a + b) == "ab"

@@ -3,6 +3,9 @@
 A full collection visits every object, and torch, transformers and a model of 30 layers are half a million that never go
 away: 0.2 to 0.4 s each time, during which neither tools nor the engine's host side run. On a GPU, steps with a
 collection sampled at a third of their speed. So the parts of a run are frozen once they are all built.
+
+Collections also become rarer. A rollout creates objects that all live until its end (steps, messages, ids), so looking
+through the new ones every 700 finds no garbage, and took a fifth of the host time of episodes with short actions.
 """
 
 from __future__ import annotations
@@ -11,18 +14,23 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+RARELY = 50_000, 5, 5  # new objects before a collection, and collections before one of the next generation
+
 
 def freeze_parts() -> None:
-    """Exclude all existing objects from later collections. Call it once all parts are built."""
+    """Exclude all existing objects from later, rarer collections. Call it once all parts are built."""
     gc.collect()  # so that no garbage is frozen
     gc.freeze()
+    gc.set_threshold(*RARELY)
 
 
 @contextmanager
 def parts_frozen() -> Iterator[None]:
     """Exclude all existing objects from collections inside the block."""
+    before = gc.get_threshold()
     freeze_parts()
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()

@@ -9,6 +9,7 @@ import math
 import time
 from typing import Protocol
 
+from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
 from agent_r1.types import CreditedTrajectory, Group
 
@@ -26,9 +27,20 @@ class Parts(Protocol):
 
 
 async def train(
-    parts: Parts, *, start: int, steps: int, eval_every: int, save_every: int, max_minutes: float | None = None
+    parts: Parts,
+    *,
+    start: int,
+    steps: int,
+    eval_every: int,
+    save_every: int,
+    max_minutes: float | None = None,
+    crew: Crew | None = None,
 ) -> int:
-    """Run optimizer steps start+1 .. steps, or until the time is up; return the last one, evaluated and saved."""
+    """Run optimizer steps start+1 .. steps, or until the time is up; return the last one, evaluated and saved.
+
+    Of several ranks, rank 0 has the clock.
+    """
+    crew = crew or Crew()
     finished, updating = start, False
     end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     try:
@@ -43,16 +55,16 @@ async def train(
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
             parts.report(step, groups, credited, metrics)
             finished, updating = step, False  # only now: a step whose metrics were not written is repeated
-            last = step == steps or time.monotonic() >= end
+            last = step == steps or crew.ranks.broadcast(time.monotonic() >= end)
             if step % eval_every == 0 or last:
                 await parts.evaluate(step)
-                last = last or time.monotonic() >= end  # the evaluation may have used up the time
+                last = last or crew.ranks.broadcast(time.monotonic() >= end)  # the evaluation may have used up the time
             if step % save_every == 0 or last:
                 parts.save(step)
             if last:
                 break
-    except BaseException:  # cancelled or failed: save the last finished step, unless its weights have changed since
-        if finished > start and not updating:
+    except BaseException as error:  # save the last finished step, unless its weights have changed since
+        if finished > start and not updating and crew.is_common(error):
             parts.save(finished)
         raise
     return finished

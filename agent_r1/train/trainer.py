@@ -6,27 +6,30 @@ Takes plain parts; `build/trainer.py` makes them from a config.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agent_r1.data.rows import rows_for_step
-from agent_r1.engines.base import Engine
+from agent_r1.engines.base import Engine, Sleeper
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm
 from agent_r1.learn.credit import assign_credit, attempts_of, trainable
-from agent_r1.learn.learner import MAX_NAMED, Learner
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import RewardShaper, is_uniform
+from agent_r1.ranks.crew import Crew
 from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
+from agent_r1.rollout.row_queue import RowQueue
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
+from agent_r1.text import first_names
 from agent_r1.train.checkpoint import Saveable, save_checkpoint
-from agent_r1.train.evaluate import episode_metrics, evaluate
+from agent_r1.train.evaluate import episode_metrics, evaluate, in_order, shared_queue
 from agent_r1.train.rng import restore_rng, rng_state
 from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
 
-STATE_FORMAT = 2  # of `_state`; raised when older checkpoints cannot be continued
+STATE_FORMAT = 3  # of `_state`; raised when older checkpoints cannot be continued
 EVAL_SEED = "eval"  # every evaluation draws the same noise, so only the policy makes a difference
 
 
@@ -38,6 +41,15 @@ class Progress(Protocol):
     def evaluating(self, finished: int, total: int, success: float) -> None: ...
     def step(self, step: int, metrics: Metrics) -> None: ...
     def evaluation(self, step: int, metrics: Metrics) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What the episodes that play at the same time share."""
+
+    episodes: asyncio.Semaphore  # how many play at once
+    scoring: asyncio.Semaphore  # how many rewards are computed at once
+    count: OnEpisode  # reports progress
 
 
 @dataclass(kw_only=True)
@@ -64,6 +76,7 @@ class Trainer:
     dump_every: int
     keep_checkpoints: int
     code: str  # digest of the recipe's code when the run began or was resumed
+    crew: Crew = field(default_factory=Crew)
     last_evaluation: Evaluation | None = None
     _rng: dict[str, Any] | None = None  # before the unfinished step, which is repeated after a save
 
@@ -83,6 +96,8 @@ class Trainer:
             groups += await self._play(rows, stable_seed(self.seed, "train", step, *([number] if number else [])))
         # Over the whole step, not per round: in a late round with a single row, all attempts may well fail.
         check_failures(groups, self.max_error_fraction)
+        if isinstance(self.engine, Sleeper):
+            await self.crew.all(self.engine.sleep())  # if one fails, all of them do
         return groups
 
     def _rows(self, step: int, number: int, groups: list[Group]) -> list[TaskRow]:
@@ -95,22 +110,37 @@ class Trainer:
         return [row for row in rows if row.row_id not in played][: max(0, missing)]
 
     async def _play(self, rows: list[TaskRow], seed: int) -> list[Group]:
-        counter = self._episode_counter(len(rows) * self.collector.group_size)
+        """Play and score rows, spread over all ranks."""
+        gates = self._gates(len(rows) * self.collector.group_size)
+        sampled, greedy = (shared_queue(rows, self.crew) for _ in range(2))
+        parts = await self.crew.all(self._play_share(sampled, greedy, seed, gates))
+        groups = in_order(part for part, _ in parts)
         if self.greedy_collector is None:
-            return await self.scorer(await self.collector(rows, seed=seed, on_episode=counter))
-        gate = asyncio.Semaphore(self.collector.max_concurrent)
-        both = [
-            asyncio.create_task(self.collector(rows, seed=seed, on_episode=counter, gate=gate)),
-            asyncio.create_task(self.greedy_collector(rows, seed=stable_seed(seed, "greedy"), gate=gate)),
-        ]
+            return groups
+        pairs = zip(groups, in_order(part for _, part in parts), strict=True)
+        return [replace(group, greedy=other.trajectories[0]) for group, other in pairs]
+
+    async def _play_share(
+        self, rows: RowQueue, greedy_rows: RowQueue, seed: int, gates: Gates
+    ) -> tuple[dict[int, Group], dict[int, Group]]:
+        """Play and score the rows that this rank claims, and those for the greedy baseline."""
+        gate = gates.episodes
+        play = self.collector.claimed(rows, seed=seed, on_episode=gates.count, gate=gate)
+        if self.greedy_collector is None:
+            return await self._score(await play, gates), {}
+        play_greedy = self.greedy_collector.claimed(greedy_rows, seed=stable_seed(seed, "greedy"), gate=gate)
+        both = [asyncio.create_task(play), asyncio.create_task(play_greedy)]
         try:
             sampled, greedy = await asyncio.gather(*both)
         finally:
             for task in both:  # if one failed, do not wait for the other
                 task.cancel()
-        scored = await self.scorer([*sampled, *greedy])
-        pairs = zip(scored[: len(rows)], scored[len(rows) :], strict=True)
-        return [replace(group, greedy=other.trajectories[0]) for group, other in pairs]
+        return await self._score(sampled, gates), await self._score(greedy, gates)
+
+    async def _score(self, played: dict[int, Group], gates: Gates) -> dict[int, Group]:
+        positions = sorted(played)
+        scored = await self.scorer([played[position] for position in positions], gates.scoring)
+        return dict(zip(positions, scored, strict=True))
 
     def assign_credit(self, groups: list[Group]) -> list[CreditedTrajectory]:
         """Assign credit. Restores the shaper's running scales if that fails."""
@@ -126,10 +156,9 @@ class Trainer:
             raise
         if broken := nonfinite(credited):
             names = list(dict.fromkeys(item.trajectory.row_id for item in broken))
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
             self.progress.note(
                 f"{self.algorithm.name}: {len(broken)} of {len(credited)} trajectories have non-finite advantages "
-                f"(rows {', '.join(names[:MAX_NAMED])}{more}). Optimizer steps with them are skipped"
+                f"(rows {first_names(names)}). Optimizer steps with them are skipped"
             )
         return credited
 
@@ -150,8 +179,10 @@ class Trainer:
             success_reward=self.success_reward,
             seed=seed,
             on_progress=self.progress.evaluating,
+            crew=self.crew,
         )
-        self.run.write_evaluation(step, self.last_evaluation)
+        if self.crew.ranks.is_main:
+            self.run.write_evaluation(step, self.last_evaluation)
         self._rng = None
         self.progress.evaluation(step, self.last_evaluation.metrics)
 
@@ -163,16 +194,18 @@ class Trainer:
             tokenizer=self.tokenizer,
             state=self._state(step),
             keep=self.keep_checkpoints,
+            ranks=self.learner.ranks,
         )
 
     def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None:
         metrics |= episode_metrics(groups, success_reward=self.success_reward) | self.shaper.metrics
         metrics["nonfinite_advantages"] = float(len(nonfinite(batch)))
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
-        if step % self.dump_every == 0:
-            advantages = {item.trajectory.trajectory_id: item.advantages for item in batch}
-            self.run.write_trajectories("train", step, groups, advantages)
-        self.run.append_metrics("train", step, metrics)
+        if self.crew.ranks.is_main:
+            if step % self.dump_every == 0:
+                advantages = {item.trajectory.trajectory_id: item.advantages for item in batch}
+                self.run.write_trajectories("train", step, groups, advantages)
+            self.run.append_metrics("train", step, metrics)
         self._rng = None
         self.progress.step(step, metrics)
 
@@ -203,12 +236,10 @@ class Trainer:
             "code": self.code,
         }
 
-    def _episode_counter(self, total: int) -> OnEpisode:
-        finished = 0
+    def _gates(self, total: int) -> Gates:
+        finished = self.crew.counter()
 
         def count(trajectory: Trajectory) -> None:
-            nonlocal finished
-            finished += 1
-            self.progress.episodes(finished, total)
+            self.progress.episodes(finished(1), total)
 
-        return count
+        return Gates(asyncio.Semaphore(self.collector.max_concurrent), self.scorer.gate(), count)

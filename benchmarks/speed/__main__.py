@@ -1,7 +1,9 @@
 """Measure and show the tables of docs/benchmarks.md.
 
 python -m benchmarks.speed engine
+python -m benchmarks.speed engine --shape 1.5b --against vllm
 python -m benchmarks.speed learner
+python -m benchmarks.speed sizes
 python -m benchmarks.speed step --against trl
 python -m benchmarks.speed show benchmarks/results/bench_engine.nvidia-h200.json --only decode
 python -m benchmarks.speed page docs/benchmarks.md
@@ -18,25 +20,41 @@ import torch
 from rich.console import Console
 
 from agent_r1.bench import engine_speed, learner_speed, step_speed
-from agent_r1.bench.command import Bench, Options, file_name, pick_sizes, run_bench
-from agent_r1.bench.models import SMOLLM2_135M, TINY
+from agent_r1.bench.command import Bench, Options, file_name, pick_shape, pick_sizes, run_bench
+from agent_r1.bench.models import SMOLLM2_135M, TINY, LlamaShape
 from agent_r1.bench.results import Results
 from agent_r1.bench.step_speed import StepBench
 from agent_r1.errors import ConfigError
 from benchmarks.machine import RESULTS
 from benchmarks.speed import engine_comparison, learner_comparison
+from benchmarks.speed import sizes as sizes_bench
 from benchmarks.speed.engine_comparison import EngineComparison
+from benchmarks.speed.engine_rivals import EngineAgainst, find_engine_rival
 from benchmarks.speed.learner_comparison import LearnerComparison
+from benchmarks.speed.sizes import SizesBench
 from benchmarks.speed.step_comparison import StepComparison, find_rival
 from benchmarks.speed.tables import as_markdown, fill_page
 
 
-def make_bench(name: str, *, quick: bool, device: torch.device, repeats: int, against: str | None = None) -> Bench:
-    shape = TINY if quick else SMOLLM2_135M
+def make_bench(
+    name: str,
+    *,
+    quick: bool,
+    device: torch.device,
+    repeats: int,
+    against: str | None = None,
+    shape: LlamaShape | None = None,
+) -> Bench:
+    shape = shape or (TINY if quick else SMOLLM2_135M)
+    if name == "sizes":
+        return SizesBench(grid=sizes_bench.QUICK if quick else sizes_bench.FULL, device=device, repeats=repeats)
     common: dict[str, Any] = {"model": shape.model(), "device": device, "repeats": repeats}
+    if name == "engine" and against is not None:
+        engine_sizes = engine_speed.sizes_for(engine_speed.QUICK if quick else engine_speed.FULL, common["model"])
+        return EngineAgainst(sizes=engine_sizes, make_rival=find_engine_rival(against), **common)
     if name == "engine":
         return EngineComparison(
-            sizes=engine_speed.QUICK if quick else engine_speed.FULL,
+            sizes=engine_speed.sizes_for(engine_speed.QUICK if quick else engine_speed.FULL, common["model"]),
             append_sizes=engine_comparison.QUICK_APPEND if quick else engine_comparison.FULL_APPEND,
             soak_sizes=engine_comparison.QUICK_SOAK if quick else engine_comparison.FULL_SOAK,
             **common,
@@ -56,8 +74,10 @@ def make_bench(name: str, *, quick: bool, device: torch.device, repeats: int, ag
 
 def run(name: str, options: Options, console: Console, *, against: str | None = None) -> Path:
     device, quick = pick_sizes(options)
-    bench = make_bench(name, quick=quick, device=device, repeats=options.repeats, against=against)
-    path = (options.out or RESULTS) / file_name(name, device, quick=quick)
+    shape = pick_shape(options, quick=quick)
+    bench = make_bench(name, quick=quick, device=device, repeats=options.repeats, against=against, shape=shape)
+    kind = name if against is None or name == "step" else f"{name}_{against}"
+    path = (options.out or RESULTS) / file_name(kind, device, quick=quick, model=options.shape)
     return run_bench(bench, path, "python -m benchmarks.speed", options, console)
 
 
@@ -72,7 +92,7 @@ def show(path: Path, group: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for name in ("engine", "learner", "step"):
+    for name in ("engine", "learner", "step", "sizes"):
         verb = verbs.add_parser(name)
         verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
         verb.add_argument("--quick", action="store_true", help="smoke test with a tiny model and small sizes")
@@ -80,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         verb.add_argument("--out", type=Path, help="folder for the results instead of benchmarks/results")
         verb.add_argument("--only", help="groups to measure, separated by commas")
     verbs.choices["step"].add_argument("--against", help="another trainer to take turns with, such as trl")
+    verbs.choices["engine"].add_argument("--against", help="another engine to take turns with, such as vllm")
+    verbs.choices["engine"].add_argument("--shape", help="sizes of a common model: tiny, 135m, 1.5b, 4b, 8b, 14b")
     verb = verbs.add_parser("show", help="print stored results as markdown tables")
     verb.add_argument("file", type=Path)
     verb.add_argument("--only", help="group of rows to show")

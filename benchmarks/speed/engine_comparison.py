@@ -36,7 +36,9 @@ class EngineComparison(EngineBench):
 
     @property
     def groups(self) -> dict[str, Callable[[], Iterator[Row]]]:
-        return super().groups | {"append": self.append, "soak": self.soak}
+        groups = super().groups
+        last = {"actions": groups.pop("actions")}  # it replaces the engine
+        return groups | {"append": self.append, "soak": self.soak} | last
 
     def decoders(self, decoding: Decoding) -> dict[str, Callable[[], float]]:
         if self._rival is None:

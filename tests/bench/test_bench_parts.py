@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.bench.machine import pick_device, slug
-from agent_r1.bench.measure import alternate, floor_tokens_per_second, training_flops
+from agent_r1.bench.measure import alternate, floor_tokens_per_second
 from agent_r1.bench.models import NEVER, SMOLLM2_135M, TINY, LlamaShape, make_tokenizer
 from agent_r1.bench.synthetic import SyntheticTrajectories
 from agent_r1.bench.workload import Workload
 from agent_r1.errors import ConfigError
+from agent_r1.plan.formulas import training_flops
 
 
 def test_the_floor_is_weights_and_keys_and_values_read_once_per_token() -> None:

@@ -38,12 +38,15 @@ def options(out: Path) -> Options:
 
 def test_the_engine_is_compared_grows_linearly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     rows = read_rows(run("engine", options(tmp_path), QUIET))
-    assert {name.partition("/")[0] for name in rows} == {"decode", "episodes", "append", "soak"}
+    assert {name.partition("/")[0] for name in rows} == {"decode", "prompts", "episodes", "append", "soak", "actions"}
     assert rows["decode/4 sequences"]["figures"]["speed_ratio"] > 0
     # After the first step only the observation and the last sampled token have to run, for each of two episodes; an
     # engine that shares only whole blocks may recompute the rest of one.
     prefilled = [rows[f"append/step {step}"]["figures"]["prefilled_tokens"] for step in range(2, 7)]
     assert all(2 * 9 <= tokens < 2 * (9 + 32) for tokens in prefilled)
+    actions = rows["actions/4 steps"]["figures"]
+    assert actions["calls_per_second"] == pytest.approx(4 * actions["episodes_per_second"])
+    assert 1 < actions["tokens_per_call"] < 6  # 3 on average, were they not cut at 6
     soak = rows["soak/all rounds"]["figures"]
     assert soak["tool_errors"] > 0
     assert soak["cancelled_requests"] > 0

@@ -76,11 +76,15 @@ def test_settings_arrive_at_the_learner() -> None:
     assert (usual.prefix_sharing, usual.offload_optimizer, usual.policy.compiled) == ("auto", False, False)
     assert usual.policy.autocast_dtype is None
     assert not any(layer.training for layer in repeated_layers(usual.policy.model))
+    assert (usual.policy.mlp_chunk_tokens, usual.eight_bit_optimizer) == (None, False)
     other = learner_of(
         "model.dtype=bfloat16",
         "learner.prefix_sharing=off",
         "learner.activation_checkpointing=true",
+        "learner.mlp_chunk_tokens=100",
+        "learner.optimizer_state=8bit",
     )
+    assert (other.policy.mlp_chunk_tokens, other.eight_bit_optimizer) == (100, True)
     assert (other.prefix_sharing, other.policy.autocast_dtype) == ("off", torch.bfloat16)
     assert all(layer.training for layer in repeated_layers(other.policy.model))
     assert {p.dtype for p in other.policy.model.parameters()} == {torch.float32}
@@ -93,7 +97,18 @@ def test_settings_arrive_at_the_learner() -> None:
     [
         (["learner.offload_optimizer=true"], r"learner\.offload_optimizer"),
         (["model.fp32_head=true"], r"model\.fp32_head"),
+        (["learner.activation_checkpointing=maybe"], r"activation_checkpointing"),
+        (["learner.optimizer_state=int4"], r"optimizer_state"),
+        (["learner.mlp_chunk_tokens=64", "learner.max_tokens_per_pack=64"], r"mlp_chunk_tokens=64 has no effect"),
         (["lora={target_modules: []}"], r"lora\.target_modules is empty"),
+        (
+            ["engine={kind: vllm, urls: [http://x], send_adapters: true}"],
+            r"engine\.send_adapters needs a section lora",
+        ),
+        (
+            ["lora.share_base=true", "engine={kind: vllm, urls: [http://x]}"],
+            r"lora\.share_base needs",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(overrides: list[str], message: str) -> None:
@@ -115,17 +130,23 @@ def test_pack_size_depends_on_the_device_unless_configured(monkeypatch: pytest.M
     assert sizes("learner.max_tokens_per_pack=100") == (100, 100)
 
 
-def test_only_packs_without_a_configured_size_are_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
+def test_the_estimate_chooses_only_what_the_config_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int | None, bool]] = []
 
-    def note(learner: Any, *, longest: int | None) -> str:
-        asked.append(longest)
+    def note(learner: Any, *, longest: int | None, may_checkpoint: bool) -> str:
+        asked.append((longest, may_checkpoint))
         return "fits"
 
     monkeypatch.setattr("agent_r1.build.learner.estimate", note)
-    for overrides in ((), ("learner.max_tokens_per_pack=100",)):
+    for overrides in (
+        (),
+        ("learner.max_tokens_per_pack=100",),
+        ("learner.activation_checkpointing=true",),
+        ("learner.activation_checkpointing=false",),
+    ):
         assert rehearse(mini(*overrides), learner_of(*overrides)) == "fits"
-    assert asked == [512, None]  # rollout.max_context_tokens of the recipe
+    # rollout.max_context_tokens of the recipe; checkpointing is chosen only if the config leaves it open
+    assert asked == [(512, True), (None, True), (512, False), (512, False)]
 
 
 @pytest.mark.parametrize("sampling", [("eval.temperature=1", "eval.top_p=0.9"), ("rollout.top_k=9", "rollout.top_p=1")])
@@ -158,7 +179,8 @@ def test_what_a_warm_start_depends_on_changes_its_key() -> None:
     base = base_model(mini())
     keys = {warm_start_key(mini(*o), base) for o in ((), ADAPTERS, ("model.dtype=bfloat16",))}
     keys |= {warm_start_key(mini(*o), base) for o in (("model.fp32_head=true",), ("learner.adam_eps=1e-5",))}
-    assert len(keys) == 5
+    keys.add(warm_start_key(mini("learner.optimizer_state=8bit"), base))
+    assert len(keys) == 6
     unrelated = mini("learner.activation_checkpointing=true", "trainer.deterministic=true")
     assert warm_start_key(unrelated, base) == warm_start_key(mini(), base)
 
@@ -170,15 +192,16 @@ def extended(path: Path, steps: int) -> RunDir:
     return RunDir.open(path)
 
 
-def test_a_run_with_adapters_resumes_exactly_and_leaves_a_plain_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", ["lora.share_base=false", "lora.share_base=true"])
+def test_a_run_with_adapters_resumes_exactly_and_leaves_a_plain_model(tmp_path: Path, share: str) -> None:
     pytest.importorskip("peft")
-    settings = (*ADAPTERS, "algorithm.kl_coef=0.1", "learner.lr=1e-2")
+    settings = (*ADAPTERS, share, "algorithm.kl_coef=0.1", "learner.lr=1e-2")
     trained(tmp_path / "whole", *settings)
     trained(tmp_path / "half", *settings, "trainer.steps=2")
     resumed(extended(tmp_path / "half", 4))
     assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
     steps = [record for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
-    assert all(record["mismatch_max"] < 1e-4 for record in steps)  # the engine has the merged weights
+    assert all(record["mismatch_max"] < 1e-4 for record in steps)  # the engine has the adapters, merged or not
     assert steps[-1]["kl_to_reference"] > 0
 
     _, checkpoint = latest_checkpoint(tmp_path / "whole" / "checkpoints")
@@ -246,6 +269,22 @@ def test_a_run_with_a_schedule_reshuffled_epochs_and_a_normalising_critic_resume
     # 4 steps of 4 planned updates each, after which the rate is a tenth; dropped updates are counted as planned
     assert steps[-1]["lr"] < 0.5e-3 < steps[0]["lr"]
     assert all("kl_dropped_updates" in record for record in steps)
+
+
+@pytest.mark.parametrize("changes", [("algorithm.name=ppo",), ("lora={rank: 8}",)], ids=["critic", "adapters"])
+def test_a_run_with_moments_in_8_bits_resumes_exactly(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    if "lora" in changes[0]:
+        pytest.importorskip("peft")
+    settings = (*changes, "learner.optimizer_state=8bit", "learner.lr=1e-3", "eval.rows=2")
+    trained(tmp_path / "whole", *settings)
+    trained(tmp_path / "half", *settings)
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_000004")  # as if killed before it was saved
+    resumed(RunDir.open(tmp_path / "half"))
+    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+    _, checkpoint = latest_checkpoint(tmp_path / "whole" / "checkpoints")
+    codes = load_state(checkpoint)["learner"]["optimizer"]["adam"]["state"][0]
+    assert (codes["exp_avg"].dtype, codes["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    assert (checkpoint / "trainer_state").is_dir()
 
 
 def test_the_estimate_is_made_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

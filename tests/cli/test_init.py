@@ -60,8 +60,9 @@ def test_the_pages_show_the_task_and_its_measured_results(page: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; its CPU time is about a minute
 def test_held_out_success_rises_clearly_over_the_warm_start(cli: Cli, shop: Path, tmp_path: Path) -> None:
-    """Fewer updates, steps and rows than written, so that it takes about a minute of one core."""
-    few = ("sft.target_loss=0.12", "trainer.steps=10", "trainer.eval_every=10", "eval.rows=100")
+    """Half the steps and rows, so that it takes about a minute of one core. The warm start stays as written: how fast
+    a worse one improves differs between processors."""
+    few = ("trainer.steps=15", "trainer.eval_every=15", "eval.rows=100")
     ended = cli("train", shop, *few, "--run", tmp_path / "run")
     assert ended.code == 0, ended.err
     before, after = RunDir.open(tmp_path / "run").read_metrics("eval")

@@ -15,7 +15,8 @@ from threading import Timer
 import pytest
 from rich.console import Console
 
-from agent_r1.cli.signals import SAME_SECONDS, Interrupted, interruptible
+from agent_r1.cli.signals import SAME_SECONDS, interruptible
+from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import load_config
 from agent_r1.errors import DiskError
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import yaml
 
+from agent_r1.config.layers import DEFAULT_ENGINE
 from agent_r1.config.schema import (
     AlgorithmConfig,
     AppendContext,
@@ -14,9 +15,9 @@ from agent_r1.config.schema import (
     CorrectionConfig,
     CriticConfig,
     DataConfig,
+    EngineConfig,
     EvalConfig,
     LearnerConfig,
-    LocalEngineConfig,
     LoRAConfig,
     ModelConfig,
     RewardsConfig,
@@ -25,6 +26,7 @@ from agent_r1.config.schema import (
     SFTConfig,
     TaskConfig,
     TrainerConfig,
+    VerlConfig,
     WorkersConfig,
 )
 
@@ -41,10 +43,10 @@ SECTIONS: dict[str, type[Section]] = {
     "rollout": RolloutConfig,
     "eval": EvalConfig,
     "model": ModelConfig,
-    "engine": LocalEngineConfig,
     "learner": LearnerConfig,
     "lora": LoRAConfig,
     "trainer": TrainerConfig,
+    "verl": VerlConfig,
 }
 
 
@@ -56,7 +58,7 @@ def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
     shown: dict[str, Any] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         name, _, rest = line.removeprefix("| `").partition("` | ")
-        if line.startswith("| `") and name.split(".")[0] in (*SECTIONS, "context"):
+        if line.startswith("| `") and name.split(".")[0] in (*SECTIONS, "context", "engine"):
             default = rest.split(" | ")[0]
             shown[name] = "required" if default == "(required)" else yaml.safe_load(default.strip("`"))
     actual = {
@@ -64,10 +66,11 @@ def test_every_setting_of_these_sections_is_listed_with_its_default() -> None:
         for name, section in SECTIONS.items()
         for key, field in section.model_fields.items()
     }
-    for policy in get_args(get_args(ContextConfig)[0]):
-        for key, field in policy.model_fields.items():
-            default = "required" if field.is_required() else field.default
-            # a key that two policies have means the same and has the same default
-            assert actual.setdefault(f"context.{key}", default) == default or key == "policy"
-    actual["context.policy"] = AppendContext().policy
+    for name, kinds, choice in (("context", ContextConfig, "policy"), ("engine", EngineConfig, "kind")):
+        for section in get_args(get_args(kinds)[0]):
+            for key, field in section.model_fields.items():
+                default = "required" if field.is_required() else field.default
+                # a key that two kinds have means the same and has the same default
+                assert actual.setdefault(f"{name}.{key}", default) == default or key == choice
+    actual |= {"context.policy": AppendContext().policy, "engine.kind": DEFAULT_ENGINE}
     assert shown == actual

@@ -9,6 +9,7 @@ from pathlib import Path
 from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.train.evaluate import episode_metrics
+from agent_r1.train.tickets import Ledger, staleness_metrics
 from agent_r1.types import Trajectory
 from tests.learn.builders import correction, group, new_critic, step, tiny_model, trajectory
 
@@ -50,3 +51,9 @@ def test_every_reported_metric_is_explained() -> None:
     explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))
     assert {name for name in reported - explained - LAYOUT if not name.startswith(FAMILIES)} == set()
     assert {"value_loss", "importance_rejected", "process_scale", "reward_kl", "kl_to_reference"} <= reported
+
+
+def test_the_metrics_of_asynchronous_steps_are_explained() -> None:
+    reported = Ledger().metrics | staleness_metrics([], 1)
+    explained = set(re.findall(r"`([\w/@]+)`", PAGE.read_text(encoding="utf-8")))
+    assert set(reported) <= explained

@@ -45,6 +45,10 @@ def draws(chunks: list[Chunk], token: int = 7) -> list[Draw]:
     return drawn(*([token] * count for count in counts))
 
 
+def has_requests(engine: Scheduler) -> bool:
+    return bool(engine._waiting or engine._running)
+
+
 def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]:
     """Plan a step and record `token` for every sampling chunk."""
     chunks = engine.plan()
@@ -54,7 +58,7 @@ def step(engine: Scheduler, token: int = 7) -> tuple[list[Chunk], list[Request]]
 def run(engine: Scheduler, token: int = 7) -> list[Request]:
     """Run until all requests are complete. Each plan must have something to run."""
     finished = []
-    while engine.has_requests:
+    while has_requests(engine):
         chunks, done = step(engine, token)
         assert chunks
         finished += done

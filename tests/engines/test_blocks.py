@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent_r1.engines.local.blocks import START, BlockPool, name_after
+from agent_r1.engines.local.blocks import START, BlockPool, chain_names, name_after
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
@@ -40,6 +40,14 @@ def test_a_shared_block_is_blank_when_its_last_user_has_given_it_back() -> None:
     assert (pool.is_shared(block), pool.num_blank) == (False, 1)
     pool.give_back([block])
     assert pool.num_blank == 2
+
+
+def test_a_chain_of_names_is_made_of_single_ones() -> None:
+    tokens = [5, 0, 2**40, 7, 7]
+    first = name_after(b"before", tokens[:2])
+    second = name_after(first, tokens[2:4])
+    assert chain_names(b"before", tokens, 2) == [first, second, name_after(second, tokens[4:])]
+    assert chain_names(b"before", [], 2) == []
 
 
 def test_the_first_of_several_blocks_with_equal_tokens_is_found() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
-from agent_r1.engines.local import local_engine as local_module
+from agent_r1.engines.local import request_engine
 from agent_r1.engines.local.gpu import torch_kernels
 from agent_r1.engines.local.gpu.gpu_runner import FULL_GPU, MAX_SPLITS, ladder, splits_for
 from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, block_tables, cut, in_order
@@ -26,6 +26,7 @@ from agent_r1.engines.local.local_engine import ANSWERS_AT_ONCE, LocalEngine
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.errors import DataError, RolloutError
 from tests.engines.engine_sides import CPU, GPU, assert_logprobs_match, engine, generate
+from tests.engines.scheduler_steps import has_requests
 from tests.engines.tiny_models import prompts, tiny
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -119,7 +120,7 @@ def test_uniform_numbers_that_round_to_one_draw_a_valid_token(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Above 1 - 2**-25, one in 33 million, float32 has no other value than 1: no cumulative probability exceeds it.
-    monkeypatch.setattr(local_module, "uniform_stream", lambda seed, count: np.full(count, 1 - 2.0**-40))
+    monkeypatch.setattr(request_engine, "uniform_stream", lambda seed, count: np.full(count, 1 - 2.0**-40))
     with engine(tiny("llama"), **GPU) as local:
         for completion in generate(local, prompts(5, 9), Sampling(max_tokens=4, **settings)):
             assert all(map(math.isfinite, completion.logprobs))
@@ -240,7 +241,7 @@ def test_a_kernel_that_raises_fails_running_requests_and_loses_nothing(kernel: s
         failed = asyncio.run(outcomes(local, asked))
         kernels.calls_left = None
         assert all(isinstance(one, RolloutError) and "MemoryError('none left')" in str(one) for one in failed)
-        assert not local._scheduler.has_requests
+        assert not has_requests(local._scheduler)
         assert not local._futures
         again = generate(local, asked, GREEDY)
         assert [one.token_ids for one in again] == [one.token_ids for one in before]

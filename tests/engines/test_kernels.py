@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agent_r1.attention import Scoring
 from agent_r1.engines.local.gpu import torch_kernels
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
@@ -56,6 +57,8 @@ class Shape:
     block_size: int = 16
     window: int | None = None
     splits: int = 1
+    softcap: float | None = None
+    sinks: bool = False
 
 
 BLOCKS, WIDTH = 80, 14  # a sequence of 14 blocks of 16 tokens takes several turns of the kernel's loop
@@ -79,6 +82,7 @@ class Call:
         # As a model passes it: heads first in memory.
         query = torch.randn(shape.heads, rows, shape.size, generator=generator).to(DEVICE, self.dtype)
         self.query_NHD = query.transpose(0, 1)
+        self.sinks_H = torch.randn(shape.heads, generator=generator).to(DEVICE, self.dtype)
         order = torch.randperm(BLOCKS, generator=generator)
         self.table_QW = order[: 5 * WIDTH].view(5, WIDTH).int().to(DEVICE)
 
@@ -97,8 +101,12 @@ class Call:
                 tokens=self.tokens,
                 splits=self.shape.splits,
             ),
-            scaling=self.shape.size**-0.5,
-            window=self.shape.window,
+            Scoring(
+                scale=self.shape.size**-0.5,
+                window=self.shape.window,
+                softcap=self.shape.softcap,
+                sinks_H=self.sinks_H if self.shape.sinks else None,
+            ),
         )
         used = [index for _, first, rows in self.tiles for index in range(first, first + rows)]
         return out_NHD[used].float()
@@ -172,6 +180,15 @@ def test_tokens_of_longer_chunks_see_what_is_before_them(shape: Shape, dtype: to
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 def test_tiles_of_any_size_and_window_agree(window: int | None, tokens: int, dtype: torch.dtype) -> None:
     prefill(Shape(6, 2, 32, window=window), dtype, tokens).check()
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scores", [{"softcap": 0.5}, {"sinks": True}, {"softcap": 2.0, "sinks": True, "window": 6}])
+def test_soft_caps_and_sinks_agree(scores: dict[str, Any], dtype: torch.dtype) -> None:
+    prefill(Shape(6, 2, 32, **scores), dtype, 4).check()
+    for splits in (1, 4):
+        decoding(Shape(9, 3, 64, splits=splits, **scores), dtype).check()
 
 
 @here

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from agent_r1.attention import Scoring, read_scoring
 from agent_r1.engines.base import Completion, Prompt, Sampling
+from agent_r1.engines.local import attention_interface
 from agent_r1.engines.local.cpu.cpu_attention import group_similar
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.engines.local.request import Chunk, Request
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, DataError, UnsupportedModelError
 from tests.engines.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
 from tests.engines.tiny_models import prompts, tiny
 
@@ -183,9 +186,9 @@ def test_members_of_a_group_are_computed_together_and_sampled_separately(family:
         if side is CPU:  # once for all six; the five others run its last token, as one
             assert local.stats.prefilled_tokens == 22 + 9 + 1
             assert local.stats.shared_tokens >= 5 * 21 + 4  # and equal sampled tokens
-        else:  # each of the five runs its last token
-            assert local.stats.prefilled_tokens == 22 + 9 + 5
-            assert local.stats.shared_tokens == 5 * 21
+        else:  # in one step: five blocks are shared, and each of the five others runs the two tokens after them
+            assert local.stats.prefilled_tokens == 22 + 9 + 5 * 2
+            assert local.stats.shared_tokens == 5 * 20
     alone = []
     for each in settings:
         with engine(model, **side) as local:
@@ -270,16 +273,40 @@ def test_casting_weights_leaves_the_frequencies_alone() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma2_soft_capped", {}, "softcap"),
         ("bloom_alibi", {}, r"layers \[0, 1\] of BloomForCausalLM"),
         ("llama4_chunked", {}, "chunked_attention"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
 def test_models_that_cannot_run_exactly_are_refused(
     family: str, changes: dict[str, Any], reason: str, side: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes), **side):
+        pass
+
+
+@both
+def test_positions_that_depend_on_the_longest_sequence_are_allowed_up_to_the_original_length(
+    side: dict[str, Any],
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model, asked = tiny("llama", rope_parameters=rope), prompts(9, 30)
+    with engine(model, **side) as local:
+        for prompt, completion in zip(asked, generate(local, asked, GREEDY), strict=True):
+            assert_logprobs_match(model, prompt, completion)
+        with pytest.raises(DataError, match=r"the model's context \(128\)"):
+            generate(local, prompts(120), GREEDY)
+
+
+@both
+def test_a_long_window_that_is_ignored_is_noticed(side: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(*arguments: Any) -> Scoring:
+        return replace(read_scoring(*arguments), window=None)
+
+    model = tiny("mistral_windowed", sliding_window=4096)  # far longer than the sequences it is checked with
+    with engine(model, **side):
+        assert model.config.sliding_window == 4096
+    monkeypatch.setattr(attention_interface, "read_scoring", without_window)
+    with pytest.raises(UnsupportedModelError, match="MistralForCausalLM differ"), engine(model, **side):
         pass
 
 

@@ -9,16 +9,16 @@ import numpy as np
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.request import Request
-from tests.engines.scheduler_steps import GPU, STOP, drawn, draws, request, run, scheduler, step
+from tests.engines.scheduler_steps import GPU, STOP, drawn, draws, has_requests, request, run, scheduler, step
 
 
 def test_a_request_is_prefilled_at_once_and_then_decoded_token_by_token() -> None:
     engine = scheduler()
     engine.submit(request([1, 2, 3]))
     spans = []
-    while engine.has_requests:
+    while has_requests(engine):
         (chunk,), _ = step(engine)
-        spans.append((chunk.start, chunk.ids, chunk.samples))
+        spans.append((chunk.start, chunk.ids, chunk.count > 0))
     assert spans == [(0, [1, 2, 3], True), (3, [7], True), (4, [7], True)]
     assert (engine.stats.steps, engine.stats.prefilled_tokens, engine.stats.decoded_tokens) == (3, 3, 3)
 
@@ -28,7 +28,7 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
     engine.submit(request([1, 2]))
     step(engine)
     engine.submit(request(list(range(10, 17)), session="long"))
-    seen = [[(c.start, len(c.ids), c.samples) for c in step(engine)[0]] for _ in range(2)]
+    seen = [[(c.start, len(c.ids), c.count > 0) for c in step(engine)[0]] for _ in range(2)]
     # 7 prompt tokens in 4 + 3; the other request decodes a token each time
     assert seen == [[(2, 1, True), (0, 4, False)], [(3, 1, True), (4, 3, True)]]
 
@@ -157,7 +157,7 @@ def test_a_burst_ends_with_the_response_and_its_blocks_hold_all_but_the_last_tok
     engine = scheduler(burst=4, **GPU)
     engine.submit(request([1, 2, 3], max_tokens=6))
     seen = []
-    while engine.has_requests:
+    while has_requests(engine):
         (chunk,), _ = step(engine)
         seen.append((chunk.start, chunk.ids, chunk.count, chunk.drawn, len(chunk.blocks)))
     # 3 prompt tokens and 3 of the 4 sampled in the first step: 6 tokens, 2 blocks; then the fourth and the fifth, 8.
@@ -172,10 +172,35 @@ def test_bursts_are_short_while_prompts_wait_for_the_next_step() -> None:
     engine.submit(request(list(range(10, 20)), max_tokens=20, session="long"))
     engine.submit(request(list(range(10, 20)), max_tokens=20, session="equal"))
     seen = [[(c.request.session, c.length, c.count) for c in step(engine)[0]] for _ in range(4)]
-    # 10 prompt tokens in 4 + 4 + 2; the equal prompt waits for all of them. Then no request waits.
+    # 10 prompt tokens in 4 + 4 + 2; the equal prompt shares 2 blocks and computes the 2 tokens after them. Then no
+    # request waits, already in the third step: 2 + 2 are within its 4.
     assert seen[:2] == [[("s", 1, 1), ("long", 4, 0)]] * 2
-    assert seen[2] == [("s", 1, 1), ("long", 2, 1)]
+    assert seen[2] == [("s", 1, 4), ("long", 2, 4), ("equal", 2, 4)]
     assert seen[3] == [("s", 1, 4), ("long", 1, 4), ("equal", 1, 4)]
+
+
+def test_bursts_follow_the_length_of_recent_responses() -> None:
+    engine = scheduler(num_blocks=400, max_running=400, burst=16, **GPU)
+
+    def burst_after(responses: int, length: int) -> int:
+        """The burst once this many requests have stopped after `length` tokens."""
+        for number in range(responses):
+            asked = request([1], max_tokens=40, session=str(number))
+            engine.submit(asked)
+            while asked.live:
+                chunks = engine.plan()
+                left = length - len(asked.logprobs)
+                engine.apply(chunks, drawn(([7] * (left - 1) + [STOP])[: chunks[0].count]))
+            engine.release(str(number))
+        engine.submit(request([1], max_tokens=40, session="next"))
+        (chunk,) = engine.plan()
+        engine.cancel(chunk.request)
+        return chunk.count
+
+    assert burst_after(0, 1) == 16  # before any response is known
+    assert burst_after(300, 12) == 6
+    assert burst_after(300, 2) == 4  # not shorter
+    assert burst_after(300, 39) == 16  # not longer than the setting
 
 
 def test_the_next_step_continues_from_tokens_that_are_not_known_yet() -> None:

@@ -16,7 +16,7 @@ from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.blocks import START, Name, name_after
 from agent_r1.engines.local.request import Chunk, Request
 from agent_r1.engines.local.scheduler import Scheduler
-from tests.engines.scheduler_steps import drawn
+from tests.engines.scheduler_steps import drawn, has_requests
 
 SIZE = 4  # tokens in a block
 BLOCKS = 6  # 24 tokens
@@ -50,6 +50,7 @@ MODES = [
 ]
 
 History = tuple[int, ...]
+Writers = Counter[tuple[int, int]]  # how many requests write to (block, offset)
 
 
 class Device:
@@ -62,36 +63,49 @@ class Device:
         self._seed = seed
 
     def run(self, chunks: list[Chunk]) -> list[list[int]]:
+        """The first pass writes all tokens of all chunks before it reads any. Later passes run sampled tokens."""
         copied = [(pair, i) for chunk in chunks for pair in chunk.copies for i in range(SIZE)]
         self.memory |= {(to, i): self.memory[source, i] for (source, to), i in copied if (source, i) in self.memory}
         dead = [not chunk.ids and self._ended[chunk.request] for chunk in chunks]  # KeyError: not in the previous step
+        alive = [
+            (chunk, *row) for chunk, is_dead in zip(chunks, dead, strict=True) if not is_dead for row in rows(chunk)
+        ]
+        writers: Writers = Counter()
+        for chunk, request, blocks in alive:
+            for i in range(chunk.start, chunk.end):
+                self._write(blocks, i, self.truth[request], writers)
+        for chunk, request, blocks in alive:
+            self._check_read(chunk, self.truth[request], blocks)
         self._ended = {}
         drawn: list[list[int]] = []
-        writers: Counter[tuple[int, int]] = Counter()
         for chunk, is_dead in zip(chunks, dead, strict=True):
-            for request, blocks in rows(chunk):
-                new = [] if is_dead else self._row(chunk, request, blocks, writers)
-                if chunk.count:
-                    drawn.append(new)
-                    self._ended[request] = is_dead or new[-1] == STOP
+            for request, blocks in rows(chunk) if chunk.count else ():
+                drawn.append([] if is_dead else self._sample(chunk, request, blocks, writers))
+                self._ended[request] = is_dead or drawn[-1][-1] == STOP
         assert set(writers.values()) <= {1}
         return drawn
 
-    def _row(self, chunk: Chunk, request: Request, blocks: list[int], writers: Counter[tuple[int, int]]) -> list[int]:
-        truth = self.truth[request]
+    def _write(self, blocks: list[int], i: int, truth: list[int], writers: Writers) -> None:
+        place = blocks[i // SIZE], i % SIZE
+        self.memory[place] = tuple(truth[: i + 1])
+        writers[place] += 1
+
+    def _check_read(self, chunk: Chunk, truth: list[int], blocks: list[int]) -> None:
         assert chunk.ids == truth[chunk.start : chunk.end] if chunk.ids else chunk.start == len(truth) - 1
         for i in range(chunk.start):
             assert self.memory[blocks[i // SIZE], i % SIZE] == tuple(truth[: i + 1])
-        new: list[int] = []
-        for i in range(chunk.start, chunk.end + max(chunk.count - 1, 0)):
-            place = blocks[i // SIZE], i % SIZE
-            self.memory[place] = tuple(truth[: i + 1])
-            writers[place] += 1
-            if i >= chunk.end - 1 and chunk.count:
-                new.append(self._draw(request))
-                truth.append(new[-1])
-                if new[-1] == STOP:
-                    break
+
+    def _sample(
+        self, chunk: Chunk, request: Request, blocks: list[int], writers: Counter[tuple[int, int]]
+    ) -> list[int]:
+        truth, new = self.truth[request], list[int]()
+        for i in range(chunk.end - 1, chunk.end - 1 + chunk.count):
+            if i >= chunk.end:
+                self._write(blocks, i, truth, writers)
+            new.append(self._draw(request))
+            truth.append(new[-1])
+            if new[-1] == STOP:
+                break
         return new
 
     def _draw(self, request: Request) -> int:
@@ -162,7 +176,7 @@ class Driver:
     def _launch(self) -> tuple[list[Chunk], list[list[int]]] | None:
         chunks = self.engine.plan()
         check_plan(chunks)
-        assert chunks or self.in_flight or not self.engine.has_requests  # or the engine would stop and forget them
+        assert chunks or self.in_flight or not has_requests(self.engine)  # or the engine would stop and forget them
         return (chunks, self.device.run(chunks)) if chunks else None
 
     def _apply(self) -> None:
@@ -183,10 +197,13 @@ class Driver:
         for idle in engine._idle.values():
             for i in range(len(idle.tokens)):
                 assert self.device.memory[idle.blocks[i // SIZE], i % SIZE] == tuple(idle.tokens[: i + 1])
+        promised = [block for request in engine._running for block in request.promised]
+        assert sorted(promised) == sorted(engine._unplanned)
         for block, names in pool._names.items():
             for name, count in names:
                 assert pool.find(name) == block
-                assert named(self.device.memory[block, count - 1]) == name
+                if block not in engine._unplanned:  # else a step that is yet to be planned will compute it
+                    assert named(self.device.memory[block, count - 1]) == name
         assert len(pool._held) == sum(map(len, pool._names.values()))
         assert set(engine._being_computed.values()) <= set(engine._running)
 
@@ -199,18 +216,21 @@ def named(history: History) -> Name:
 
 
 def check_plan(chunks: list[Chunk]) -> None:
-    """Check that single tokens come first, and that every written block belongs to one request."""
+    """Check that single tokens come first, and that others read a written block only if a prompt fills it."""
     assert sum(1 + len(chunk.twins) for chunk in chunks) <= MAX_RUNNING
     lengths = [chunk.length for chunk in chunks]
     assert lengths == sorted(lengths, key=lambda length: length > 1)
     assert sum(length for length in lengths if length > 1) <= MAX_BATCH_TOKENS
-    used = Counter(block for chunk in chunks for _, blocks in rows(chunk) for block in blocks)
+    held = [(chunk, block, i) for chunk in chunks for _, blocks in rows(chunk) for i, block in enumerate(blocks)]
+    used = Counter(block for _, block, _ in held)
+    written = Counter(block for chunk, block, i in held if (i + 1) * SIZE > chunk.start)
     for chunk in chunks:
         end = chunk.end + max(chunk.count - 1, 0)
         for request, blocks in rows(chunk):
             assert request.live
             assert len(blocks) * SIZE >= end
-            assert all(used[block] == 1 for block in blocks[chunk.start // SIZE : -(-end // SIZE)])
+            for i in range(chunk.start // SIZE, -(-end // SIZE)):
+                assert used[blocks[i]] == 1 or (written[blocks[i]] == 1 and (i + 1) * SIZE <= chunk.end)
         assert not {to for _, to in chunk.copies} & {source for other in chunks for source, _ in other.copies}
 
 
@@ -233,7 +253,7 @@ def test_whatever_happens_everything_finishes_and_no_block_is_lost(
         getattr(driver, name)(*numbers)
         driver.check_blocks()
     for _ in range(2000):
-        if driver.engine.has_requests or driver.in_flight:
+        if has_requests(driver.engine) or driver.in_flight:
             driver.step(1)
             driver.check_blocks()
     assert Counter(driver.finished + driver.cancelled) == Counter(driver.submitted)
@@ -247,3 +267,4 @@ def test_whatever_happens_everything_finishes_and_no_block_is_lost(
     assert driver.engine.free_blocks == BLOCKS
     assert not driver.engine._pool._held
     assert not driver.engine._being_computed
+    assert not driver.engine._unplanned

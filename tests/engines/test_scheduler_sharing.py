@@ -7,9 +7,8 @@ from typing import Any
 from tests.engines.scheduler_steps import CPU, GPU, STOP, both, drawn, draws, request, run, scheduler, step
 
 
-@both
-def test_equal_prompts_wait_for_the_one_that_is_being_computed(side: dict[str, Any]) -> None:
-    engine = scheduler(max_batch_tokens=4, **side)
+def test_with_copies_equal_prompts_wait_for_the_one_that_is_being_computed() -> None:
+    engine = scheduler(max_batch_tokens=4, **CPU)
     group = [request(list(range(10)), session=str(i)) for i in range(3)]
     other = request(list(range(50, 53)), max_tokens=1, session="other")
     for each in (*group, other):
@@ -18,9 +17,54 @@ def test_equal_prompts_wait_for_the_one_that_is_being_computed(side: dict[str, A
     # 10 tokens in 4 + 4 + 2; the unrelated request need not wait.
     assert seen == [[("0", 0, 4)], [("0", 4, 4)], [("0", 8, 2), ("other", 0, 2)]]
     chunks, _ = step(engine)
-    # Then the others run the last token: as one if decoding is shared, otherwise separately.
-    assert [(c.start, c.ids) for c in chunks if c.request in group[1:]] == [(9, [9])] * (1 if side is CPU else 2)
+    # Then the others run the last token, as one.
+    assert [(c.start, c.ids) for c in chunks if c.request in group[1:]] == [(9, [9])]
     assert {r.session for c in chunks for r in c.draws} == {"0", "1", "2", "other"}
+
+
+def test_shared_blocks_can_be_used_in_the_step_that_computes_them() -> None:
+    engine = scheduler(**GPU)
+    group = [request(list(range(10)), session=str(i)) for i in range(3)]
+    for each in group:
+        engine.submit(each)
+    chunks, _ = step(engine)
+    # Two full blocks are shared. The third is not full, so each computes its own.
+    assert [(c.request, c.start, c.ids) for c in chunks] == [
+        (group[0], 0, list(range(10))),
+        (group[1], 8, [8, 9]),
+        (group[2], 8, [8, 9]),
+    ]
+    assert [c.blocks[:2] for c in chunks] == [[0, 1]] * 3
+    assert len({c.blocks[2] for c in chunks}) == 3
+    assert (engine.stats.prefilled_tokens, engine.stats.shared_tokens) == (10 + 2 + 2, 8 + 8)
+
+
+def test_shared_blocks_are_not_used_before_the_step_that_computes_them() -> None:
+    engine = scheduler(max_batch_tokens=4, **GPU)
+    first, late = request(list(range(10)), session="first"), request(list(range(9)), session="late")
+    engine.submit(first)
+    engine.submit(late)
+    seen = [[(c.request, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
+    # The late one lacks a single token, for which there is always room. It still waits for the two blocks before it:
+    # the first step computes only one of them.
+    assert seen[0] == [(first, 0, 4)]
+    assert seen[1] == [(late, 8, 1), (first, 4, 4)]
+    assert seen[2] == [(late, 9, 1), (first, 8, 2)]
+
+
+def test_requests_begin_again_if_nobody_will_compute_what_they_share() -> None:
+    engine = scheduler(max_batch_tokens=4, **GPU)
+    gone, *stay = (request(list(range(10)), session=session) for session in ("gone", "stays", "too"))
+    for each in (gone, *stay):
+        engine.submit(each)
+    chunks = engine.plan()
+    assert [(c.request, c.start, c.length) for c in chunks] == [(gone, 0, 4)]
+    engine.cancel(gone)  # its second block is not computed
+    engine.apply(chunks, draws(chunks))
+    assert engine.stats.preemptions == 2
+    seen = [[(c.request, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
+    assert seen == [[(stay[0], 0, 4)], [(stay[0], 4, 4)], [(stay[0], 8, 2), (stay[1], 8, 2)]]
+    assert set(run(engine)) == set(stay)
 
 
 @both
@@ -37,9 +81,8 @@ def test_prompts_with_the_same_system_prompt_wait_only_for_its_blocks(side: dict
     assert engine.stats.shared_tokens == 8
 
 
-@both
-def test_requests_continue_when_the_one_they_wait_for_is_cancelled(side: dict[str, Any]) -> None:
-    engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
+def test_requests_that_copy_continue_when_the_one_they_wait_for_is_cancelled() -> None:
+    engine = scheduler(num_blocks=8, max_batch_tokens=4, **CPU)
     gone, *stay = (request(list(range(6)), session=session) for session in ("gone", "stays", "too"))
     for each in (gone, *stay):
         engine.submit(each)
@@ -113,14 +156,24 @@ def test_only_the_last_token_runs_of_a_prompt_that_another_session_holds(side: d
 
 def test_a_prompt_that_fills_its_last_block_copies_only_that_one() -> None:
     engine = scheduler(**GPU)
-    for session in ("first", "late"):
-        engine.submit(request(list(range(8)), session=session))
+    engine.submit(request(list(range(8)), session="first"))
     step(engine)
+    engine.submit(request(list(range(8)), session="late"))
     chunks, _ = step(engine)
     late = next(chunk for chunk in chunks if chunk.request.session == "late")
     # Its last token has to run, and writes where the first has the same token.
     assert (late.start, late.ids, late.copies) == (7, [7], [(1, late.blocks[1])])
     assert late.blocks[0] == 0
+
+
+def test_a_block_that_is_computed_in_the_same_step_is_not_copied() -> None:
+    engine = scheduler(**GPU)
+    for session in ("first", "late"):
+        engine.submit(request(list(range(8)), session=session))
+    chunks, _ = step(engine)
+    # Copies are made before the step: the late one shares the first block and computes its own second one.
+    assert [(c.start, c.ids, c.copies) for c in chunks] == [(0, list(range(8)), []), (4, [4, 5, 6, 7], [])]
+    assert (chunks[1].blocks[0], chunks[1].blocks[1] == chunks[0].blocks[1]) == (0, False)
 
 
 @both
@@ -217,9 +270,8 @@ def test_every_prompt_of_a_growing_episode_can_be_found_in_its_blocks(side: dict
         assert chunk.blocks[: len(held) - len(copied)] == held[: len(held) - len(copied)]
 
 
-@both
-def test_equal_prompts_wait_for_the_one_that_already_has_a_cache(side: dict[str, Any]) -> None:
-    engine = scheduler(**side)
+def test_with_copies_equal_prompts_wait_for_the_one_that_already_has_a_cache() -> None:
+    engine = scheduler(**CPU)
     engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="ahead"))
     run(engine)
     group = [request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session=session) for session in ("ahead", "b", "c", "d")]
@@ -232,9 +284,8 @@ def test_equal_prompts_wait_for_the_one_that_already_has_a_cache(side: dict[str,
     assert {(chunk.start, *chunk.ids) for chunk in others} == {(6, 7)}
 
 
-@both
-def test_the_common_prefix_of_preempted_requests_is_recomputed_once(side: dict[str, Any]) -> None:
-    engine = scheduler(**side)
+def test_with_copies_the_common_prefix_of_preempted_requests_is_recomputed_once() -> None:
+    engine = scheduler(**CPU)
     pair = [request([1, 2, 3], session=session) for session in ("a", "b")]
     for each in pair:
         engine.submit(each)
@@ -245,6 +296,17 @@ def test_the_common_prefix_of_preempted_requests_is_recomputed_once(side: dict[s
     again, last = step(engine)[0], step(engine)[0]
     assert [(c.request, c.start, c.ids) for c in again] == [(pair[0], 0, [1, 2, 3, 7, 7])]
     assert [(c.start, c.ids) for c in last] == [(3, [7])]
+
+
+def test_the_shared_blocks_of_preempted_requests_are_recomputed_once() -> None:
+    engine = scheduler(**GPU)
+    pair = [request([1, 2, 3, 4, 5], session=session) for session in ("a", "b")]
+    for each in pair:
+        engine.submit(each)
+    step(engine)
+    engine.forget()
+    again = step(engine)[0]
+    assert [(c.request, c.start, c.ids) for c in again] == [(pair[0], 0, [1, 2, 3, 4, 5, 7]), (pair[1], 4, [5, 7])]
 
 
 @both

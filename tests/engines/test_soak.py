@@ -14,6 +14,7 @@ from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.request import Request
 from tests.engines.engine_sides import both, engine
+from tests.engines.scheduler_steps import has_requests
 from tests.engines.tiny_models import VOCAB, prompts, tiny
 
 EPISODES = 80  # in each half
@@ -95,7 +96,7 @@ def test_hundreds_of_requests_leave_nothing_behind(side: dict[str, Any]) -> None
         for half in range(2):
             halves.append(play(local, half * EPISODES))
             assert not local._futures
-            assert not scheduler.has_requests
+            assert not has_requests(scheduler)
             memory.append((requests_alive(), resident_mb()))
         # 80 episodes of 2 to 6 requests, some of them cancelled.
         assert all(counts["answered"] > 200 and counts["cancelled"] > 3 for counts in halves)

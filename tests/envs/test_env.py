@@ -292,3 +292,14 @@ def test_merging_keeps_its_inputs_and_the_row_wins(recipe: dict[str, Any], top: 
     for key, value in top.items():
         if not isinstance(value, dict):
             assert merged[key] == value
+
+
+def test_an_observation_that_has_grown_equals_a_new_one_and_checks_its_new_messages() -> None:
+    first, reply, more = ({"role": role, "content": "?"} for role in ("user", "assistant", "user"))
+    messages = [first, reply, more]
+    assert Observation.grown(messages, by=2) == Observation(messages=messages)
+    for bad in ({"content": "?"}, {"role": "user", "content": 1}, "?"):
+        with pytest.raises(TypeError, match=r"Observation.messages\[3\]"):
+            Observation.grown([*messages, bad], by=1)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="at least one message"):
+        Observation.grown([], by=0)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window, split_exchanges
-from agent_r1.tokens.rendering import Renderer, Turn
+from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
 from tests.chatml import tokenizer
 from tests.flows.test_context import ONE, TASK, THREE, Author, said, shown, summary
@@ -36,24 +37,24 @@ TIGHT: dict[str, Callable[[], ContextPolicy]] = {
 class Writer(Author):
     """Checks that it can be asked: the prompt is one that the last turn grows into."""
 
-    def __init__(self, renderer: Renderer, turn: Turn) -> None:
+    def __init__(self, talk: Conversations, seen: list[int]) -> None:
         super().__init__("what I know")
-        self.renderer, self.turn = renderer, turn
+        self.talk, self.seen = talk, seen
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
-        seen = self.turn.prompt_ids + self.turn.response_ids
-        ids = self.renderer.extend(self.turn, Observation(messages=messages))
-        assert ids is not None
-        assert ids[: len(seen)] == seen
+        ids = self.talk.prompt(Observation(messages=messages))
+        assert self.talk.extended
+        assert ids[: len(self.seen)] == self.seen
         return await super().write(messages, max_tokens=max_tokens)
 
 
 def rendered(renderer: Renderer, policy: ContextPolicy, talk: list[Message], reply: str) -> list[int]:
     """The prompt that shows the end of `talk`, whose last exchange begins with `reply`."""
     before = talk[: len(talk) - len(split_exchanges(talk)[1][-1])]
-    prompt, response = renderer.render(Observation(messages=before)), renderer.encode_response(reply)
-    turn = Turn(observation=Observation(messages=before), prompt_ids=prompt, response_ids=response, text=reply)
-    asyncio.run(policy.prepare(talk, Writer(renderer, turn)))
+    conversations, response = Conversations(renderer), renderer.encode_response(reply)
+    prompt = conversations.prompt(Observation(messages=before))
+    conversations.record(response, reply)
+    asyncio.run(policy.prepare(talk, Writer(conversations, prompt + response)))
     return renderer.render(Observation(messages=shown(policy, talk)))
 
 

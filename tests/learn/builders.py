@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,11 +21,13 @@ from transformers import (
 )
 
 from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm, trainable
-from agent_r1.learn.batch.minibatch import on_columns
-from agent_r1.learn.batch.packs import merge_steps, pack, step_sizes
+from agent_r1.learn.batch.packs import Pack, merge_steps, pack, step_sizes
+from agent_r1.learn.batch.share import Share
 from agent_r1.learn.losses import Correction
 from agent_r1.learn.model.critic import Critic
+from agent_r1.learn.model.sharding import whole
 from agent_r1.learn.rewards import KLInReward
+from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -162,12 +164,16 @@ def random_groups(rng: random.Random, *, rows: int = 2, size: int = 3, kind: str
     ]
 
 
+def on_packs(packs: list[Pack], model: Callable[[Pack], torch.Tensor], like_R: torch.Tensor) -> torch.Tensor:
+    return Share(packs=packs, fillers=[], ranks=OneProcess()).column(model, like_R)
+
+
 def on_policy(groups: list[Group], policy: PolicyModel, rng: random.Random, *, noise: float) -> list[Group]:
     """The same attempts as if (almost) this policy had sampled them: its own log-probs plus some noise."""
     attempts = [trajectory for each in groups for trajectory in each.trajectories]
     packs = pack(merge_steps(attempts), 10_000)
     with torch.no_grad():
-        logprobs_R = on_columns(packs, lambda p: policy.logprobs(p, temperature=1.0)[0], step_sizes(attempts))
+        logprobs_R = on_packs(packs, lambda p: policy.logprobs(p, temperature=1.0)[0], step_sizes(attempts))
     numbers = iter(logprobs_R.tolist())
 
     def heard(made: Step) -> Step:
@@ -237,4 +243,4 @@ def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
         named |= {f"critic.head.{name}": p for name, p in critic.head.named_parameters()}
         if not critic.shared:
             named |= {f"critic.body.{name}": p for name, p in critic.backbone.model.named_parameters()}
-    return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    return {name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None}

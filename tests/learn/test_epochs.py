@@ -11,7 +11,7 @@ import torch
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn import Learner, PolicyModel
-from agent_r1.learn.batch.minibatch import on_columns, reshuffle
+from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.batch.packs import merge_steps, nested, pack, step_sizes
 from agent_r1.learn.losses import LossInputs, LossOutput
 from agent_r1.types import CreditedTrajectory, Support
@@ -20,6 +20,7 @@ from tests.learn.builders import (
     correction,
     learner_for,
     new_critic,
+    on_packs,
     random_credited,
     step,
     tiny_model,
@@ -38,7 +39,7 @@ def sampled_by(policy: PolicyModel, credited: list[CreditedTrajectory]) -> list[
     attempts = [item.trajectory for item in credited]
     packs = pack(merge_steps(attempts), 10_000)
     with torch.no_grad():
-        own_R = on_columns(packs, lambda part: policy.logprobs(part, temperature=1.0)[0], step_sizes(attempts))
+        own_R = on_packs(packs, lambda part: policy.logprobs(part, temperature=1.0)[0], step_sizes(attempts))
     rows = nested(own_R, attempts)
     return [
         replace(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agent_r1.attention import Scoring, read_scoring
 from agent_r1.compiling import repeated_layers
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
@@ -73,7 +74,7 @@ def computed(kernel: Any, tensors: list[Tensor], layout: PackLayout, window: int
     """Output, and gradients of query, key and value."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(tensors[0].shape, generator=generator).to(tensors[0])
-    output = kernel(*tensors, layout, 0.3, window)
+    output = kernel(*tensors, layout, Scoring(scale=0.3, window=window))
     return [output.detach(), *torch.autograd.grad(output, tensors, weights)]
 
 
@@ -130,7 +131,7 @@ def test_small_gradients_of_a_shared_row_are_not_lost(device: str) -> None:
     query, key, value = (torch.zeros(256, 1, 64, requires_grad=True, **like) for _ in range(3))
     weights = torch.full((256, 1, 64), 2.0**-8, **like)
     weights[0] = 1.0
-    varlen(query, key, value, layout, 0.3, None).backward(weights)
+    varlen(query, key, value, layout, Scoring(scale=0.3)).backward(weights)
     assert value.grad is not None
     assert value.grad[0].unique().tolist() == [1.5]
     assert value.grad[1:].unique().tolist() == [2.0**-9]
@@ -162,7 +163,7 @@ def test_shared_rows_are_kept_once_for_the_backward_pass(kernels: PlainKernels) 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        varlen(*tensors, TREE, None, None)  # type: ignore[call-arg, arg-type]
+        varlen(*tensors, TREE, Scoring(scale=0.3))  # type: ignore[call-arg, arg-type]
     rows = sum(TREE.query_lengths)
     assert kernels.forwards[0]["keys"] > rows  # gathered for the kernel, and for it alone
     assert {len(tensor) for tensor in kept if tensor.ndim == 3} == {rows}
@@ -176,7 +177,7 @@ def test_the_kernels_are_given_lengths_as_numbers_and_the_window_without_the_que
 ) -> None:
     tensors = inputs(TREE, dtype=torch.bfloat16)
     for window in (None, 5):
-        varlen(*tensors, TREE, 0.3, window).sum().backward()  # type: ignore[call-arg, arg-type]
+        varlen(*tensors, TREE, Scoring(scale=0.3, window=window)).sum().backward()  # type: ignore[call-arg, arg-type]
     always = {
         "dtypes": {torch.bfloat16},
         "keys": 5 + 6 + 3 + 3 + 2 + 3,  # [1 2 3 4 5], [1 2 3 8 9 9], [1 2 6], [4 4 4], [5 1], [5 2 7]
@@ -190,7 +191,8 @@ def test_the_kernels_are_given_lengths_as_numbers_and_the_window_without_the_que
 
 
 def test_the_default_scale_is_that_of_the_head_size(kernels: PlainKernels) -> None:
-    varlen(*inputs(FLAT, dtype=torch.bfloat16, head_dim=16), FLAT, None, None)  # type: ignore[call-arg, arg-type]
+    tensors = inputs(FLAT, dtype=torch.bfloat16, head_dim=16)
+    varlen(*tensors, FLAT, read_scoring(torch.nn.Identity(), tensors[0], None, None, None, {}))  # type: ignore[call-arg, arg-type]
     assert kernels.forwards[0]["scale"] == 0.25  # 1 / sqrt(16)
     assert kernels.forwards[0]["longest"] == (12, 12)
 
@@ -198,7 +200,7 @@ def test_the_default_scale_is_that_of_the_head_size(kernels: PlainKernels) -> No
 def test_under_autocast_the_kernels_get_what_autocast_asks_for(kernels: PlainKernels) -> None:
     query, key, value = inputs(TREE)  # as rotary embeddings leave the first two
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = varlen(query, key, value.bfloat16(), TREE, None, None)
+        output = varlen(query, key, value.bfloat16(), TREE, Scoring(scale=0.3))
     output.float().sum().backward()
     assert output.dtype == torch.bfloat16
     assert [call["dtypes"] for call in kernels.forwards + kernels.backwards] == [{torch.bfloat16}] * 2

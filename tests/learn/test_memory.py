@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
-from agent_r1.learn import PolicyModel
+from agent_r1.learn import PolicyModel, memory
 from agent_r1.learn.batch.packs import merge_steps, pack
 from agent_r1.learn.memory import (
     Measured,
@@ -26,12 +27,14 @@ from agent_r1.learn.memory import (
     synthetic_batch,
 )
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.ranks.crew import OneProcess
 from tests.learn.builders import VOCABULARY, learner_for, tiny_model
 
 FIXED = "weights 1.0 GiB"
 MEASURED = Measured(
     bytes_per_token=2.0**20,
     bytes_once=2.0**28,
+    bytes_in_step=2**20,
     available=2**33 + 2**28,
     elsewhere=2**29,
     first_seconds=31.4,
@@ -57,6 +60,8 @@ def test_how_many_tokens_fit_by_hand() -> None:
     # 8 GiB and 256 MiB are available, 256 MiB are needed once, 1 MiB per token
     assert MEASURED.tokens_that_fit == 8192
     assert replace(MEASURED, available=2**28 - 1).tokens_that_fit == 0
+    # The optimizer's step needs 9 GiB for itself.
+    assert replace(MEASURED, bytes_in_step=9 * 2**30).tokens_that_fit == 0
 
 
 def test_a_budget_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
@@ -129,6 +134,73 @@ def test_fixed_memory_is_counted_once() -> None:
     }
     shared = fixed_bytes(learner_for("ppo", policy, shared=True, offload_optimizer=True))
     assert list(shared.values()) == [weights, weights + head, 0, 0, head]
+    small = fixed_bytes(learner_for("grpo", policy, eight_bit_optimizer=True))
+    # Matrices: 2 bytes a number and 2 scales of 4 bytes for each row, which is shorter than a block. Vectors: 8 bytes.
+    shapes = [p.shape for p in policy.model.parameters()]
+    assert small["optimizer"] == sum(
+        2 * shape[0] * (shape[1] + 4) if len(shape) == 2 else 8 * shape[0] for shape in shapes
+    )
+
+
+class Gpu:
+    """Stands in for a GPU: a policy that claims to be on one, and measurements by whether layers are checkpointed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, plain: Measured | None, checkpointed: Measured) -> None:
+        self.asked: list[bool] = []
+        patch.setattr(PolicyModel, "device", property(lambda _: torch.device("cuda")))
+
+        def measure(learner: Any) -> Measured:
+            models = [learner.policy.model, *([learner.critic.backbone.model] if learner.critic else [])]
+            found = {layer.training for model in models for layer in repeated_layers(model)}
+            assert len(found) == 1  # policy and critic alike
+            self.asked += found
+            if not found == {True} and plain is None:
+                raise torch.cuda.OutOfMemoryError
+            return checkpointed if found == {True} or plain is None else plain
+
+        patch.setattr(memory, "measure", measure)
+        patch.setattr(memory, "_elsewhere", lambda _: 0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize(("open_size", "wanted", "asked"), [
+    (False, 8192, [False]),  # fits as it is
+    (False, 8193, [False, True]),
+    (True, 8192, [False]),  # the longest segment fits; packs become smaller
+    (True, 8193, [False, True]),
+])  # fmt: skip
+def test_activation_checkpointing_is_chosen_if_packs_do_not_fit_without(
+    monkeypatch: pytest.MonkeyPatch, name: str, open_size: bool, wanted: int, asked: list[bool]
+) -> None:
+    # room for 8,192 tokens, or for four times as many with checkpointing
+    learner = learner_for(name, PolicyModel(tiny_model()), max_tokens_per_pack=50_000 if open_size else wanted)
+    gpu = Gpu(monkeypatch, plain=MEASURED, checkpointed=replace(MEASURED, bytes_per_token=2.0**18))
+    line = estimate(learner, longest=wanted if open_size else None, may_checkpoint=True)
+    assert gpu.asked == asked
+    is_on = asked[-1]
+    assert ("activation checkpointing is on: packs of 8193 tokens do not fit without it" in line) == is_on
+    assert learner.max_tokens_per_pack == (wanted if not open_size else 32_768 if is_on else 8192)
+
+
+def test_running_out_of_memory_turns_checkpointing_on_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, several = (learner_for("grpo", PolicyModel(tiny_model()), max_tokens_per_pack=8192) for _ in range(3))
+    Gpu(monkeypatch, plain=None, checkpointed=MEASURED)
+    line = estimate(one, may_checkpoint=True)
+    assert "activation checkpointing is on: packs of 8192 tokens do not fit without it" in line
+    with pytest.raises(ConfigError, match=r"do not fit into the GPU's memory.*activation_checkpointing=true"):
+        estimate(other)
+    several.ranks = OneProcess()
+    several.ranks.size = 2  # a rank that has not run out would wait for this one
+    with pytest.raises(ConfigError, match=r"do not fit into the GPU's memory"):
+        estimate(several, may_checkpoint=True)
+
+
+def test_without_a_choice_packs_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_for("grpo", PolicyModel(tiny_model()), max_tokens_per_pack=8193)
+    gpu = Gpu(monkeypatch, plain=MEASURED, checkpointed=MEASURED)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_pack=8193 .* room for 8192 tokens"):
+        estimate(learner)
+    assert gpu.asked == [False]
 
 
 def test_a_policy_with_adapters_is_its_own_reference_and_has_small_gradients() -> None:
@@ -142,10 +214,40 @@ def test_a_policy_with_adapters_is_its_own_reference_and_has_small_gradients() -
 
 def test_on_a_cpu_the_estimate_has_only_fixed_memory() -> None:
     learner = learner_for("grpo", max_tokens_per_pack=100)
-    line = estimate(learner, longest=200)
+    line = estimate(learner, longest=200, may_checkpoint=True)
+    assert not any(layer.training for layer in repeated_layers(learner.policy.model))
     assert line.startswith("learner memory: weights ")
     assert "per token" not in line
     assert learner.max_tokens_per_pack == 100
+
+
+@pytest.mark.parametrize(("wanted", "sizes"), [
+    (131_072, [2048, 2048, 4096, 59 * 512]),  # (20,000 - 1,600) / 0.3 = 61,333 seem to fit; half of them, in segments
+    (16_384, [2048, 2048, 4096, 16_384]),  # never more than a pack may have
+    (4096, [2048, 2048, 4096]),
+])  # fmt: skip
+def test_a_third_pack_shows_what_small_ones_hide(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, sizes: list[int]
+) -> None:
+    # In MB: 0.3 per token kept by all layers, and either 1,600 for logits or 0.2 per token for one layer, whichever is
+    # more. Beyond 8,000 tokens that is 0.5 per token; packs of 2,048 and 4,096 alone would say 0.3 + 1,600.
+    seen: list[int] = []
+
+    def peak(_learner: Any, rows: int, _shared: bool) -> memory._Pass:
+        seen.append(rows)
+        return memory._Pass(rows, round(1e6 * (0.3 * rows + max(1600, 0.2 * rows))), 1.0)
+
+    monkeypatch.setattr(memory, "_peak", peak)
+    monkeypatch.setattr(memory, "_available", lambda _: int(20e9))
+    monkeypatch.setattr(memory, "_elsewhere", lambda _: 0)
+    learner = learner_for("grpo", PolicyModel(tiny_model()), max_tokens_per_pack=wanted, prefix_sharing="off")
+    measured = measure(learner)
+    assert seen == sizes
+    if wanted > 20_000:  # 20,000 / 0.5 fit
+        assert measured.tokens_that_fit == pytest.approx(40_000, rel=0.06)
+    far = 0.3 * wanted + max(1600, 0.2 * wanted)
+    if wanted < 20_000:  # the pack itself was measured
+        assert measured.bytes_once + wanted * measured.bytes_per_token == pytest.approx(1e6 * far)
 
 
 @pytest.mark.parametrize("tokens", [2, 512, 513, 2048])

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from agent_r1.learn.batch.minibatch import MiniBatch, culprits, layout, on_columns, prepare, with_own_logprobs
-from agent_r1.learn.batch.packs import Pack
+from agent_r1.learn.batch.minibatch import MiniBatch, culprits, layout, prepare, with_own_logprobs
+from agent_r1.learn.batch.packs import Pack, Segment
+from agent_r1.learn.batch.share import Share, assign_rows
+from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import correction, random_credited, step, trajectory
 
@@ -18,8 +20,14 @@ CPU = torch.device("cpu")
 
 
 def made(credited: Sequence[CreditedTrajectory], **overrides: Any) -> MiniBatch:
-    settings: dict[str, Any] = {"max_tokens": 1000, "device": CPU, "is_mine": lambda index: True, "keep_idle": False}
+    settings: dict[str, Any] = {"max_tokens": 1000, "device": CPU, "ranks": OneProcess(), "keep_idle": False}
     return prepare(credited, **(settings | overrides))
+
+
+def one_of_two(rank: int) -> OneProcess:
+    ranks = OneProcess()
+    ranks.rank, ranks.size = rank, 2
+    return ranks
 
 
 def with_values(item: CreditedTrajectory) -> CreditedTrajectory:
@@ -77,26 +85,42 @@ def test_values_of_some_trajectories_alone_are_not_used() -> None:
 
 def test_ranks_share_the_counts_and_divide_the_packs() -> None:
     credited = random_credited(random.Random(0), kind="mixed", count=5)
+    for index, item in enumerate(credited):  # rows a, b, a, b, a
+        credited[index] = replace(item, trajectory=replace(item.trajectory, row_id="ab"[index % 2]))
     whole = made(credited, keep_idle=True)
-    shares = [made(credited, keep_idle=True, is_mine=lambda i, r=rank: i % 2 == r) for rank in (0, 1)]
+    shares = [made(credited, keep_idle=True, ranks=one_of_two(rank)) for rank in (0, 1)]
     assert all(share.counts == whole.counts for share in shares)
     assert all(share.num_segments == whole.num_segments for share in shares)
     held = [i for share in shares for part in share.packs for i in part.columns_T.tolist()]
     assert sorted(held) == sorted(i for part in whole.packs for i in part.columns_T.tolist())
-    assert {i % 2 for part in shares[1].packs for i in part.trajectory_ids_T.tolist()} == {1}
+    for share in shares:  # a row stays on one rank
+        assert len({i % 2 for part in share.packs for i in part.trajectory_ids_T.tolist()}) == 1
 
 
-def test_on_columns_fills_only_the_columns_of_its_packs() -> None:
+def test_rows_go_to_the_rank_with_the_fewest_tokens() -> None:
+    def segment(index: int, tokens: int) -> Segment:
+        return Segment(trajectory_id=index, token_ids=[0] * tokens, trained=[], columns=[], step_indices=[])
+
+    # a has 3 + 4 = 7 tokens, b 6, c 5, d 2: a -> rank 0, b -> 1, c -> 1 has 6 < 7, d -> 0 has 7 < 11
+    segments = [segment(0, 3), segment(1, 6), segment(2, 4), segment(3, 5), segment(4, 2)]
+    rows = ["a", "b", "a", "c", "d"]
+    assert assign_rows(segments, rows, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert assign_rows(segments, rows, 1) == dict.fromkeys("abcd", 0)
+    assert assign_rows([], [], 2) == {}
+
+
+def test_a_column_is_filled_only_at_the_tokens_of_its_packs() -> None:
     batch = made(three())
 
     def ask(part: Pack) -> torch.Tensor:
         return part.targets_T.float()
 
-    asked = on_columns(batch.packs, ask, batch.columns.advantages_R)
+    asked = batch.share.column(ask, batch.columns.advantages_R)
     assert asked[:3].tolist() == [2, 3, 8]
     assert math.isnan(asked[3])  # idle
-    assert on_columns([], ask, torch.zeros(2)).isnan().all()
-    assert on_columns([], ask, torch.zeros(0)).numel() == 0
+    nothing = Share(packs=[], fillers=[], ranks=OneProcess())
+    assert nothing.column(ask, torch.zeros(2)).isnan().all()
+    assert nothing.column(ask, torch.zeros(0)).numel() == 0
 
 
 def test_a_correction_replaces_the_old_logprobs_and_keeps_the_samplers() -> None:

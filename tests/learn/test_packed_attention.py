@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from agent_r1.attention import Scoring
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing
@@ -36,9 +37,10 @@ def grouped(rng: random.Random, *, prompt: int, attempts: int, longest: int) -> 
 
 
 def by_definition(
-    query_NHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, runs: list[tuple[int, int]], scale: float, window: int | None
+    query_NHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, runs: list[tuple[int, int]], scoring: Scoring
 ) -> Tensor:
     """Query by query and head by head."""
+    window, softcap, sinks = scoring.window, scoring.softcap, scoring.sinks_H
     outputs, first_query, first_key = [], 0, 0
     share = query_NHD.shape[1] // key_KGD.shape[1]  # how many heads read the same keys
     for rows, past in runs:
@@ -47,7 +49,10 @@ def by_definition(
             start = first_key if window is None else max(first_key, end - window)
             heads = []
             for head, query_D in enumerate(query_NHD[first_query + i]):
-                weights = (key_KGD[start:end, head // share] @ query_D * scale).softmax(-1)
+                scores = key_KGD[start:end, head // share] @ query_D * scoring.scale
+                scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+                scores = scores if sinks is None else torch.cat([scores, sinks[head, None]])
+                weights = scores.softmax(-1)[: end - start]
                 heads.append(weights @ value_KGD[start:end, head // share])
             outputs.append(torch.stack(heads))
         first_query, first_key = first_query + rows, first_key + past
@@ -66,10 +71,15 @@ def layout_of(runs: list[tuple[int, int]]) -> PackLayout:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_each_query_sees_its_path_up_to_itself(window: int | None) -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_each_query_sees_its_path_up_to_itself(window: int | None, softcap: float | None, sinks: bool) -> None:
     tensors = inputs(RUNS)
-    got = segments(*tensors, layout_of(RUNS), 0.3, window)
-    expected = by_definition(*tensors, RUNS, 0.3, window)  # type: ignore[call-arg, arg-type]
+    sinks_H = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True) if sinks else None
+    scoring = Scoring(scale=0.3, window=window, softcap=softcap, sinks_H=sinks_H)
+    got = segments(*tensors, layout_of(RUNS), scoring)
+    expected = by_definition(*tensors, RUNS, scoring)  # type: ignore[call-arg, arg-type]
+    tensors += [sinks_H] if sinks_H is not None else []
     torch.testing.assert_close(got, expected)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
     torch.testing.assert_close(
@@ -99,7 +109,7 @@ def test_a_model_that_loses_the_layout_is_refused() -> None:
 def test_the_cuda_kernel_refuses_single_precision() -> None:
     tensors = inputs(RUNS, torch.float32)
     with pytest.raises(ConfigError, match=r"'varlen' cannot compute in torch\.float32"):
-        varlen(*tensors, layout_of(RUNS), None, None)  # type: ignore[call-arg, arg-type]
+        varlen(*tensors, layout_of(RUNS), Scoring(scale=0.3))  # type: ignore[call-arg, arg-type]
 
 
 @needs_cuda

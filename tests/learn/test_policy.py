@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM
 
-from agent_r1.errors import ConfigError
+from agent_r1.attention import Scoring, read_scoring
+from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
+from agent_r1.learn.model import packed_attention
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, random_trajectory, step, tiny_model, trajectory
 
@@ -82,7 +85,21 @@ def test_tied_weights_get_the_gradient_of_both_their_uses() -> None:
     torch.testing.assert_close(tied.lm_head.weight.grad, both)
 
 
-def test_a_model_that_scales_its_logits_is_refused() -> None:
+def test_logits_that_are_scaled_and_softly_capped_need_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """log p = log_softmax(5 tanh(0.4 x / 5)): the factor is folded into temperature and cap."""
+    model = tiny_model("llama")
+    model.config.final_logit_softcapping = None
+    policy, packed = PolicyModel(model), one_pack(0)
+    monkeypatch.setattr(policy, "_softcap", 5.0)
+    monkeypatch.setattr(policy, "_logit_scale", 0.4)
+    with torch.no_grad():
+        raw = policy.model.lm_head(policy.hidden(packed))  # type: ignore[operator]
+        got, _ = policy.logprobs(packed, temperature=0.7)
+    expected = (5 * (0.4 * raw / 5).tanh() / 0.7).log_softmax(-1).gather(-1, packed.targets_T[:, None])[:, 0]
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_factor_between_head_and_logits_is_measured() -> None:
     config = GraniteConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -92,29 +109,46 @@ def test_a_model_that_scales_its_logits_is_refused() -> None:
         num_key_value_heads=2,
         logits_scaling=4.0,
     )
-    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be trained"):
-        PolicyModel(GraniteForCausalLM(config))
+    assert PolicyModel(GraniteForCausalLM(config))._logit_scale == pytest.approx(0.25)
+    assert PolicyModel(tiny_model("gemma3"))._logit_scale == 1.0
 
 
-def test_layers_that_cannot_be_packed_are_refused() -> None:
-    model = tiny_model()
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="linear_attention"):
+def test_logits_that_change_in_an_unknown_way_are_refused() -> None:
+    model = tiny_model("llama")
+    model.register_forward_hook(lambda _model, _inputs, output: replace(output, logits=output.logits.square()))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be trained: log-probs are off by"):
         PolicyModel(model)
 
 
-def test_attention_soft_capping_is_refused_rather_than_ignored() -> None:
-    config = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    with pytest.raises(ConfigError, match="softcap"):
-        PolicyModel(Gemma2ForCausalLM(config))
+class Mixing(torch.nn.Module):
+    """Adds the previous token, like a convolution: right for a segment alone, wrong across a pack."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_model_that_mixes_tokens_outside_attention_computes_one_segment_at_a_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, Mixing())
+    packed = pack_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [4, 5], [7, 7, 7, 1, 2, 9])
+    with torch.no_grad():
+        expected = expected_logprobs(deepcopy(model), packed, 0.7)
+        policy = PolicyModel(model)
+        got, _ = policy.logprobs(packed, temperature=0.7)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert not policy.packs
+    assert "one segment at a time" in caplog.text
+
+
+def test_a_long_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(*arguments: Any) -> Scoring:
+        return replace(read_scoring(*arguments), window=None)
+
+    assert PolicyModel(tiny_model("qwen2-sliding", sliding_window=4096)).packs
+    monkeypatch.setattr(packed_attention, "read_scoring", without_window)
+    assert not PolicyModel(tiny_model("qwen2-sliding", sliding_window=4096)).packs
 
 
 def test_an_unknown_attention_is_refused() -> None:

@@ -54,9 +54,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [],
         ["learner.num_minibatches=2", "learner.num_epochs=2", "learner.lr=3e-3"],
         ["algorithm.kl_coef=0.01"],
+        ["learner.optimizer_state=8bit"],
         ["rollout.temperature=0.8", "algorithm.settings.clip_high=0.28"],
     ],
-    ids=["plain", "minibatches and epochs", "kl penalty", "temperature"],
+    ids=["plain", "minibatches and epochs", "kl penalty", "8-bit state", "temperature"],
 )
 def test_grpo_learns_to_write_letters(tmp_path: Path, overrides: list[str]) -> None:
     curve = rewards(tmp_path / "run", *overrides)

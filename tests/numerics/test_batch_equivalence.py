@@ -23,6 +23,7 @@ from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
 from agent_r1.learn.batch.minibatch import prepare
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.losses import value_loss
+from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, Group
 from tests.learn.builders import credit_for, critic_of, gradients_of, learner_for, on_policy, random_groups, tiny_model
 from tests.numerics import loss_reference
@@ -206,7 +207,7 @@ def padded_gradient(name: str, shared: bool, credited: list[CreditedTrajectory],
         return model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
 
     batch = prepare(
-        credited, max_tokens=1, device=torch.device("cpu"), is_mine=lambda index: True, keep_idle=True
+        credited, max_tokens=1, device=torch.device("cpu"), ranks=OneProcess(), keep_idle=True
     )  # for its columns: they are in the order of the response tokens
     output = forward(learner.policy.model)
     logprobs_T = output.logits[at_T, before_T].log_softmax(-1)[torch.arange(len(places)), ids[at_T, before_T + 1]]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from agent_r1.engines.scripted import ScriptedEngine
-from agent_r1.types import Action, Observation, StopReason, Transition
+from agent_r1.flows.episode import Episode, attach_transition
+from agent_r1.types import Action, Observation, Step, StopReason, TaskRow, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.rollout.test_collect import Echo, echo, play
 
@@ -27,6 +36,51 @@ def test_a_prompt_that_outgrows_the_context_ends_the_episode_with_its_steps() ->
     [trajectory] = play(collector(["abc", "stop"], make_env=echo, max_context_tokens=prompt + 10))
     assert trajectory.stop is StopReason.MAX_TOKENS
     assert len(trajectory.steps) == 1
+
+
+def test_a_message_that_is_too_long_for_any_vocabulary_is_not_tokenised() -> None:
+    class Flood(Echo):
+        """Answers with 1, 2, 1,000,000 characters."""
+
+        async def step(self, action: Action) -> Transition:
+            said = [{"role": "assistant", "content": action.text}, {"role": "user", "content": "x" * self.sizes.pop(0)}]
+            self.messages = [*self.messages, *said]
+            return Transition(observation=Observation(messages=self.messages))
+
+        async def reset(self, row: TaskRow) -> Observation:
+            self.messages, self.sizes = list(row.prompt), [1, 2, 1_000_000]
+            return Observation(messages=self.messages)
+
+    flow = collector(["ab"] * 4, make_env=lambda _: Flood(), max_context_tokens=200)
+    episode = flow.episode(Episode, "flood", 0)
+    trajectory = asyncio.run(flow.play(row(), episode))
+    assert (trajectory.stop, len(trajectory.steps)) == (StopReason.MAX_TOKENS, 3)
+    # Contents and roles: the prompt, three replies of 2 characters, three answers.
+    told = sum(len(message["role"]) + len(message["content"]) for message in row().prompt)
+    size = told + 3 * (len("assistant") + 2) + 3 * len("user") + 1 + 2 + 1_000_000
+    assert episode.limit_reason == f"the observation has {size} characters, max_context_tokens is 200"
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=3),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers()),
+        max_size=20,
+    )
+)
+def test_info_is_recorded_as_json_reads_it_back(info: dict[str, Any]) -> None:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0])
+    recorded = attach_transition(step, Transition(terminated=True, info=info), source="env").info
+    assert repr(recorded) == repr(json.loads(json.dumps(info)))  # repr: nan is not equal to itself
+
+
+def test_long_info_is_refused_whatever_it_is_made_of() -> None:
+    step = Step(prompt_ids=[1], response_ids=[2], response_logprobs=[0.0])
+    infos: list[dict[str, Any]] = [{"a": "x" * 100_000}, {str(n): "\x00" * 500 for n in range(40)}, {"a": [0] * 50_000}]
+    for info in infos:
+        with pytest.raises(ValueError, match="at most 100000 can be recorded"):
+            attach_transition(step, Transition(terminated=True, info=info), source="env")
 
 
 def test_the_response_budget_shrinks_to_the_room_left_in_the_context() -> None:

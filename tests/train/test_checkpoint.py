@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1.errors import DataError, DiskError
 from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
-from agent_r1.train.checkpoint import load_state, save_checkpoint
+from agent_r1.train.checkpoint import TENSORS, load_state, save_checkpoint
 from tests.chatml import tokenizer
 
 
@@ -86,6 +88,23 @@ def test_missing_checkpoints_and_states_are_clear_errors(tmp_path: Path) -> None
 
 
 def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)]}
+    moments = {0: {"mean": torch.randn(3, 2), "step": torch.tensor(4.0)}, 1: {"mean": torch.randn(5)}}
+    state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)], "moments": moments}
     path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
-    torch.testing.assert_close(load_state(path)["rng"], state["rng"])
+    torch.testing.assert_close(load_state(path), state, rtol=0, atol=0)
+    with (path / TENSORS / ".metadata").open("wb") as file:
+        pickle.dump(Path.cwd, file)  # could be any function
+    with pytest.raises(DataError, match=r"trainer_state is damaged: it refers to .*cwd|it refers to builtins"):
+        load_state(path)
+
+
+def test_missing_and_damaged_tensors_are_one_line_errors(tmp_path: Path) -> None:
+    state = {"moments": torch.randn(64, 64)}
+    path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
+    (data,) = (path / TENSORS).glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"trainer_state is damaged: [^\n]* remove .*step_000001"):
+        load_state(path)
+    shutil.rmtree(path / TENSORS)
+    with pytest.raises(DataError, match=r"trainer_state is damaged: [^\n]*No such file[^\n]* remove .*step_000001"):
+        load_state(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from agent_r1.config import RunConfig
+from agent_r1.config.schema import LocalEngineConfig
 from agent_r1.errors import ConfigError
 
 
@@ -13,6 +14,18 @@ def model_device(config: RunConfig) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device=cuda, but torch finds no GPU. Set model.device=cpu or model.device=auto")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def engine_device(config: RunConfig) -> torch.device:
+    """Where the local engine samples."""
+    own = model_device(config)
+    if not isinstance(config.engine, LocalEngineConfig) or (name := config.engine.device) is None:
+        return own
+    gpus = torch.cuda.device_count() if own.type == "cuda" else 0
+    if int(name.removeprefix("cuda:")) >= gpus:
+        found = f"torch finds {gpus} GPUs, counted from cuda:0" if gpus else f"this run computes on {own.type}"
+        raise ConfigError(f"engine.device={name}, but {found}. Leave it out to sample where the learner is")
+    return torch.device(name)
 
 
 def model_dtype(config: RunConfig) -> torch.dtype:

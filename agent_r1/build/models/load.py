@@ -18,13 +18,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from agent_r1.attention import position_limit
 from agent_r1.build.models.cache import put
-from agent_r1.build.models.device import model_device
+from agent_r1.build.models.device import model_device, model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.hub import explain_hub, without_hub
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import recipe_path
 from agent_r1.config import RunConfig
+from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.tokens.rendering import Renderer
@@ -44,7 +46,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 class Model:
     """Weights and tokenizer of one Hugging Face directory, with the renderer of its chat template."""
 
-    network: Any  # a transformers causal LM in float32, on the device of the run
+    network: Any  # a transformers causal LM in float32 (model.dtype with lora.share_base), on the device of the run
     tokenizer: Any
     renderer: Renderer
     template: TemplateReport  # what the chat template can do for an agent
@@ -54,14 +56,26 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
     """Load a model that `find_model` returned."""
     device, directory = model_device(config), as_directory(str(directory))
     tokenizer = load_tokenizer(config, directory)
-    network = _load_network(directory).to(device)
-    positions = getattr(network.config, "max_position_embeddings", None)
+    network = _load_network(directory)
+    if config.lora is not None and config.lora.share_base:
+        network = cast_weights(network, model_dtype(config))
+    network = network.to(device)
+    renderer, report = make_renderer(config, directory, tokenizer, network.config, network.generation_config)
+    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=report)
+
+
+def make_renderer(
+    config: RunConfig, directory: str, tokenizer: Any, network_config: Any, generation_config: Any
+) -> tuple[Renderer, TemplateReport]:
+    """Return what renders prompts for a model, of which only the configs are needed."""
+    positions = position_limit(network_config)
     if positions is not None and config.rollout.max_context_tokens > positions:
         raise ConfigError(
             f"rollout.max_context_tokens={config.rollout.max_context_tokens} exceeds the model's {positions} positions"
+            " (of its original context, if longer contexts rescale positions)"
         )
     renderer = Renderer(
-        tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(network)
+        tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(generation_config)
     )
     report = verify_template(renderer)
     if not report.usable:
@@ -69,7 +83,7 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
             f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template to a file "
             "or to the bundled chatml_tools"
         )
-    return Model(network=network, tokenizer=tokenizer, renderer=renderer, template=report)
+    return renderer, report
 
 
 def load_tokenizer(config: RunConfig, directory: str) -> Any:
@@ -178,7 +192,7 @@ def _variables(template: str) -> set[str]:
     return found - language.globals.keys() - {"raise_exception", "strftime_now"}
 
 
-def _generation_stop_ids(network: Any) -> list[int]:
+def _generation_stop_ids(generation_config: Any) -> list[int]:
     """Return the stop tokens of the generation config, such as Qwen's <|endoftext|> and Llama's <|eom_id|>."""
-    ids = network.generation_config.eos_token_id if network.generation_config is not None else None
+    ids = generation_config.eos_token_id if generation_config is not None else None
     return [ids] if isinstance(ids, int) else list(ids or [])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.panel import Panel
@@ -24,15 +27,24 @@ from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.places import shown
+from agent_r1.ranks.crew import Crew
+from agent_r1.ranks.launch import GPUS
+from agent_r1.ranks.rank_crew import RankCrew
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.tokens.vocabulary import token_texts
+from agent_r1.train.async_loop import train_async
+from agent_r1.train.async_trainer import AsyncTrainer
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_frozen
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
+from agent_r1.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from agent_r1.backends.verl.watch import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,64 +56,134 @@ class Outcome:
     after: Metrics
 
 
-def run_training(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
-    def kept() -> str:
-        saved = list_checkpoints(run.checkpoints)
-        what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
-        return f"{what}; continue with: {program()} train --resume {run}"
+def run_training(
+    config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool, crew: Crew | None = None
+) -> Outcome:
+    """Train in this process, which may be one of several ranks. Only rank 0 writes to the run directory."""
+    crew = crew or Crew()
 
     try:
-        with run.locked(), logging_to(run.log_file):
-            work = plan.task.run(_train(config, plan, run, console, resume=resume))
-            return interruptible(work, config, console, kept)
+        with (
+            run.locked() if crew.ranks.is_main else nullcontext(),
+            logging_to(rank_log(run, crew)),
+            _verl_session(config, run, console) as watch,
+        ):
+            work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
+            return interruptible(
+                work if watch is None else watch.guard(work),
+                config,
+                console,
+                lambda: describe_kept(run),
+                crew if isinstance(crew, RankCrew) else None,
+            )
     except RolloutError as error:  # such as a server that is down; nothing is lost
         if not list_checkpoints(run.checkpoints):
             raise
-        raise RolloutError(f"{error}\n{kept()}") from error
+        raise RolloutError(f"{error}\n{describe_kept(run)}") from error
 
 
-async def _train(config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool) -> Outcome:
+def _verl_session(config: RunConfig, run: RunDir, console: Console) -> AbstractContextManager[Watch | None]:
+    if config.backend == "local":
+        return nullcontext()
+    from agent_r1.backends.verl.launch import session
+
+    def report(cause: str) -> None:
+        console.print(Text(f"error: {cause}\n{describe_kept(run)}"), soft_wrap=True)
+
+    return session(config, run, report)
+
+
+def describe_kept(run: RunDir, gpus: int | None = None) -> str:
+    """What was saved, and how to continue."""
+    saved = list_checkpoints(run.checkpoints)
+    what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
+    gpus = gpus or int(os.environ.get(GPUS, "0"))
+    return f"{what}; continue with: {program()} train --resume {run}{f' --gpus {gpus}' if gpus else ''}"
+
+
+def rank_log(run: RunDir, crew: Crew) -> Path:
+    """Return the log of this process; rank 0 has that of the run."""
+    return run.log_file if crew.ranks.is_main else run.path / f"rank_{crew.ranks.rank}.log"
+
+
+async def _train(
+    config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool, crew: Crew, watch: Watch | None
+) -> Outcome:
     began = time.monotonic()
     if run.read_metrics("collect"):
         raise ConfigError(f"{run} holds collected episodes: train in another directory")
-    checkpoint = _resume_point(config, run) if resume else None
+    checkpoint = crew.ranks.broadcast(_resume_point(config, run) if resume and crew.ranks.is_main else None)
     if checkpoint is None:
         start = done = 0
-        weights = await seeded_start(config, plan.task, console)
+        weights = await _start(config, plan.task, console, crew)
     else:
         start = done = checkpoint[0]
         # Adapters continue on the weights they were added to; a checkpoint has them merged.
         weights = run.reference if config.lora is not None else checkpoint[1]
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
-        model = load_model(config, weights)
-        reference = reference_model(config, model, run.reference)
-        trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display)
-        if config.task.tools:
-            for problem in model.template.problems:
-                display.note(f"warning: chat template: {problem}")
-        if checkpoint is not None:
-            await trainer.restore(load_state(checkpoint[1]))
-            if done < config.trainer.steps:
-                display.note(f"continuing {run} after step {done}")
-        display.note(rehearse(config, trainer.learner))
-        run.forget_after(done)
-        run.write_tokens(token_texts(model.tokenizer))
-        with parts_frozen():
-            if not any(record["step"] == done for record in run.read_metrics("eval")) and _eval_due(config, done):
-                await trainer.evaluate(done)
-            done = await train(
-                trainer,
-                start=done,
-                steps=config.trainer.steps,
-                eval_every=config.trainer.eval_every,
-                save_every=config.trainer.save_every,
-                max_minutes=config.trainer.max_minutes,
+        if watch is not None:
+            from agent_r1.backends.verl.launch import build_verl_trainer
+
+            trainer: Trainer = await build_verl_trainer(
+                config, run=run, plan=plan, weights=weights, progress=display, watch=watch, checkpoint=checkpoint
             )
+        else:
+            trainer = await _build_local(config, plan, run, display, crew, weights, checkpoint)
+        if checkpoint is not None and done < config.trainer.steps:
+            display.note(f"continuing {run} after step {done}")
+        if crew.ranks.is_main:
+            run.forget_after(done)
+            run.write_tokens(token_texts(trainer.tokenizer))
+        with parts_frozen():
+            done = await _loop(config, run, trainer, done)
         if config.trainer.steps == 0:
             trainer.save(0)  # for chat and eval
         await trainer.engine.close()
     took = time.monotonic() - began
-    return _conclude(run, trainer.last_evaluation, console, config, start=start, steps=done, seconds=took)
+    return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
+
+
+async def _build_local(
+    config: RunConfig,
+    plan: Plan,
+    run: RunDir,
+    display: Display,
+    crew: Crew,
+    weights: str | Path,
+    checkpoint: tuple[int, Path] | None,
+) -> Trainer:
+    """Build a trainer whose model is in this process."""
+    model = load_model(config, weights)
+    reference = crew.main_first(lambda: reference_model(config, model, run.reference))
+    trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display, crew=crew)
+    if config.task.tools:
+        for problem in model.template.problems:
+            display.note(f"warning: chat template: {problem}")
+    if checkpoint is not None:
+        await trainer.restore(load_state(checkpoint[1], trainer.learner.ranks))
+    display.note(rehearse(config, trainer.learner))
+    return trainer
+
+
+async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> int:
+    """Evaluate the policy that training begins with, then train; return the last step."""
+    evaluated = any(record["step"] == done for record in run.read_metrics("eval"))
+    if trainer.crew.ranks.broadcast(not evaluated and _eval_due(config, done)):
+        await trainer.evaluate(done)
+    limits = config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
+    if isinstance(trainer, AsyncTrainer):
+        return await train_async(trainer, start=done, max_staleness=config.trainer.max_staleness, **limits)
+    return await train(trainer, start=done, crew=trainer.crew, **limits)
+
+
+async def _start(config: RunConfig, task: Task, console: Console, crew: Crew) -> str | Path:
+    """Return where training begins. Rank 0 creates the model and its warm start; the others find them in the cache."""
+
+    async def part() -> str | Path | None:
+        return await seeded_start(config, task, console) if crew.ranks.is_main else None
+
+    made = await crew.all(part())
+    return made[crew.ranks.rank] or await seeded_start(config, task, console)
 
 
 def _eval_due(config: RunConfig, step: int) -> bool:
@@ -137,11 +219,13 @@ def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
 
 
 def _conclude(
-    run: RunDir, last: Evaluation | None, console: Console, config: RunConfig, *, start: int, steps: int, seconds: float
+    run: RunDir, trainer: Trainer, console: Console, config: RunConfig, *, start: int, steps: int, seconds: float
 ) -> Outcome:
-    records = run.read_metrics()
+    records, last = run.read_metrics(), trainer.last_evaluation
     evaluations = [record for record in records if record["kind"] == "eval"]
     before, after = evaluations[0], evaluations[-1]
+    if not trainer.crew.ranks.is_main:
+        return Outcome(run=run, before=before, after=after)
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
     curve_picture(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
     if last is not None:
@@ -158,6 +242,7 @@ def _conclude(
         f"talk to it  {program()} chat {run}",
         f"evaluate    {program()} eval {run}",
         f"how sure?   {program()} compare {run} --step first,last",
+        f"look at it  {program()} view {run}",
         f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
     ]
     console.print(

@@ -3,7 +3,7 @@
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
 knows which token belongs to which sequence. `cpu/cpu_attention.py` and `gpu/gpu_attention.py` compute it.
 
-Soft-capped scores, attention sinks, position biases and custom masks are refused.
+Position biases and custom masks are refused (see `agent_r1/attention.py`).
 
 Shape suffixes: N = tokens in the step, H = query heads, K = key/value heads, D = head size.
 """
@@ -19,18 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from agent_r1.attention import Scoring, read_scoring
 from agent_r1.errors import ConfigError
 
 PAGED = "agent_r1_paged"
-REFUSED = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
 class AttentionStep(Protocol):
     """One step as the attention function needs it."""
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scoring: Scoring) -> Tensor:
         """Store the new keys and values, and attend to each token's own sequence, [N, H, D]."""
         ...
 
@@ -81,14 +79,9 @@ def paged_attention(
     step = _STEP.get()
     if step is None:
         raise ConfigError("the attention of a LocalEngine was called outside it: pass the engine copy.deepcopy(model)")
-    refused = [name for name in REFUSED if kwargs.get(name) is not None]
-    if attention_mask is not None or refused:
-        wanted = ", ".join(refused) or "a custom mask"
-        raise ConfigError(f"LocalEngine does not support {wanted} of {type(module).__name__}: use another engine")
+    scoring = read_scoring(module, query_1HND, attention_mask, scaling, sliding_window, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if (windows := _WINDOWS.get()) is not None:
         windows[layer] = sliding_window
     query_NHD, key_NKD, value_NKD = (t[0].transpose(0, 1) for t in (query_1HND, key_1KND, value_1KND))
-    if scaling is None:
-        scaling = query_NHD.shape[-1] ** -0.5
-    return step.attend(layer, query_NHD, key_NKD, value_NKD, scaling, sliding_window)[None], None
+    return step.attend(layer, query_NHD, key_NKD, value_NKD, scoring)[None], None

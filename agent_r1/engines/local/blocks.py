@@ -22,6 +22,14 @@ def name_after(before: Name, tokens: Sequence[int]) -> Name:
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+def chain_names(before: Name, tokens: Sequence[int], size: int) -> list[Name]:
+    """The names of a sequence continued by 1, 2, ... blocks of these tokens; the last block may not be full."""
+    data, names = array("q", tokens).tobytes(), [before]
+    for start in range(0, len(data), 8 * size):
+        names.append(blake2b(names[-1] + data[start : start + 8 * size], digest_size=16).digest())
+    return names[1:]
+
+
 def num_blocks(length: int, block_size: int) -> int:
     """The number of blocks that hold `length` tokens."""
     return -(-length // block_size)

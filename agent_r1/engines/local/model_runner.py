@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agent_r1.attention import LENGTH_DEPENDENT_ROPE, short_windows
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import PAGED, record_windows, register
 from agent_r1.engines.local.fp32_head import with_head_weights
+from agent_r1.engines.local.low_rank import is_adapter
 from agent_r1.engines.local.request import Chunk, ReadDraws, Request
-from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.errors import ConfigError, DataError, UnsupportedModelError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-# These rescale positions by the longest sequence of the batch, so one sequence would change the logits of another.
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 NUM_PROBES = 3  # pairs of sequences that a model is verified with
 PROBE_BLOCKS = 12  # one for each token of a pair, whatever the block size
@@ -38,6 +38,31 @@ def cast_weights(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+@torch.no_grad()
+def copy_weights(model: Any, source: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy the weights one at a time, since a source may compute each on request."""
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    given: dict[int, str] = {}
+    adapters = {name for name in targets if is_adapter(name)}
+    for name, tensor in with_head_weights(model, source):
+        target = targets.get(name)
+        if adapters and target is not None and name not in adapters:
+            raise DataError(f"weight {name!r} is shared with the learner: only adapters can be loaded")
+        if target is None:
+            raise DataError(f"the model has no weight {name!r}.{did_you_mean(name, targets)}")
+        if tensor.shape != target.shape:
+            raise DataError(f"weight {name!r} has shape {list(tensor.shape)}; the model's is {list(target.shape)}")
+        # Tied weights are one parameter under several names. One of them is enough, but they must agree.
+        other = given.setdefault(id(target), name)
+        if other != name and not torch.equal(target, tensor.to(target)):
+            raise DataError(f"{name!r} and {other!r} are tied in the model but have different values")
+        target.copy_(tensor)
+    named = [(name, each) for name, each in model.named_parameters() if not adapters or name in adapters]
+    missing = [name for name, parameter in named if id(parameter) not in given]
+    if missing:
+        raise DataError(f"{len(missing)} of the model's weights are missing, {missing[0]!r} first")
 
 
 class ModelRunner(ABC):
@@ -79,11 +104,16 @@ class ModelRunner(ABC):
     @torch.inference_mode()
     def plain_logits(self) -> list[Tensor]:
         """For `verify`: logits with the model's own attention after each pair of probes, [2, V]."""
-        _check_config(self.config)
-        return [
-            torch.cat([self.model(input_ids=self._batch(ids), use_cache=False).logits[:, -1] for ids in probes])
-            for probes in self._probes()
-        ]
+        layers = set(getattr(self.config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+        if layers:
+            raise UnsupportedModelError(f"LocalEngine does not support layers of type {sorted(layers)}")
+        with short_windows(self.model):
+            expected = [
+                torch.cat([self.model(input_ids=self._batch(ids), use_cache=False).logits[:, -1] for ids in probes])
+                for probes in self._probes()
+            ]
+        fix_rope(self.model)
+        return expected
 
     def _batch(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self.device)
@@ -108,7 +138,8 @@ class ModelRunner(ABC):
         self.model.set_attn_implementation(PAGED)
         name, errors = type(self.model).__name__, list[str]()
         for probes, logits_2V in zip(self._probes(), expected, strict=True):
-            error = self._compare(*probes, logits_2V)
+            with short_windows(self.model):
+                error = self._compare(*probes, logits_2V)
             if error is None:
                 break
             errors.append(error)
@@ -117,7 +148,7 @@ class ModelRunner(ABC):
                 raise ConfigError(
                     f"the logits of {name} are not finite: its weights are damaged, or too large for {self.model.dtype}"
                 )
-            raise ConfigError(f"the logits of {name} differ with paged attention, by {errors[0]}: use another engine")
+            raise UnsupportedModelError(f"the logits of {name} differ with paged attention, by {errors[0]}")
         if errors:
             logger.warning(
                 "%s was verified on probe %d of %d; before, its logits differed with paged attention by %s. In half "
@@ -150,25 +181,8 @@ class ModelRunner(ABC):
         agrees = error <= tolerance * scale  # False for nan
         return None if agrees else f"{error:.3g} where the largest is {scale:.3g}"
 
-    @torch.no_grad()
     def load_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights one at a time, since a source may compute each on request."""
-        targets: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        given: dict[int, str] = {}
-        for name, tensor in with_head_weights(self.model, source):
-            target = targets.get(name)
-            if target is None:
-                raise DataError(f"the model has no weight {name!r}.{did_you_mean(name, targets)}")
-            if tensor.shape != target.shape:
-                raise DataError(f"weight {name!r} has shape {list(tensor.shape)}; the model's is {list(target.shape)}")
-            # Tied weights are one parameter under several names. One of them is enough, but they must agree.
-            other = given.setdefault(id(target), name)
-            if other != name and not torch.equal(target, tensor.to(target)):
-                raise DataError(f"{name!r} and {other!r} are tied in the model but have different values")
-            target.copy_(tensor)
-        missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in given]
-        if missing:
-            raise DataError(f"{len(missing)} of the model's weights are missing, {missing[0]!r} first")
+        copy_weights(self.model, source)
 
     def forward(self, ids_N: Tensor, positions_N: Tensor, keep_B: Tensor) -> Tensor:
         """The logits at some rows, [B, V]."""
@@ -187,25 +201,25 @@ class ModelRunner(ABC):
         name = type(self.model).__name__
         missing = sorted(set(range(self.config.num_hidden_layers)) - set(windows))
         if missing:
-            raise ConfigError(f"layers {missing} of {name} do not use transformers' AttentionInterface")
+            raise UnsupportedModelError(f"layers {missing} of {name} do not use transformers' AttentionInterface")
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
             windowed = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
             kinds = ["sliding_attention" if windowed else "full_attention"] * len(windows)
         hidden = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and windows[layer] is None]
         if hidden:
-            raise ConfigError(f"layers {hidden} of {name} do not pass their sliding window to the attention function")
+            raise UnsupportedModelError(
+                f"layers {hidden} of {name} do not pass their sliding window to the attention function"
+            )
 
 
-def _check_config(config: Any) -> None:
-    """Refuse what short probes would not detect."""
-    layers = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
-    if layers:
-        raise ConfigError(f"LocalEngine does not support layers of type {sorted(layers)}: use another engine")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {value["rope_type"] for value in (rope, *rope.values()) if isinstance(value, dict) and "rope_type" in value}
-    if kinds & BATCH_DEPENDENT_ROPE:
-        raise ConfigError(
-            f"rope_type {sorted(kinds & BATCH_DEPENDENT_ROPE)} depends on the longest sequence of a batch, so results "
-            "would depend on what else runs: use another engine"
-        )
+def fix_rope(model: Any) -> None:
+    """Keep the frequencies of short sequences, which the model has just run; `position_limit` excludes longer ones."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {
+                layer: "default" if one in LENGTH_DEPENDENT_ROPE else one for layer, one in kind.items()
+            }
+        elif kind in LENGTH_DEPENDENT_ROPE:
+            module.rope_type = "default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ Draw = tuple[Sequence[int], Sequence[float], Kept | None]
 ReadDraws = Callable[[], Sequence[Draw] | None]
 
 
+# What a GPU must know to sample: temperature, top-p, top-k and stop ids. Most requests of a batch have the same.
+SamplingKind = tuple[float, float, int, tuple[int, ...]]
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """One response being sampled."""
@@ -27,6 +32,7 @@ class Request:
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
     prompt_length: int = field(init=False)
+    kind: SamplingKind = field(init=False)
     logprobs: list[float] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)  # the supports so far, with `Sampling.keep_support`
     blocks: list[int] = field(default_factory=list)  # replaced, not changed: a step in flight may read the list
@@ -36,6 +42,8 @@ class Request:
     names: list[Name] = field(default_factory=list)  # of the full blocks
     whole: Name = START  # of all tokens at admission
     published: int = 0  # full blocks that other requests can find
+    promised: deque[int] = field(default_factory=deque)  # blocks that others can find, but no step computes yet
+    sources: list[int] = field(default_factory=list)  # promised blocks of other requests that it shares
     admissions: int = 0  # tells chunks planned before a preemption from later ones
     branch: object = None  # the same object on two requests means that all their tokens are equal
     copies: list[tuple[int, int]] = field(default_factory=list)  # for `Chunk.copies` of the next chunk
@@ -46,6 +54,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        sampling = self.sampling
+        self.kind = sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_ids
 
     @property
     def pending(self) -> int:
@@ -80,10 +90,6 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        return self.count > 0
 
     @property
     def draws(self) -> list[Request]:

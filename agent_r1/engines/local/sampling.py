@@ -54,16 +54,16 @@ def sample(
     """
     temperature = [s.temperature for s in settings]
     greedy = [t == 0.0 for t in temperature]
-    scores_BV = logits_BV.double()
+    scores_BV, device = logits_BV.double(), logits_BV.device
     if any(t not in (0.0, 1.0) for t in temperature):
-        divisor_B = torch.tensor([t or 1.0 for t in temperature], dtype=torch.float64)
+        divisor_B = torch.tensor([t or 1.0 for t in temperature], dtype=torch.float64, device=device)
         scores_BV = scores_BV / divisor_B[:, None]
     kept: list[Kept | None] = [None] * len(settings)
     filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k or s.top_p < 1.0)]
     if filtered:
-        rows_F = torch.tensor(filtered)
-        top_k_F = torch.tensor([settings[i].top_k or scores_BV.shape[-1] for i in filtered])
-        top_p_F = torch.tensor([settings[i].top_p for i in filtered], dtype=torch.float64)
+        rows_F = torch.tensor(filtered, device=device)
+        top_k_F = torch.tensor([settings[i].top_k or scores_BV.shape[-1] for i in filtered], device=device)
+        top_p_F = torch.tensor([settings[i].top_p for i in filtered], dtype=torch.float64, device=device)
         scores_FV = nucleus(scores_BV[rows_F], top_k_F, top_p_F)
         scores_BV = scores_BV.index_copy(0, rows_F, scores_FV)
         if widest := max(settings[i].top_k if settings[i].keep_support else 0 for i in filtered):
@@ -74,10 +74,10 @@ def sample(
     if all(greedy):
         tokens_B = logprobs_BV.argmax(dim=-1)
     else:
-        uniforms_B = torch.tensor(uniforms, dtype=torch.float64)
+        uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=device)
         tokens_B = _invert_cdf(logprobs_BV, uniforms_B)
         if any(greedy):
-            tokens_B = torch.where(torch.tensor(greedy), logprobs_BV.argmax(dim=-1), tokens_B)
+            tokens_B = torch.where(torch.tensor(greedy, device=device), logprobs_BV.argmax(dim=-1), tokens_B)
     chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
     return tokens_B.tolist(), chosen_B.tolist(), kept
 

@@ -10,11 +10,13 @@ device has seen, and its results for requests that turn out to have ended are dr
 When blocks run out, idle sessions are evicted, least recently used first. Then the youngest request goes back to
 waiting, to be recomputed. The oldest request can always run, so there is always progress.
 
-Requests that begin alike share work. A request finds cached blocks by the names of its tokens (`prefix_cache.py`), and
-waits for a request that is computing the next block it needs. On a GPU, such blocks are shared. On a CPU, each request
-has its own copies, and running requests with equal tokens are decoded as one (`share_decoding`): these twins sample
-from the same logits with different noise, and keys and values are written to the blocks of each, so they can part at
-any token.
+Requests that begin alike share work. A request finds cached blocks by the names of its tokens (`prefix_cache.py`). On a
+GPU, blocks are shared, even before they are computed: a pass writes the keys and values of all its tokens before it
+reads any, so a request may run in the same step as the one that computes its prefix, or later, but not earlier
+(`Request.sources`). On a CPU, each request has its own copies, waits for a request that is computing the next block it
+needs, and is decoded as one with running requests that have equal tokens (`share_decoding`): these twins sample from
+the same logits with different noise, and keys and values are written to the blocks of each, so they can part at any
+token.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from itertools import chain
 from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after, num_blocks
 from agent_r1.engines.local.prefix_cache import Idle, find_prefix, name_blocks
 from agent_r1.engines.local.request import Chunk, Draw, EngineStats, Request
+
+SHORTEST_BURST = 4  # tokens; a shorter one takes a GPU less time than the host needs to plan the next
+RECENT = 1 / 64  # weight of a response in the typical length
 
 
 class Scheduler:
@@ -57,10 +62,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._idle: OrderedDict[str, Idle] = OrderedDict()
         self._being_computed: dict[Name, Request] = {}
-
-    @property
-    def has_requests(self) -> bool:
-        return bool(self._waiting or self._running)
+        self._unplanned: dict[int, int] = {}  # promised blocks, and how many tokens of the sequence they end
+        self._typical = 2.0 * burst  # tokens of recent responses
 
     @property
     def free_blocks(self) -> int:
@@ -94,6 +97,10 @@ class Scheduler:
         while self._running:
             self._preempt(self._running[-1])
 
+    def known_tokens(self, session: str) -> list[int]:
+        """The cached tokens of an idle session."""
+        return self._idle[session].tokens if session in self._idle else []
+
     def plan(self) -> list[Chunk]:
         """The next step: single tokens first, then longer chunks. Empty if all remaining work is in flight."""
         postponed = self._admit()
@@ -102,19 +109,22 @@ class Scheduler:
         decoding: dict[object, Chunk] = {}
         budget = self._max_batch_tokens
         to_prefill = sum(pending for request in self._running if (pending := request.pending) > 1)
-        # Prompts left for the next step should not wait long for it: the batch is not full until then.
-        burst = 1 if postponed or to_prefill > budget else self._burst
+        # About half a response: then the host sees its end, and admits the next request, soon after it. But prompts
+        # left for the next step should not wait long for it: the batch is not full until then.
+        usual = min(self._burst, max(SHORTEST_BURST, round(self._typical / 2)))
+        burst = 1 if postponed or to_prefill > budget else usual
         for request in list(self._running):
-            pending = request.pending
             if request.left <= 0:  # its last tokens are in flight
                 continue
+            pending = request.pending
             if self._share_decoding and pending == 1:
                 twin = decoding.get((request.branch or request.whole, request.cached))
                 if twin is not None:
                     self._join(request, twin)
                     continue
             length = 1 if pending == 1 else min(pending, budget)
-            chunk = self._chunk(request, length, burst) if length else None
+            ready = self._unplanned.keys().isdisjoint(request.sources)
+            chunk = self._chunk(request, length, burst) if length and ready else None
             if chunk is None:
                 continue
             if length == 1:
@@ -147,6 +157,8 @@ class Scheduler:
         )
         request.cached = end
         request.ahead += count
+        while request.promised and self._unplanned[request.promised[0]] <= end:
+            del self._unplanned[request.promised.popleft()]
         return chunk
 
     def _join(self, request: Request, twin: Chunk) -> None:
@@ -190,6 +202,7 @@ class Scheduler:
                 if new and self._share_decoding:
                     request.branch = branches.setdefault(new[-1], object())
                 if new and (new[-1] in request.sampling.stop_ids or request.left + request.ahead == 0):
+                    self._typical += RECENT * (len(request.logprobs) - self._typical)
                     self._finish(request)
                     finished.append(request)
         return finished
@@ -225,7 +238,8 @@ class Scheduler:
         cached = len(request.tokens) - 1
         needed = self._blocks_for(cached)
         self._pool.give_back(request.blocks[needed:])
-        self._idle[request.session] = Idle(request.tokens[:cached], request.blocks[:needed])
+        names = request.names[: min(request.published, cached // self._block_size)]
+        self._idle[request.session] = Idle(request.tokens[:cached], request.blocks[:needed], names)
 
     def _admit(self) -> int:
         """Move waiting requests to running, oldest first, while their tokens fit.
@@ -247,43 +261,57 @@ class Scheduler:
         return len(postponed)
 
     def _should_wait(self, request: Request) -> bool:
-        """Whether another request is computing the first block that this one lacks."""
-        name_blocks(request, self._block_size)
-        missing = next((name for name in (*request.names, request.whole) if self._pool.find(name) is None), None)
+        """Whether another request is computing the first block that this one lacks. On a GPU, they share it."""
+        name_blocks(request, self._idle.get(request.session), self._block_size)
+        names = (*request.names, request.whole) if self._share_decoding else ()
+        missing = next((name for name in names if self._pool.find(name) is None), None)
         return missing is not None and missing in self._being_computed
 
     def _find_cache(self, request: Request) -> bool:
         """Give the request blocks for its tokens, filled as far as possible; False if there is no room."""
         idle = self._idle.pop(request.session, None)
-        known = find_prefix(request, idle, self._pool, self._block_size, copy_blocks=self._share_decoding)
+        due = None if self._share_decoding else self._unplanned
+        known = find_prefix(request, idle, self._pool, self._block_size, due)
         held, copied = known.blocks, known.copied
         wanted = self._blocks_for(len(request.tokens) + 1) - len(held) + copied
-        for block in held:  # first, so that making room cannot evict them
+        for block in held[known.kept :]:  # first, so that making room cannot evict them
             self._pool.share(block)
         # One spare block per running request; otherwise the new one would soon be preempted.
         if not self._make_room(wanted + len(self._running), spared=held):
-            self._pool.give_back(held)
+            self._pool.give_back(held[known.kept :])
             if idle is not None:  # for the next attempt
                 self._idle[request.session] = idle
             if self._running or (not held and idle is None):
                 return False
             self._drop_idle()  # nothing else runs: the blocks it would copy from take the room it needs
             return self._find_cache(request)
-        if idle is not None:
-            self._pool.give_back(idle.blocks)
+        if idle is not None:  # the request takes over the others
+            self._pool.give_back(idle.blocks[known.kept :])
         new, inside = self._pool.take(wanted), known.cached % self._block_size
         if copied:
             held, sources = held[:-copied], held[-copied:]
             request.copies = list(zip(sources, new[:copied], strict=True))
         elif inside:
             self._pool.rewrite(held[-1], kept=inside)
+        request.sources = [block for block in held if block in self._unplanned]
         request.blocks, request.cached, request.published = held + new, known.cached, known.cached // self._block_size
-        for name in (*request.names[request.published :], request.whole):
-            if self._pool.find(name) is None:
-                self._being_computed.setdefault(name, request)
+        self._announce(request)
         self.stats.reused_tokens += known.own
         self.stats.shared_tokens += known.cached - known.own
         return True
+
+    def _announce(self, request: Request) -> None:
+        """Let other requests share the blocks that this one has been admitted to compute, or wait for them."""
+        size = self._block_size
+        shared = () if self._share_decoding else range(request.published, request.prefill_end // size)
+        for index in shared:
+            if self._pool.find(request.names[index]) is None:
+                self._pool.publish(request.names[index], request.blocks[index], size)
+                self._unplanned[request.blocks[index]] = (index + 1) * size
+                request.promised.append(request.blocks[index])
+        for name in (*request.names[request.published :], request.whole):
+            if self._pool.find(name) is None:
+                self._being_computed.setdefault(name, request)
 
     def _grow(self, request: Request, length: int) -> bool:
         """Make the request's blocks hold `length` tokens; False if the request was preempted."""
@@ -330,11 +358,23 @@ class Scheduler:
         request.live = request.running = False
 
     def _free_cache(self, request: Request) -> None:
+        if request.promised:
+            self._break_promises(request)
         for name in (*request.names[request.published :], request.whole):
             self._mark_computed(request, name)
         self._pool.give_back(request.blocks)
         self._pool.give_back(source for source, _ in request.copies)
-        request.blocks, request.cached, request.copies, request.published = [], 0, [], 0
+        request.blocks, request.cached, request.copies, request.published, request.sources = [], 0, [], 0, []
+
+    def _break_promises(self, request: Request) -> None:
+        """Nobody will compute these blocks: requests that share them begin again, the youngest first."""
+        lost = set(request.promised)
+        request.promised.clear()
+        for block in lost:
+            del self._unplanned[block]
+        for other in reversed(self._running):
+            if other.running and not lost.isdisjoint(other.sources):
+                self._preempt(other)
 
     def _blocks_for(self, length: int) -> int:
         return num_blocks(length, self._block_size)

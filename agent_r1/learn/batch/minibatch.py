@@ -21,13 +21,14 @@ from agent_r1.learn.batch.packs import (
     column,
     column_with_gaps,
     merge_steps,
-    pack,
     step_sizes,
     trajectory_sizes,
 )
+from agent_r1.learn.batch.share import Share, share_out
 from agent_r1.learn.batch.support import Supports
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
+from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory
 
 
@@ -77,13 +78,18 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    packs: list[Pack]  # of this rank
+    share: Share  # of this rank
     columns: Columns  # of all ranks
     counts: Counts  # of all ranks
     num_segments: int  # of all ranks
     num_targets: int  # tokens at which the critic is trained, of all ranks
     has_advantages: bool  # some token of some rank has one
     trajectory_names: list[str]
+
+    @property
+    def packs(self) -> list[Pack]:
+        """Of this rank."""
+        return self.share.packs
 
     def with_columns(self, **columns: Any) -> MiniBatch:
         return replace(self, columns=replace(self.columns, **columns))
@@ -94,7 +100,7 @@ def prepare(
     *,
     max_tokens: int,
     device: torch.device,
-    is_mine: Callable[[int], bool],
+    ranks: OneProcess,
     keep_idle: bool,
     prefix_sharing: PrefixSharing = "off",
     supports: Supports | None = None,
@@ -109,9 +115,11 @@ def prepare(
         return keep_idle or any(advantages[index] for index in segment.columns)
 
     segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
-    mine = [segment for segment in segments if is_mine(segment.trajectory_id)]
+    rows = [trajectory.row_id for trajectory in trajectories]
     return MiniBatch(
-        packs=pack(mine, max_tokens, prefix_sharing=prefix_sharing, device=device, supports=supports),
+        share=share_out(
+            segments, rows, ranks, max_tokens, prefix_sharing=prefix_sharing, device=device, supports=supports
+        ),
         columns=columns.to(device),
         counts=Counts(
             tokens=len(advantages),
@@ -161,24 +169,16 @@ def _columns(credited: Sequence[CreditedTrajectory]) -> Columns:
     )
 
 
-def on_columns(packs: Sequence[Pack], model: Callable[[Pack], Tensor], like_R: Tensor) -> Tensor:
-    """Run a model on all packs and put its numbers into a column like `like_R`; NaN for tokens in none of the packs
-    (idle, or on another rank)."""
-    result_R = torch.full_like(like_R, float("nan"))
-    for part in packs:
-        result_R[part.columns_T] = model(part).float()
-    return result_R
-
-
 def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], correction: Correction | None) -> MiniBatch:
     """Replace the old log-probs by the learner's; `correction` weights tokens by the disagreement."""
     sampler_R = batch.columns.old_logprobs_R
-    learner_R = on_columns(batch.packs, logprobs, sampler_R)
+    learner_R = batch.share.column(logprobs, sampler_R)
     importance_R = batch.columns.importance_R.clone()
     if correction is not None:
         for part in batch.packs:
             index_T = part.columns_T
             importance_R[index_T] = correction.weights(learner_R[index_T], sampler_R[index_T], part.step_ids_T)
+        importance_R = batch.share.exchange(importance_R)
     return batch.with_columns(old_logprobs_R=learner_R, importance_R=importance_R, sampler_logprobs_R=sampler_R)
 
 
@@ -201,6 +201,20 @@ def layout(packs: Sequence[Pack]) -> dict[str, int]:
         "tokens_trained": sum(part.num_trained for part in packs),
         "tokens_computed": sum(part.num_tokens for part in packs),
         "tokens_flat": sum(sum(part.lengths) for part in packs),
+    }
+
+
+def layout_metrics(
+    credited: Sequence[CreditedTrajectory], ranks: Sequence[dict[str, int]], max_tokens: int
+) -> dict[str, float]:
+    """How the batch was laid out, on all ranks together; counts are per epoch."""
+    total = {name: float(sum(one[name] for one in ranks)) for name in ranks[0]}
+    steps, room = total.pop("steps"), total["packs"] * max_tokens
+    return total | {
+        "trajectories": float(len(credited)),
+        "tokens": float(sum(item.trajectory.num_response_tokens for item in credited)),
+        "steps_per_segment": steps / total["segments"] if total["segments"] else 0.0,
+        "packing_efficiency": total["tokens_computed"] / room if room else 0.0,
     }
 
 

@@ -222,11 +222,13 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        slot = next((i for i, free in enumerate(room) if sizes[index] <= max(free, 0)), None)
+        size = sizes[index]
+        crowded = size > 0 and 2 * size > capacity  # every bin holds an item at least as large, so none has room
+        slot = None if crowded else next((i for i, free in enumerate(room) if size <= max(free, 0)), None)
         if slot is None:
             bins.append([index])
-            room.append(capacity - sizes[index])
+            room.append(capacity - size)
         else:
             bins[slot].append(index)
-            room[slot] -= sizes[index]
+            room[slot] -= size
     return [sorted(members) for members in bins]

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.minibatch import Columns
 from agent_r1.learn.batch.packs import Pack, column, column_with_gaps
 from agent_r1.learn.losses import LossOutput, value_loss
 from agent_r1.learn.model.policy import PolicyModel
+from agent_r1.learn.model.sharding import onto, shard_linear
 from agent_r1.learn.optimizer import Schedule
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
 
@@ -73,6 +75,13 @@ class Critic:
         nn.init.zeros_(self.head.weight)  # start with V = 0 everywhere, not with noise
         nn.init.zeros_(self.head.bias)
 
+    def shard(self, mesh: DeviceMesh) -> None:
+        self.backbone.shard(mesh)
+        shard_linear(self.head, mesh)
+
+    def release(self) -> None:
+        self.backbone.release()
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters it does not share with the policy."""
@@ -117,12 +126,13 @@ class Critic:
         self.head.bias.mul_(std).add_(mean - self.returns.mean).div_(self.returns.std)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {} if self.shared else {"backbone": self.backbone.adapter_state() or dict(self.backbone.weights())}
+        own = {} if self.shared else {"backbone": self.backbone.trained_state()}
         returns = None if self.returns is None else asdict(self.returns)
         return {"head": self.head.state_dict(), "returns": returns, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.head.load_state_dict(state["head"])
+        own = self.head.state_dict()
+        self.head.load_state_dict({name: onto(state["head"][name], own[name]) for name in own})
         saved = state.get("returns")  # older checkpoints do not have it
         if (saved is None) != (self.returns is None):
             raise ConfigError("critic.normalize_returns differs from the saved run: keep the saved value")

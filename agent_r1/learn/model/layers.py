@@ -14,11 +14,11 @@ from agent_r1.compiling import COMPILERS, compile_each, has_compiler, repeated_l
 from agent_r1.errors import ConfigError
 
 
-def decoder_layers(model: nn.Module, *, needed_by: str) -> list[Any]:
-    """Return the decoder layers. `needed_by` is the setting that needs them, for the error."""
+def decoder_layers(model: nn.Module, *, without: str) -> list[Any]:
+    """Return the decoder layers. `without`: what to do without them, for the error."""
     layers = repeated_layers(model)
     if not layers:
-        raise ConfigError(f"cannot find the layers of {type(model).__name__}: set {needed_by}=false")
+        raise ConfigError(f"cannot find the layers of {type(model).__name__}: {without}")
     return layers
 
 
@@ -28,14 +28,14 @@ def checkpoint_layers(model: nn.Module) -> None:
     transformers does so while a layer is in training mode. Only the layer itself is switched: its parts stay in
     evaluation mode, so dropout stays off.
     """
-    for layer in decoder_layers(model, needed_by="learner.activation_checkpointing"):
+    for layer in decoder_layers(model, without="set learner.activation_checkpointing=false"):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.training = True
 
 
 def compile_layers(model: nn.Module) -> None:
-    compile_each(decoder_layers(model, needed_by="learner.compile"))
+    compile_each(decoder_layers(model, without="set learner.compile=false"))
 
 
 def require_compiler(device: torch.device) -> None:

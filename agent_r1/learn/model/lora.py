@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.model.layers import untied_state
+from agent_r1.learn.model.sharding import onto
 
 ADAPTER = "default"  # peft's name for the only adapter
 
@@ -26,6 +27,22 @@ class LoRA:
     alpha: float  # scale = alpha / rank
     target_modules: tuple[str, ...] | None  # last parts of module names; None: every linear layer but the output head
     seed: int  # of A; B starts at 0, so that the adapted model starts as the model itself
+    share_base: bool = False  # keep the model's number format, in which an engine reads the same tensors
+    merges: bool = True  # into the weights that an engine loads; otherwise it loads the adapters
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def layers_of(self, model: Any) -> list[str]:
+        """Names of the layers that get an adapter."""
+        head, targets = model.get_output_embeddings(), self.target_modules
+        return [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head
+            if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
+        ]
 
 
 class Adapters:
@@ -48,6 +65,9 @@ class Adapters:
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)
         }
+        for layer in self._layers.values():  # peft takes over the number format of the base
+            layer.lora_A.float()
+            layer.lora_B.float()
         for name, layer in self._layers.items():
             if layer is model.get_output_embeddings() or type(layer.base_layer) is not nn.Linear:
                 raise ConfigError(
@@ -69,7 +89,7 @@ class Adapters:
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
             raise ConfigError("the saved adapter does not fit this model: continue with the saved section lora")
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            tensor.copy_(onto(state[name], tensor))
 
     def merged(self) -> Mapping[str, Tensor]:
         """The weights of a plain model that computes the same, tied ones once."""

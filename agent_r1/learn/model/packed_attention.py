@@ -19,29 +19,28 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.attention import Scoring, plain_attention, read_scoring
+from agent_r1.errors import ConfigError, UnsupportedModelError, did_you_mean
 from agent_r1.learn.batch.tree import PackLayout
 from agent_r1.learn.model.flash import flash_runs, gather_rows, sum_rows
 
-# Arguments with which some models change the attention scores. They must not be ignored silently.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_MAX_HEAD_DIM = 256
 
-# (query_NHD, key_NGD, value_NGD, layout, scale, window) -> output_NHD
-Kernel = Callable[[Tensor, Tensor, Tensor, PackLayout, float | None, int | None], Tensor]
+# (query_NHD, key_NGD, value_NGD, layout, scoring) -> output_NHD
+Kernel = Callable[[Tensor, Tensor, Tensor, PackLayout, Scoring], Tensor]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from pack to pack, layers are compiled once
-def segments(
-    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scale: float | None, window: int | None
-) -> Tensor:
-    """One call of torch's fused attention per run, on any device and in any dtype.
+def segments(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scoring: Scoring) -> Tensor:
+    """One call of torch's fused attention per run, on any device and in any dtype; plain torch for soft-capped scores
+    and sinks.
 
     On a CPU this beats padding the runs to a rectangle: nothing is computed for padding, and the kernel works on one
     sequence at a time anyway.
     """
+    window = scoring.window
     key_KGD, value_KGD = key_NGD, value_NGD
     if layout.gather_K is not None:
         key_KGD, value_KGD = (_Gather.apply(tensor, layout.gather_K) for tensor in (key_NGD, value_NGD))
@@ -51,12 +50,22 @@ def segments(
     outputs = []
     for q, k, v in zip(queries, keys, values, strict=True):
         rows, past = q.shape[1], k.shape[1]
+        if not scoring.is_plain:
+            hidden = _visible(rows, past, window, q.dtype, q.device) != 0
+            outputs.append(plain_attention(q[None], k[None], v[None], hidden, scoring)[0])
+            continue
         is_square = rows == past and (window is None or past <= window)
         mask = None if is_square else _visible(rows, past, window, q.dtype, q.device)
-        output = scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=mask, is_causal=is_square, scale=scale, enable_gqa=len(q) != len(k)
+        fused = scaled_dot_product_attention(
+            q[None],
+            k[None],
+            v[None],
+            attn_mask=mask,
+            is_causal=is_square,
+            scale=scoring.scale,
+            enable_gqa=len(q) != len(k),
         )
-        outputs.append(output[0])
+        outputs.append(fused[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -69,11 +78,12 @@ def _visible(rows: int, past: int, window: int | None, dtype: torch.dtype, devic
     return torch.zeros(rows, past, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def varlen(
-    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scale: float | None, window: int | None
-) -> Tensor:
+def varlen(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLayout, scoring: Scoring) -> Tensor:
     """One call of torch's FlashAttention for all runs, on CUDA, in half precision. Keys are not repeated for the heads
-    that share them."""
+    that share them. Falls back to `segments` for what FlashAttention lacks."""
+    if not scoring.is_plain:
+        segmented: Tensor = segments(query_NHD, key_NGD, value_NGD, layout, scoring)
+        return segmented
     dtype = value_NGD.dtype  # rotary embeddings and norms in fp32 may lift queries and keys above it
     if dtype not in _FLASH_DTYPES:
         raise ConfigError(f"the packed attention 'varlen' cannot compute in {dtype}; use bfloat16 or 'segments'")
@@ -85,8 +95,8 @@ def varlen(
         layout.key_starts,
         layout.gather_K,
         layout.longest,
-        query_NHD.shape[-1] ** -0.5 if scale is None else scale,
-        window or 0,
+        scoring.scale,
+        scoring.window or 0,
     )[0]
     return output_NHD
 
@@ -139,16 +149,12 @@ def _attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-        used += ["attention_mask"] if attention_mask is not None else []
-        used += ["dropout"] if dropout else []
-        if used or packed is None:
-            raise ConfigError(
-                f"{type(module).__name__} cannot be trained on packed segments: "
-                + (f"its attention uses {', '.join(used)}" if used else "the model does not pass `packed` on to it")
-            )
+        if dropout or packed is None:
+            reason = "it uses dropout" if dropout else "the model does not pass `packed` on to it"
+            raise UnsupportedModelError(f"{type(module).__name__} cannot be trained on packed segments: {reason}")
+        scoring = read_scoring(module, query, attention_mask, scaling, sliding_window, kwargs)
         query_NHD, key_NGD, value_NGD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-        return kernel(query_NHD, key_NGD, value_NGD, packed, scaling, sliding_window)[None], None
+        return kernel(query_NHD, key_NGD, value_NGD, packed, scoring)[None], None
 
     return attention
 
@@ -166,5 +172,5 @@ def use_packed_attention(model: Any, name: str | None, autocast_dtype: torch.dty
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if not layers <= _SUPPORTED_LAYERS or getattr(model.config, "attention_chunk_size", None):
         kinds = sorted(layers - _SUPPORTED_LAYERS) or "chunked_attention"
-        raise ConfigError(f"{type(model).__name__} has layers of kind {kinds}, which cannot be packed")
+        raise UnsupportedModelError(f"{type(model).__name__} has layers of kind {kinds}, which cannot be packed")
     model.set_attn_implementation(f"agent_r1_{name}")

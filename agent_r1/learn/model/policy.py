@@ -8,26 +8,42 @@ Shape suffixes: N = tokens of a pack, T = trained tokens of a pack, D = hidden s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from agent_r1.errors import ConfigError
+from agent_r1.attention import short_windows
+from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout
+from agent_r1.learn.model.chunked_mlp import chunk_mlps
 from agent_r1.learn.model.head import HeadSettings, token_logprobs
-from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler, untied_state
+from agent_r1.learn.model.layers import (
+    checkpoint_layers,
+    compile_layers,
+    decoder_layers,
+    require_compiler,
+    untied_state,
+)
 from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
+from agent_r1.learn.model.sharding import Whole, body_of, onto, release, shard_model
+from agent_r1.learn.sizes import MAX_LOGITS
 
-# The most logits that may exist at once (256 MiB in fp32). With a vocabulary of 150k that is 447 tokens at a time.
-MAX_LOGITS = 2**26
+logger = logging.getLogger(__name__)
+
 # fp32 kernels that sum in another order differ by about 1e-5; a model computed wrongly differs by far more.
 CHECK_TOLERANCE = 1e-3
+ROUNDING = 1e-5  # factors closer to 1 are 1
+OWN_ATTENTIONS = ("sdpa", "eager")  # of transformers, fastest first
 
 
 class PolicyModel:
@@ -44,25 +60,50 @@ class PolicyModel:
         lora: LoRA | None = None,  # train adapters instead of the weights
         compiled: bool = False,  # compile the layers, and on a GPU the operations on logits
         checkpoint_activations: bool = False,  # keep only the input of each layer, and compute the layer twice
+        mlp_chunk_tokens: int | None = None,  # compute MLPs for so many tokens at a time, and twice
     ) -> None:
-        self.model: nn.Module = model.float().eval()
+        self.shares_base = lora is not None and lora.share_base
+        self._sends_adapters = lora is not None and not lora.merges
+        self.model: nn.Module = (model if self.shares_base else model.float()).eval()
         self.autocast_dtype = autocast_dtype
         self.head_dtype = None if fp32_head else autocast_dtype
         self.max_logits = max_logits
-        self.compiled = compiled
+        self.compiled, self.mlp_chunk_tokens = compiled, mlp_chunk_tokens
         self._adapters = Adapters(model, lora) if lora is not None else None
         self._bare = False  # whether to compute without the adapters
-        self._body: nn.Module = model.base_model
+        # A class whose prefix does not name its body (Llama 4) is its own base model.
+        self._body: nn.Module = model.model if model.base_model is model else model.base_model
         self._head: Any = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise ConfigError(f"the output head of {type(model).__name__} must be nn.Linear, not {type(self._head)}")
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._logit_scale = 1.0  # between the head's output and the model's logits
+        self.packs = True  # whether segments are computed together; otherwise one at a time, with the model's attention
         if checkpoint_activations:
-            checkpoint_layers(self._body)
+            self.checkpoint_activations()
+        if mlp_chunk_tokens is not None:
+            chunk_mlps(decoder_layers(self._body, without="leave out learner.mlp_chunk_tokens"), mlp_chunk_tokens)
         self._check(attention)
         if compiled:
             require_compiler(self.device)
             compile_layers(self._body)
+
+    def checkpoint_activations(self) -> None:
+        """From now on, keep only the input of each layer, and compute the layer twice."""
+        checkpoint_layers(self._body)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread the weights over the ranks; see `sharding.py`. A sharded model cannot be copied."""
+        if not self.is_sharded:  # a reference may share the policy's model
+            shard_model(self.model, self._body, mesh, self.autocast_dtype)
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
+    def release(self) -> None:
+        """Free the weights that a forward pass gathered."""
+        release(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -83,29 +124,40 @@ class PolicyModel:
         """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`."""
         head = self._head
         settings = HeadSettings(
-            temperature=temperature,
-            softcap=self._softcap,
+            temperature=temperature / self._logit_scale,
+            softcap=None if self._softcap is None else self._softcap / self._logit_scale,
             entropy_gradient=entropy_gradient,
             chunk=max(1, self.max_logits // self.vocabulary_size),
-            dtype=self.head_dtype or head.weight.dtype,
+            dtype=self.head_dtype or torch.promote_types(head.weight.dtype, torch.float32),
             compiled=self.compiled and self.device.type == "cuda",
         )
         return token_logprobs(hidden_TD, head.weight, head.bias, pack.targets_T, settings, pack.supports)
 
     def weights(self) -> Mapping[str, Tensor]:
         """The weights under the model's state-dict names, tied ones once. Views, not copies; adapters are merged into
-        each matrix on access."""
-        if self._adapters is not None:
-            return self._adapters.merged()
-        return untied_state(self.model)
+        each matrix on access, and sharded weights are gathered, so every rank must read all of them in order."""
+        merged = self._adapters.merged() if self._adapters is not None else untied_state(self.model)
+        return Whole(merged) if self.is_sharded else merged
+
+    def sampler_weights(self) -> Mapping[str, Tensor]:
+        """What an engine must load after an update: the adapters if it has their base, otherwise `weights`."""
+        if not self._sends_adapters or self._adapters is None:
+            return self.weights()
+        adapters = self._adapters.state_dict()
+        return Whole(adapters) if self.is_sharded else adapters
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """The inverse of `weights`, for a model without adapters."""
+        """The inverse of `trained_state`, for a model without adapters."""
         assert self._adapters is None  # merged weights cannot be taken apart again
-        expected = self.weights().keys()
-        if expected != weights.keys():
-            raise ConfigError(f"weights of another model: {min(expected ^ weights.keys())!r} is only in one of them")
-        self.model.load_state_dict(weights, strict=False)  # not strict: tied weights are given once
+        own = self.trained_state()
+        if own.keys() != weights.keys():
+            raise ConfigError(f"weights of another model: {min(own.keys() ^ weights.keys())!r} is only in one of them")
+        given = {name: onto(weights[name], tensor) for name, tensor in own.items()}
+        self.model.load_state_dict(given, strict=False)  # not strict: tied weights are given once
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """The live tensors of the adapters, or of the whole model; this rank's shards of them."""
+        return untied_state(self.model) if self._adapters is None else self._adapters.state_dict()
 
     def adapter_state(self) -> dict[str, Tensor] | None:
         """The live tensors of the adapters; None if the weights themselves are trained."""
@@ -119,10 +171,16 @@ class PolicyModel:
             self._adapters.load_state_dict(state)
 
     def save_pretrained(self, save_directory: str) -> None:
-        """Write a complete Hugging Face directory of a plain model; adapters are merged into the weights."""
+        """Write a complete Hugging Face directory of a plain model; adapters are merged into the weights. All ranks
+        must take part in gathering a sharded model; rank 0 writes."""
         model: Any = self.model
-        merged = {name: tensor.cpu() for name, tensor in self.weights().items()} if self._adapters is not None else None
-        model.save_pretrained(save_directory, state_dict=merged)
+        if self._adapters is None and not self.is_sharded:
+            model.save_pretrained(save_directory)
+            return
+        is_writer = not self.is_sharded or distributed.get_rank() == 0
+        gathered = {name: tensor.cpu() for name, tensor in self.weights().items() if is_writer}
+        if is_writer:
+            model.save_pretrained(save_directory, state_dict=gathered)
 
     @property
     def hidden_size(self) -> int:
@@ -138,7 +196,8 @@ class PolicyModel:
 
     def copy(self) -> PolicyModel:
         """An independent model with the same weights, to train as something else or to freeze."""
-        other = deepcopy(self)
+        frozen = [p for p in self.model.parameters() if self.shares_base and not p.requires_grad]
+        other = deepcopy(self, {id(parameter): parameter for parameter in frozen})
         if self.compiled:  # compiled code is not copied
             compile_layers(other._body)
         return other
@@ -157,7 +216,11 @@ class PolicyModel:
         return self._adapters.disabled() if self._bare and self._adapters is not None else nullcontext()
 
     def _hidden(self, pack: Pack) -> Tensor:
-        output = self._body(
+        body = body_of(self.model, self._body)
+        if not self.packs:
+            parts = pack.input_ids_N.split(pack.lengths)
+            return torch.cat([body(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in parts])
+        output = body(
             input_ids=pack.input_ids_N[None],
             position_ids=pack.position_ids_N[None],
             use_cache=False,
@@ -167,7 +230,7 @@ class PolicyModel:
         return hidden_ND
 
     def _logits(self, hidden_TD: Tensor) -> Tensor:
-        logits_TV: Tensor = self._head(hidden_TD).float()
+        logits_TV: Tensor = self._head(hidden_TD).float() * self._logit_scale
         if self._softcap is not None:
             logits_TV = self._softcap * (logits_TV / self._softcap).tanh()
         return logits_TV
@@ -176,8 +239,28 @@ class PolicyModel:
     def _check(self, attention: str | None) -> None:
         """Compare body, packed attention and head once with the model's own forward pass, on two short sequences.
 
-        Models differ in what they do between hidden states and logits, and in what they pass to their attention.
+        Models differ in what they do between hidden states and logits, and in what they pass to their attention. A
+        model that cannot be packed, because it mixes tokens outside attention for example, computes one segment at a
+        time.
         """
+        model: Any = self.model
+        with short_windows(model):
+            probe, expected = self._probe()
+            reason = self._try(probe, expected, lambda: use_packed_attention(model, "segments"))  # in fp32, like eager
+            if reason is None:
+                use_packed_attention(model, attention, self.autocast_dtype)
+                return
+            self.packs = False
+            own = [self._try(probe, expected, partial(model.set_attn_implementation, name)) for name in OWN_ATTENTIONS]
+        if all(own):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be trained: {own[-1]}. It probably changes its logits after the head."
+            )
+        model.set_attn_implementation(OWN_ATTENTIONS[own.index(None)])
+        logger.warning("%s is trained one segment at a time, without packing: %s", type(model).__name__, reason)
+
+    def _probe(self) -> tuple[Pack, Tensor]:
+        """Two sequences, and the model's own logits of each. Measures the factor between head and logits."""
         model: Any = self.model
         lengths = (5, 3)
         every = torch.arange(8, device=self.device)
@@ -193,16 +276,26 @@ class PolicyModel:
             step_ids_T=every,
             trajectory_ids_T=every,
         )
-        use_packed_attention(model, "segments")  # in fp32, like the model's own
-        got = self._logits(self._hidden(probe))
         model.set_attn_implementation("eager")  # the model's own definition, without fused kernels
-        expected = torch.cat(
-            [model(input_ids=part[None], use_cache=False).logits[0] for part in token_ids.split(lengths)]
-        ).float()
-        use_packed_attention(model, attention, self.autocast_dtype)
+        raw: list[Tensor] = []
+        hook = self._head.register_forward_hook(lambda _head, _inputs, output: raw.append(output[0].clone()))
+        parts = token_ids.split(lengths)
+        expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts]).float()
+        hook.remove()
+        if self._softcap is None:
+            logits = torch.cat(raw).double()
+            scale = float((expected * logits).sum() / logits.square().sum())
+            self._logit_scale = scale if abs(scale - 1) > ROUNDING else 1.0
+        return probe, expected
+
+    def _try(self, probe: Pack, expected: Tensor, use_attention: Callable[[], None]) -> str | None:
+        """Say why log-probs are wrong with an attention; None if they are right."""
+        try:
+            use_attention()
+            got = self._logits(self._hidden(probe))
+        except ValueError as reason:  # an UnsupportedModelError, or transformers has no fused attention for the model
+            return str(reason)
         error = (got.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
-        if not error <= CHECK_TOLERANCE:  # written so that NaN fails too
-            raise ConfigError(
-                f"{type(model).__name__} cannot be trained: packed log-probs are off by {error:.2g}. "
-                "It probably scales its logits or mixes tokens outside attention."
-            )
+        rounding = 8 * torch.finfo(self._head.weight.dtype).eps * float(expected.abs().max())
+        is_right = error <= max(CHECK_TOLERANCE, rounding)  # False for NaN
+        return None if is_right else f"log-probs are off by {error:.2g}"

@@ -75,6 +75,7 @@ class World:
         self._taken: set[tuple[int, int]] = set()  # (object, receptacle): taken out and not put back
         self._states = {thing: set(states) for thing, states in game.states.items()}
         self._acts: dict[str, Act] | None = None  # admissible commands at this position; None: not computed yet
+        self._progress: int | None = None  # what `_reached` returns, until something changes
 
     @property
     def intro(self) -> str:
@@ -92,7 +93,7 @@ class World:
             return NOTHING_HAPPENS
         verb, thing, other = act
         if verb not in _PEACEFUL:
-            self._acts = None
+            self._acts = self._progress = None
         return _VERBS[verb](self, thing, other)
 
     def admissible(self) -> list[str]:
@@ -109,7 +110,7 @@ class World:
                 return False
             near = (thing for receptacle in self._near() for thing in self._contents.get(receptacle, ()))
             return any(types.get(thing) == goal.lamp_type and self._is(thing, "toggled") for thing in near)
-        return self._reached() >= goal.count
+        return self._reached >= goal.count
 
     @property
     def inventory(self) -> str:
@@ -127,9 +128,15 @@ class World:
             # Not the text of `examine`, which only lists the contents of a mug or a bowl.
             states = " and ".join(sorted(self._states.get(self._held, ())))
             held = [self.inventory, f"It is {states or 'untouched'}."]
-        return " ".join([*(seen or ["In the middle of the room."]), *held, f"Reached: {self._reached()}."])
+        return " ".join([*(seen or ["In the middle of the room."]), *held, f"Reached: {self._reached}."])
 
+    @property
     def _reached(self) -> int:
+        if self._progress is None:
+            self._progress = self._count_reached()
+        return self._progress
+
+    def _count_reached(self) -> int:
         """Return the largest number of wanted objects in one right receptacle, or the number of lamps that are on."""
         goal, types = self.game.goal, self.game.types
         if goal.lamp_type:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from agent_r1.attention import Scoring, plain_attention
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache, LayerCache
 from agent_r1.engines.local.request import Chunk
 
@@ -118,8 +119,10 @@ class PrefillLayout:
         """Boolean [B, 1, C, L], or None if plain causal attention gives the same."""
         if window is not None and window >= self._length:
             window = None
-        if window is None and self.from_start:
-            return None
+        return None if window is None and self.from_start else self.visible(window)
+
+    def visible(self, window: int | None) -> Tensor:
+        """Boolean [B, 1, C, L]."""
         if window not in self._masks:
             key_L = np.arange(self._length)
             seen_BCL = key_L <= self._position_BC1
@@ -183,42 +186,47 @@ class CpuStep:
         self._decode = DecodeLayout(singles, size) if singles else None
         self._prefill = [PrefillLayout(group, size) for group in group_similar(longer, size)]
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scoring: Scoring) -> Tensor:
         pools = self._cache.layer(layer, key_NKD, value_NKD)
         self._writes.write(pools, key_NKD, value_NKD)
         out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], value_NKD.shape[-1])
         if self._decode is not None:
             size = self._decode.size
-            out_NHD[:size] = _decode(self._decode, query_NHD[:size] * scaling, pools, window)
+            out_NHD[:size] = _decode(self._decode, query_NHD[:size] * scoring.scale, pools, scoring)
         for part in self._prefill:
             if part.from_start:
                 key_BKLD, value_BKLD = part.take(key_NKD), part.take(value_NKD)
             else:
                 key_BKLD, value_BKLD = pools.sequences(part.block_BW)
-            mask = part.mask(window)
-            out_BHCD = scaled_dot_product_attention(
-                part.take(query_NHD),
-                key_BKLD,
-                value_BKLD,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
-            )
+            if scoring.is_plain:
+                mask = part.mask(scoring.window)
+                out_BHCD = scaled_dot_product_attention(
+                    part.take(query_NHD),
+                    key_BKLD,
+                    value_BKLD,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=scoring.scale,
+                    enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+                )
+            else:
+                hidden = ~part.visible(scoring.window)
+                out_BHCD = plain_attention(part.take(query_NHD), key_BKLD, value_BKLD, hidden, scoring)
             out_NHD[part.rows_M] = out_BHCD.transpose(1, 2).flatten(0, 1)[part.slots_M]
         return out_NHD
 
 
-def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: int | None) -> Tensor:
+def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, scoring: Scoring) -> Tensor:
     keys_TKDS, values_TKSD = layout.read(layer.keys_PKDS), layout.read(layer.values_PKSD)
     (blocks, heads, head_size, _), (batch, query_heads, _) = keys_TKDS.shape, query_BHD.shape
     query_TKGD = query_BHD.reshape(batch, -1).index_select(0, layout.query_T)
 
     # From here on T * K is one dimension: each block and head is a small product.
     scores_TGS = torch.bmm(query_TKGD.view(blocks * heads, -1, head_size), keys_TKDS.flatten(0, 1))
-    scores_TGS = scores_TGS.float().add_(layout.mask(window, heads))
+    scores_TGS = scores_TGS.float()
+    if scoring.softcap is not None:
+        scores_TGS = scores_TGS.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    scores_TGS = scores_TGS.add_(layout.mask(scoring.window, heads))
     top_TG1 = scores_TGS.amax(dim=-1, keepdim=True)
     weights_TGS = scores_TGS.sub_(top_TG1).clamp_(min=SMALLEST_EXPONENT).exp_()
     total_TG1 = weights_TGS.sum(dim=-1, keepdim=True)
@@ -229,5 +237,8 @@ def _decode(layout: DecodeLayout, query_BHD: Tensor, layer: LayerCache, window: 
     table = layout.table_BW.view(-1)
     normaliser_BWH1 = normaliser_TH.index_select(0, table).view(batch, -1, query_heads, 1)
     partial_BWHD = partial_THD.index_select(0, table).view(batch, -1, query_heads, values_TKSD.shape[-1])
-    joined_BHD = (partial_BWHD * torch.softmax(normaliser_BWH1 + layout.padding_BW11, dim=1)).sum(dim=1)
+    normaliser_BWH1 = normaliser_BWH1 + layout.padding_BW11
+    joined_BHD = (partial_BWHD * torch.softmax(normaliser_BWH1, dim=1)).sum(dim=1)
+    if scoring.sinks_H is not None:  # they take their share of the weights
+        joined_BHD *= torch.sigmoid(normaliser_BWH1.logsumexp(dim=1) - scoring.sinks_H[:, None])
     return joined_BHD.to(query_BHD.dtype)

@@ -53,7 +53,7 @@ class CpuRunner(ModelRunner):
         for chunk in chunks:
             ids += chunk.ids
             positions += range(chunk.start, chunk.end)
-            if chunk.samples:
+            if chunk.count:
                 draws += [len(last)] * (1 + len(chunk.twins))
                 last.append(len(ids) - 1)
         keep = torch.tensor(last, dtype=torch.int64)

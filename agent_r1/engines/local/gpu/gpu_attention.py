@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agent_r1.errors import ConfigError
+from agent_r1.attention import Scoring
+from agent_r1.errors import UnsupportedModelError
 
 MAX_COPIED = 64  # blocks copied at once, through a buffer outside the pool
 
@@ -49,14 +50,7 @@ class Kernels(Protocol):
         """For passes with longer chunks."""
 
     def attend(
-        self,
-        query_NHD: Tensor,
-        keys_PKSD: Tensor,
-        values_PKSD: Tensor,
-        tiles: Tiles,
-        *,
-        scaling: float,
-        window: int | None,
+        self, query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, scoring: Scoring
     ) -> Tensor:
         """Causal attention of every tile to its sequence's blocks. Rows outside all tiles are undefined."""
 
@@ -114,14 +108,12 @@ class GpuStep:
     slot_N: Tensor  # where each row's keys and values go
     tiles: Tiles
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scoring: Scoring) -> Tensor:
         keys_PKSD, values_PKSD = self.cache.layer(layer)
         if key_NKD.shape[1:] != keys_PKSD.shape[1::2] or value_NKD.shape != key_NKD.shape:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"layer {layer} has keys of {list(key_NKD.shape[1:])} and values of {list(value_NKD.shape[1:])}, but "
-                f"the model's configuration says {list(keys_PKSD.shape[1::2])} (heads, size): use another engine"
+                f"the model's configuration says {list(keys_PKSD.shape[1::2])} (heads, size)"
             )
         self.kernels.write(key_NKD, value_NKD, keys_PKSD, values_PKSD, self.slot_N)
-        return self.kernels.attend(query_NHD, keys_PKSD, values_PKSD, self.tiles, scaling=scaling, window=window)
+        return self.kernels.attend(query_NHD, keys_PKSD, values_PKSD, self.tiles, scoring)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, Tiles, key_value_shape
 from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
-from agent_r1.engines.local.request import Chunk, Draw, ReadDraws, Request
+from agent_r1.engines.local.request import Chunk, Draw, ReadDraws, Request, SamplingKind
 from agent_r1.engines.local.sampling import nucleus, support_ids
 from agent_r1.errors import ConfigError
 
@@ -118,7 +117,7 @@ class GpuRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
         ordered = self._load(chunks)
-        drawing = [chunk for chunk in ordered if chunk.samples]
+        drawing = [chunk for chunk in ordered if chunk.count]
         self._cache.copy([pair for chunk in chunks for pair in chunk.copies])
         rows, width = len(drawing), self._width(drawing)
         most = max((chunk.count for chunk in drawing), default=0)
@@ -132,9 +131,9 @@ class GpuRunner(ModelRunner):
 
     def _width(self, drawing: Sequence[Chunk]) -> Width:
         """A power of two if supports are returned, so that a few buffers and graphs serve all settings."""
-        settings = [chunk.request.sampling for chunk in drawing]
-        if not any(map(is_filtered, settings)):
+        if not any(map(is_filtered, {chunk.request.kind for chunk in drawing})):
             return None
+        settings = [chunk.request.sampling for chunk in drawing]
         most = max(sampling.top_k if sampling.keep_support else 0 for sampling in settings)
         width = min(1 << (most - 1).bit_length(), self.config.vocab_size) if most else 0
         if width:
@@ -155,7 +154,7 @@ class GpuRunner(ModelRunner):
     def logits_of(self, steps: Sequence[Sequence[Chunk]]) -> Tensor:
         for chunks in steps:
             ordered = self._load(chunks)
-            if all(chunk.length == 1 and chunk.samples for chunk in chunks):
+            if all(chunk.length == 1 and chunk.count for chunk in chunks):
                 logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
             else:
                 logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
@@ -268,7 +267,7 @@ class GpuRunner(ModelRunner):
         """Load the next step onto the device; returns the chunks in the order of its rows."""
         ordered = in_order(chunks)
         self._state.load(ordered, self._before, self.config.vocab_size)
-        self._before = {chunk.request: row for row, chunk in enumerate(ordered) if chunk.samples}
+        self._before = {chunk.request: row for row, chunk in enumerate(ordered) if chunk.count}
         return ordered
 
     def _lay_out(self, ordered: Sequence[Chunk]) -> int:
@@ -305,8 +304,9 @@ def load_triton_kernels() -> Kernels:
     return triton_kernels
 
 
-def is_filtered(sampling: Sampling) -> bool:
-    return bool(sampling.temperature) and (sampling.top_k > 0 or sampling.top_p < 1)
+def is_filtered(kind: SamplingKind) -> bool:
+    temperature, top_p, top_k, _ = kind
+    return bool(temperature) and (top_k > 0 or top_p < 1)
 
 
 def splits_for(programs: int) -> int:

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.request import Chunk, Request, SamplingKind
 from agent_r1.engines.local.sampling import Kept, ragged
 
 MAX_STOP_IDS = 16
@@ -44,7 +43,7 @@ class State:
     drawn_CR: Tensor  # tokens sampled in this step; -1: none
     logprob_CR: Tensor
     passes: Tensor  # number of passes of this step so far
-    settings: list[Sampling] = field(default_factory=list)  # loaded last
+    kinds: list[SamplingKind] = field(default_factory=list)  # of the first rows, as loaded
     # By K: the ids that were sampled from, [C, R, K]. Never replaced, because captured graphs write to them.
     supports: dict[int, Tensor] = field(default_factory=dict)
 
@@ -78,7 +77,7 @@ class State:
 
     def load(self, ordered: Sequence[Chunk], before: Mapping[Request, int], vocab: int) -> None:
         """Load the next step. `before`: rows of the previous step, which sequences in flight continue from."""
-        drawing = [chunk for chunk in ordered if chunk.samples]
+        drawing = [chunk for chunk in ordered if chunk.count]
         rows = len(drawing)
         tables = block_tables(ordered)
         put(self.table_RW[: len(ordered), : tables.shape[1]], tables)
@@ -99,21 +98,23 @@ class State:
         uniform_RC = np.zeros((len(drawing), len(self.uniform_CR)), dtype=np.float32)
         uniform_RC[np.arange(len(self.uniform_CR)) < counts_R1] = np.concatenate([*numbers, []])
         put(self.uniform_CR[:, : len(drawing)], np.minimum(uniform_RC.T, np.float32(1 - 2.0**-24)))
-        settings = [chunk.request.sampling for chunk in drawing]
-        if settings != self.settings:  # usually equal while a batch continues
-            self.settings = []  # in case loading fails
-            self._load_settings(settings, vocab)
-            self.settings = settings
+        kinds = [chunk.request.kind for chunk in drawing]
+        if kinds != self.kinds[: len(kinds)]:  # usually all rows have one
+            self.kinds = []  # in case loading fails
+            self._load_kinds(kinds, vocab)
+            self.kinds = kinds
 
-    def _load_settings(self, settings: list[Sampling], vocab: int) -> None:
+    def _load_kinds(self, kinds: list[SamplingKind], vocab: int) -> None:
         """At temperature 0 nothing is filtered."""
-        rows, device = len(settings), self.token_R.device
-        floats = np.array([(s.temperature, s.top_p if s.temperature else 1.0) for s in settings], dtype=np.float32)
-        self.temperature_R[:rows], self.top_p_R[:rows] = to_device(floats.reshape(rows, 2).T, device)
-        put(self.top_k_R[:rows], np.array([(s.top_k or vocab) if s.temperature else vocab for s in settings], np.int64))
-        distinct = {s.stop_ids for s in settings}  # usually one
+        rows, device = len(kinds), self.token_R.device
+        temperatures, top_ps, top_ks, stop_ids = zip(*kinds, strict=True)
+        floats = np.array([temperatures, [p if t else 1.0 for t, p in zip(temperatures, top_ps, strict=True)]])
+        self.temperature_R[:rows], self.top_p_R[:rows] = to_device(floats.astype(np.float32), device)
+        most = [(k or vocab) if t else vocab for t, k in zip(temperatures, top_ks, strict=True)]
+        put(self.top_k_R[:rows], np.array(most, np.int64))
+        distinct = set(stop_ids)  # usually one
         stops = np.full((1 if len(distinct) == 1 else rows, MAX_STOP_IDS), -1, dtype=np.int64)
-        for row, ids in enumerate(distinct if len(distinct) == 1 else (s.stop_ids for s in settings)):
+        for row, ids in enumerate(distinct if len(distinct) == 1 else stop_ids):
             stops[row, : len(ids)] = ids
         self.stop_RE[:rows] = to_device(stops, device)
 
@@ -196,10 +197,10 @@ class FirstPass:
         put(self.sequence_T[: len(owner)], owner)
         put(self.row_T[: len(owner)], starts[owner] + offset)
         put(self.count_T[: len(owner)], np.minimum(tile, lengths[owner] - offset))
-        last = (starts + lengths - 1)[: sum(chunk.samples for chunk in ordered)]
+        last = (starts + lengths - 1)[: sum(chunk.count > 0 for chunk in ordered)]
         put(self.last_R[: len(last)], last)
         # Single tokens that sample come first. They may be known to the device only, or the sequence may have ended.
-        singles = sum(chunk.samples and chunk.length == 1 for chunk in ordered)
+        singles = sum(chunk.count > 0 and chunk.length == 1 for chunk in ordered)
         self.ids_N[:singles] = state.token_R[:singles]
         self.slot_N[:singles] = torch.where(state.ended_R[:singles], trash, self.slot_N[:singles])
         return total
@@ -207,7 +208,9 @@ class FirstPass:
 
 def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     """The order of rows: single tokens that sample, longer chunks that sample, the rest."""
-    return sorted(chunks, key=lambda chunk: (not chunk.samples, chunk.length > 1))
+    if all(chunk.count for chunk in chunks):  # planned in this order already
+        return list(chunks)
+    return sorted(chunks, key=lambda chunk: (not chunk.count, chunk.length > 1))
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from agent_r1.attention import Scoring, plain_attention
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 
@@ -22,10 +23,8 @@ def tokens_per_tile(query_heads: int, key_heads: int) -> int:
     return 4
 
 
-def attend(
-    query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, *, scaling: float, window: int | None
-) -> Tensor:
-    size, group = keys_PKSD.shape[2], query_NHD.shape[1] // keys_PKSD.shape[1]
+def attend(query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, scoring: Scoring) -> Tensor:
+    size, window = keys_PKSD.shape[2], scoring.window
     out_NHD = torch.zeros_like(query_NHD)
     for tile, (row_of_tile, count) in enumerate(zip(tiles.row_T.tolist(), tiles.count_T.tolist(), strict=True)):
         assert count <= tiles.tokens
@@ -34,10 +33,13 @@ def attend(
             first = 0 if window is None else max(0, last - window + 1)
             seen = torch.arange(first, last + 1, device=query_NHD.device)
             blocks = tiles.table_QW[int(tiles.sequence_T[tile])][seen // size].long()
-            keys_LHD = keys_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
-            values_LHD = values_PKSD[blocks, :, seen % size].repeat_interleave(group, dim=1).float()
-            weights_HL = torch.softmax(torch.einsum("hd,lhd->hl", query_NHD[row].float(), keys_LHD) * scaling, dim=-1)
-            out_NHD[row] = torch.einsum("hl,lhd->hd", weights_HL, values_LHD).to(out_NHD.dtype)
+            keys_KLD, values_KLD = (
+                pool[blocks, :, seen % size].transpose(0, 1).float() for pool in (keys_PKSD, values_PKSD)
+            )
+            hidden_1L = torch.zeros(1, len(seen), dtype=torch.bool, device=query_NHD.device)
+            query_HD = query_NHD[row].float()
+            out_1HCD = plain_attention(query_HD[None, :, None], keys_KLD[None], values_KLD[None], hidden_1L, scoring)
+            out_NHD[row] = out_1HCD[0, :, 0].to(out_NHD.dtype)
     return out_NHD
 
 

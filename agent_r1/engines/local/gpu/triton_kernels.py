@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agent_r1.attention import Scoring
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -47,9 +48,10 @@ def write(key_NKD: Tensor, value_NKD: Tensor, keys_PKSD: Tensor, values_PKSD: Te
 
 @triton.jit
 def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW, sequence_T, row_T, count_T, scale,
-            query_row, query_head, out_row, out_head, table_row, window, KEYS_HEADS: tl.constexpr, GROUP: tl.constexpr,
-            GROUP_PAD: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-            STEP: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            query_row, query_head, out_row, out_head, table_row, window, softcap, sinks_H, KEYS_HEADS: tl.constexpr,
+            GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+            D_PAD: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+            CAPPED: tl.constexpr, SUNK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(count_T + tile)
     if count == 0:
@@ -58,11 +60,10 @@ def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW,
     m = tl.arange(0, M)
     token, member = m // GROUP_PAD, m % GROUP_PAD
     used = (token < count) & (member < GROUP)
-    d = tl.arange(0, D_PAD)
+    d, n = tl.arange(0, D_PAD), tl.arange(0, STEP)
     first_row = tl.load(row_T + tile).to(tl.int64)
     first = tl.load(position_N + first_row).to(tl.int32)
-    position = first + token
-    row = first_row + token
+    position, row = first + token, first_row + token
     query_head_index = head * GROUP + member
     q = tl.load(query + (row * query_row + query_head_index * query_head)[:, None] + d[None, :],
                 mask=used[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
@@ -76,10 +77,11 @@ def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW,
     begin += split * share
     end = tl.minimum(end, begin + share)
 
-    top = tl.full([M], -1e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    top, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
+    if SUNK:  # the sink is a first key without a value
+        sink = tl.load(sinks_H + query_head_index, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
     acc = tl.zeros([M, D_PAD], tl.float32)
-    n = tl.arange(0, STEP)
     for start in range(begin, end, STEP):
         seen = start + n
         inside = seen < end
@@ -88,6 +90,8 @@ def _attend(query, keys, values, out, partial, normaliser, position_N, table_QW,
         here = inside[None, :] & (d < D)[:, None]
         k = tl.load(keys + place[None, :] * D + d[:, None], mask=here, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2_E)
+        if CAPPED:  # tanh(x) = 2 sigmoid(2x) - 1; the cap is in the unit of the scores
+            scores = softcap * (2 * tl.sigmoid(scores * (2 / softcap)) - 1)
         visible = inside[None, :] & (seen[None, :] <= position[:, None])
         if WINDOWED:
             visible &= seen[None, :] > position[:, None] - window
@@ -133,9 +137,7 @@ def tokens_per_tile(query_heads: int, key_heads: int) -> int:
     return max(1, 64 // triton.next_power_of_2(query_heads // key_heads))
 
 
-def attend(
-    query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, *, scaling: float, window: int | None
-) -> Tensor:
+def attend(query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, scoring: Scoring) -> Tensor:
     (rows, heads, size), (_, key_heads, block_size, _) = query_NHD.shape, keys_PKSD.shape
     tokens, splits, count_T = tiles.tokens, tiles.splits, tiles.count_T
     assert keys_PKSD.shape == values_PKSD.shape, "keys and values of different sizes have no kernel"
@@ -147,16 +149,19 @@ def attend(
     half = query_NHD.dtype != torch.float32
     d_pad = max(16, triton.next_power_of_2(size))
     partial = normaliser = out_NHD
+    sinks_H = out_NHD if scoring.sinks_H is None else scoring.sinks_H
+    cap = (scoring.softcap or 1.0) * LOG2_E.value
     if splits > 1:
         partial = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query_NHD.device)
         normaliser = torch.empty(rows, heads, splits, dtype=torch.float32, device=query_NHD.device)
     _attend[len(count_T), key_heads, splits](
         query_NHD, keys_PKSD, values_PKSD, out_NHD, partial, normaliser, tiles.position_N, tiles.table_QW,
-        tiles.sequence_T, tiles.row_T, count_T, scaling, query_NHD.stride(0), query_NHD.stride(1), out_NHD.stride(0),
-        out_NHD.stride(1), tiles.table_QW.stride(0), window or 0, KEYS_HEADS=key_heads, GROUP=group, GROUP_PAD=padded,
-        TOKENS=tokens, S=block_size, D=size, D_PAD=d_pad, STEP=64 if d_pad <= 128 else 32, SPLITS=splits,
-        WINDOWED=window is not None, PRECISION="tf32" if half else "ieee", num_warps=2 if tokens == 1 else 4,
-        num_stages=3 if half else 2,
+        tiles.sequence_T, tiles.row_T, count_T, scoring.scale, query_NHD.stride(0), query_NHD.stride(1),
+        out_NHD.stride(0), out_NHD.stride(1), tiles.table_QW.stride(0), scoring.window or 0, cap,
+        sinks_H, KEYS_HEADS=key_heads, GROUP=group, GROUP_PAD=padded, TOKENS=tokens, S=block_size, D=size, D_PAD=d_pad,
+        STEP=64 if d_pad <= 128 else 32, SPLITS=splits, WINDOWED=scoring.window is not None,
+        CAPPED=scoring.softcap is not None, SUNK=scoring.sinks_H is not None, PRECISION="tf32" if half else "ieee",
+        num_warps=2 if tokens == 1 else 4, num_stages=3 if half else 2,
     )  # fmt: skip
     if splits > 1:
         _join[rows, heads](partial, normaliser, out_NHD, count_T, out_NHD.stride(0), out_NHD.stride(1), SPLITS=splits,

@@ -1,0 +1,276 @@
+"""What `agent-r1 train` does before training: choose the run directory, check the config, start or join the ranks.
+
+Training itself is in `commands/train.py`, which imports transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from agent_r1.cli.dry_run import print_training_plan
+from agent_r1.cli.terminal import Interrupted, Terminal
+from agent_r1.config import RunConfig, change_config, load_config, parse_config, recipe_name
+from agent_r1.errors import ConfigError, RankError
+from agent_r1.ranks.crew import Crew
+from agent_r1.ranks.rank_env import place_of_rank
+from agent_r1.runs.reader import is_run, list_checkpoints
+from agent_r1.runs.run_dir import RunDir, new_run_path
+
+if TYPE_CHECKING:
+    from agent_r1.build.plan import Plan
+    from agent_r1.ranks.rank_crew import RankCrew
+
+# The settings of an existing run that may be changed when it continues.
+RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to train, and where."""
+
+    config: RunConfig
+    words: list[str]  # of the command line, without the run directory
+    path: Path | None  # None: a new one
+    resume: bool = False
+    changes: bool = False  # to the config of an existing run
+    done: int | None = None  # the step of the checkpoint that training continues from
+
+
+def new_job(recipe: str, overrides: Sequence[str], run: Path | None, *, may_continue: bool) -> Job:
+    """Read a recipe. With `may_continue`, continue the run in the directory if there is one."""
+    config = load_config(recipe, overrides)  # before torch is imported, so that a misspelt key fails at once
+    if may_continue:
+        if run is None:
+            raise ConfigError("--continue needs --run DIR: the directory of the run to start or to continue")
+        if is_run(RunDir(run).path) and not (existing := RunDir.open(run)).is_bare():
+            return _continued(existing, config)
+    return Job(config=config, words=[recipe, *overrides], path=run)
+
+
+def resumed_job(path: Path, changes: Sequence[str]) -> Job:
+    """Continue the run in this directory."""
+    directory = RunDir.open(path)
+    config = change_config(parse_config(directory.settings), changes, RESUME_SETTINGS)
+    return _resumed(directory, config, changes)
+
+
+def _continued(directory: RunDir, wanted: RunConfig) -> Job:
+    """Continue a run that was started with the same settings."""
+    stored, given = flatten(parse_config(directory.settings).model_dump()), flatten(wanted.model_dump())
+    changed = [name for name in {**stored, **given} if stored.get(name) != given.get(name)]
+    if fixed := [name for name in changed if name not in RESUME_SETTINGS]:
+        name = fixed[0]
+        raise ConfigError(
+            f"{directory} was started with {name}={stored.get(name)}, not {given.get(name)}: give the same settings, "
+            "or choose another directory"
+        )
+    return _resumed(directory, wanted, [f"{name}={_word(given[name])}" for name in changed])
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _resumed(directory: RunDir, config: RunConfig, changes: Sequence[str]) -> Job:
+    saved = list_checkpoints(directory.checkpoints)
+    done = saved[-1][0] if saved else None
+    if changes and done is not None and config.trainer.steps < done:
+        raise ConfigError(f"trainer.steps={config.trainer.steps}: {directory} has already done {done} steps; set more")
+    return Job(config=config, words=list(changes), path=directory.path, resume=True, changes=bool(changes), done=done)
+
+
+def flatten(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return the settings by their dotted names."""
+    if not isinstance(tree, dict) or not tree:
+        return {name: tree}
+    return {key: value for part in tree for key, value in flatten(tree[part], f"{name}{name and '.'}{part}").items()}
+
+
+def run_job(job: Job, console: Console, *, gpus: int | None, dry_run: bool, crew: Crew) -> None:
+    """Train here, or on as many ranks as there are `gpus`."""
+    from agent_r1.build.plan import build_plan
+    from agent_r1.ranks.rank_crew import RankCrew
+
+    if isinstance(crew, RankCrew):
+        if gpus is not None:
+            raise ConfigError("--gpus starts the ranks itself: leave it out under torchrun and srun")
+        _join_group(crew, job)
+    if gpus is not None:
+        _check_gpus(job.config, gpus)
+    # Finds mistakes before a run directory or a model exists.
+    plan = build_plan(job.config, resume=job.done is not None)
+    settings = _check_verl(job, plan, gpus, crew, dry_run=dry_run) if job.config.backend == "verl" else None
+    if dry_run:
+        print_training_plan(job.config, plan, console, done=job.done, settings=settings)
+    elif gpus is not None and gpus > 1:
+        _launch(job, gpus)
+    else:
+        _train(job, plan, console, crew)
+
+
+def _check_gpus(config: RunConfig, count: int) -> None:
+    import torch
+
+    from agent_r1.build.models.device import model_device
+
+    if model_device(config).type == "cuda" and count > (found := torch.cuda.device_count()):
+        raise ConfigError(f"--gpus {count}: this machine has only {found}. Use --gpus {found}, or torchrun on several")
+
+
+def _check_verl(job: Job, plan: Plan, gpus: int | None, crew: Crew, *, dry_run: bool) -> dict[str, Any]:
+    """Return the settings of verl."""
+    from agent_r1.backends.verl.launch import check_verl, require_verl
+
+    if gpus is not None or crew.ranks.size > 1:
+        raise ConfigError(
+            "backend=verl starts its own processes: leave out --gpus, torchrun and srun; set verl.workers"
+        )
+    if not dry_run:
+        require_verl()
+    return check_verl(job.config, plan)
+
+
+def _launch(job: Job, size: int) -> None:
+    from agent_r1.ranks.launch import launch, same_program
+
+    path = job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
+    place = ["--resume" if job.resume else "--run", str(path)]
+    code, cause = launch(same_program(["train", *job.words, *place]), size)
+    if cause is not None:
+        from agent_r1.cli.commands.train import describe_kept
+
+        raise RankError(f"{cause}\n{describe_kept(RunDir(path), gpus=size)}")
+    if code:
+        raise typer.Exit(code)
+
+
+def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
+    from agent_r1.cli.commands.train import rank_log, run_training  # imports transformers
+
+    if crew.ranks.is_main:
+        directory = _directory(job)
+        if not job.resume:
+            console.print(Text(f"run directory {directory}"), soft_wrap=True)
+        crew.ranks.broadcast(directory.path)
+    else:
+        directory = RunDir(crew.ranks.broadcast(Path()))
+        _write_to(rank_log(directory, crew))
+    crew.run = directory.path
+    run_training(job.config, plan, directory, console, resume=job.resume, crew=crew)
+
+
+def _directory(job: Job) -> RunDir:
+    if not job.resume:
+        path = job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
+        return RunDir.create(path, job.config)
+    assert job.path is not None
+    directory = RunDir.open(job.path)
+    if job.changes:
+        with directory.locked():
+            directory.update_config(job.config)
+    return directory
+
+
+def _write_to(log: Path) -> None:
+    """Send everything that this process and its libraries print to a file."""
+    stream = log.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    for number in (1, 2):
+        os.dup2(stream.fileno(), number)
+    sys.stdout = sys.stderr = stream
+
+
+@contextmanager
+def joined(console: Console) -> Iterator[Crew]:
+    """Become one of the ranks if torchrun, srun or our launcher started this process as one of several.
+
+    Rank 0 prints; the others are silent, and their errors reach the user through rank 0.
+    """
+    place = place_of_rank(os.environ)
+    if place is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
+    if place is None or place.size == 1:
+        yield Crew()
+        return
+
+    from agent_r1.ranks.rank_crew import RankCrew
+
+    crew, screen = RankCrew(place), sys.stderr
+    console.quiet = place.rank > 0
+    crew.watch.report = lambda text: _report(crew, text, screen)
+    try:
+        yield crew
+    except BaseException as error:
+        _leave(crew, error, screen)
+        raise
+    crew.watch.stop(seconds=crew.watch.limit)
+
+
+def _join_group(crew: RankCrew, job: Job) -> None:
+    """Connect the ranks and check that all of them are about to do the same."""
+    from agent_r1.build.models.device import model_device
+    from agent_r1.build.recipe import code_digest
+    from agent_r1.build.task import named_code
+
+    if getattr(job.config.engine, "device", None) is not None:
+        raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
+    crew.connect(on_gpu=model_device(job.config).type == "cuda")
+    settings = job.config.model_dump(exclude={"recipe"})  # a path, which may differ between hosts
+    facts = {name: version(name) for name in ("agent-r1", "torch", "transformers")} | flatten(settings)
+    facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
+    crew.check_same({**facts, "step to continue from": job.done})
+
+
+def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
+    """End this rank after an error: find the cause, and let one rank report it. Returns if that is to raise it."""
+    from agent_r1.ranks.rank_crew import error_line, is_lost_peer
+    from agent_r1.ranks.watch import GRACE_SECONDS, claims_report
+
+    watch, is_main = crew.watch, crew.place.rank == 0
+    if isinstance(error, Interrupted | typer.Exit | SystemExit):  # all ranks end together
+        watch.stop(seconds=watch.limit)
+        if not is_main:  # the exit code of rank 0 counts
+            raise SystemExit(0) from None
+        return
+    is_consequence = is_lost_peer(error)
+    cause = watch.wait_for_failure(watch.limit + 5) if is_consequence else None
+    if cause is None:
+        cause = str(error) if isinstance(error, RankError) else watch.fail(f"failed: {error_line(error)}")
+    if not is_main:
+        traceback.print_exception(error)  # into the log of this rank
+        if watch.wait_for_report(2 * GRACE_SECONDS) or not claims_report(watch.store):
+            watch.stop(seconds=GRACE_SECONDS)
+            raise SystemExit(1) from None
+        _report(crew, cause, screen)
+        raise SystemExit(1) from None
+    reports = claims_report(watch.store)
+    watch.stop(seconds=GRACE_SECONDS)
+    if not reports:
+        raise SystemExit(1) from None
+    if is_consequence or isinstance(error, RankError):
+        raise RankError(_with_kept(crew, cause)) from None
+
+
+def _report(crew: RankCrew, text: str, screen: Any) -> None:
+    terminal = Terminal(file=screen)
+    terminal.show_cursor()  # a live display may have hidden it
+    terminal.print(Text.assemble(("error:", "bold red"), f" {_with_kept(crew, text)}"), soft_wrap=True)
+
+
+def _with_kept(crew: RankCrew, text: str) -> str:
+    if crew.run is None or "continue with:" in text:
+        return text
+    from agent_r1.cli.commands.train import describe_kept
+
+    return f"{text}\n{describe_kept(RunDir(crew.run))}"

@@ -1,0 +1,305 @@
+"""A slower engine for models that the local engine cannot compute: transformers' own `generate`, sampling by us.
+
+`generate` brings the cache that a model needs, whatever it holds. Requests are computed in batches, padded on the left
+if the model's logits stay the same, and of equal length otherwise. A batch runs until all its requests have ended, or
+until as many requests wait as still run: then those continue from their tokens in the next batch, beside the waiting
+ones. Nothing is kept between the requests of a session.
+
+Everything that requests know changes on the event loop; the worker thread only computes. So batches, and with them
+results, do not depend on timing as long as tools do not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+
+from agent_r1.attention import position_limit, short_windows
+from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, fix_rope
+from agent_r1.engines.local.request import Request
+from agent_r1.engines.local.request_engine import RequestEngine
+from agent_r1.engines.local.sampling import Kept, sample
+from agent_r1.errors import RolloutError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+SETTLE_TURNS = 32  # of the event loop after an answer, in which the episode can send its next request
+LOOP_CHECK_SECONDS = 1.0  # between checks whether the event loop still exists
+# Ways to compute, fastest first: transformers' attention, and whether sequences are padded to one length.
+WAYS = (("sdpa", True), ("eager", True), ("sdpa", False), ("eager", False))
+FORCED = 3  # tokens that each probe is continued by
+
+Draws = list[tuple[Request, int, float, Kept | None]]
+
+
+class Batcher:
+    """A `RequestQueue` that forms batches."""
+
+    def __init__(self, *, max_running: int, max_cached_tokens: int) -> None:
+        self.capacity = max_cached_tokens
+        self.pads = True  # whether a batch may hold requests of different lengths
+        self.waiting: deque[Request] = deque()
+        self._max_running = max_running
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        request.live = False
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def release(self, session: str) -> None:
+        """Nothing is cached."""
+
+    def forget(self) -> None:
+        """Nothing is cached."""
+
+    def known_tokens(self, session: str) -> list[int]:
+        return []
+
+    def take(self) -> list[Request]:
+        """Remove and return the next batch: the oldest request, and those that fit beside it."""
+        batch: list[Request] = []
+        longest = 0
+        for request in self.waiting:
+            size = max(longest, len(request.tokens) + request.left)
+            fits = len(batch) < self._max_running and size * (len(batch) + 1) <= self.capacity
+            if fits and (self.pads or not batch or len(request.tokens) == len(batch[0].tokens)):
+                batch.append(request)
+                longest = size
+        self.waiting = deque(request for request in self.waiting if request not in batch)
+        return batch
+
+
+class TransformersEngine(RequestEngine):
+    """Takes over its model, so pass a copy of the learner's.
+
+    max_running: requests computed at the same time.
+    max_cached_tokens: bound on the requests of a batch times the longest of them, response included.
+    threads: torch threads of the worker thread; None leaves torch's setting.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        seed: int,
+        max_running: int,
+        max_cached_tokens: int,
+        threads: int | None = None,
+    ) -> None:
+        self._batcher = Batcher(max_running=max_running, max_cached_tokens=max_cached_tokens)
+        super().__init__(
+            self._batcher,
+            vocab=model.get_input_embeddings().num_embeddings,
+            max_positions=position_limit(model.config) or max_cached_tokens,
+            seed=seed,
+            threads=threads,
+        )
+        self._model: Any = model.eval().requires_grad_(False)
+        self._model.generation_config = GenerationConfig()  # the model's own would add penalties and stop tokens
+        self._playing: asyncio.Future[None] | None = None  # the batch on the worker
+        if model.device.type == "cuda":
+            self._on_worker(lambda: torch.cuda.set_device(model.device))  # torch remembers it per thread
+        self._on_worker(self._choose_way)
+        self.startup_seconds = time.perf_counter() - self._started
+
+    def _copy_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        copy_weights(self._model, source)
+
+    async def _settle(self) -> None:
+        while self._playing is not None:  # its requests have ended, but the worker may still wait for this loop
+            await asyncio.wait([self._playing])
+
+    async def _drive(self) -> None:
+        error: RolloutError | None = None
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                for _ in range(SETTLE_TURNS):
+                    await asyncio.sleep(0)
+                batch = self._batcher.take()
+                if not batch:
+                    return
+                self._playing = loop.run_in_executor(self._worker, self._play, batch, loop)
+                try:
+                    await self._playing
+                finally:
+                    self._playing = None
+                self._batcher.waiting.extendleft(request for request in reversed(batch) if request.live)
+        except Exception as failure:
+            logger.exception("a batch of the transformers engine failed")
+            error = RolloutError(f"the engine's batch failed: {failure!r}")
+            error.__cause__ = failure
+        finally:
+            self._end(error)
+
+    def _play(self, batch: list[Request], loop: asyncio.AbstractEventLoop) -> None:
+        """Sample for all requests of a batch, on the worker."""
+        counts = [len(request.logprobs) for request in batch]
+        running = dict(enumerate(batch))
+
+        def choose(scores_BV: Tensor) -> list[int] | None:
+            for index in [index for index, request in running.items() if not request.live]:
+                del running[index]
+            if not running:
+                return None
+            rows = torch.tensor(list(running), device=scores_BV.device)
+            settings = [request.sampling for request in running.values()]
+            uniforms = [request.uniforms[counts[index]] for index, request in running.items()]
+            drawn = sample(scores_BV[rows], settings, uniforms)
+            draws: Draws = list(zip(running.values(), *drawn, strict=True))
+            chosen = [0] * len(batch)
+            ended = False
+            for (index, request), (_, token, logprob, _) in zip(list(running.items()), draws, strict=True):
+                chosen[index] = token
+                counts[index] += 1
+                if _ends(request, token, counts[index]) or not math.isfinite(logprob):
+                    ended = True
+                    del running[index]
+            if not ended:
+                loop.call_soon_threadsafe(self._record, draws)
+                return chosen
+            return chosen if self._wait_for(loop, draws, len(running)) else None
+
+        with torch.inference_mode():
+            self._generate([request.tokens for request in batch], max(request.left for request in batch), choose)
+
+    def _wait_for(self, loop: asyncio.AbstractEventLoop, draws: Draws, running: int) -> bool:
+        """Let the event loop answer requests and take new ones; returns whether to go on with the batch."""
+
+        async def answer() -> bool:
+            self._record(draws)
+            for _ in range(SETTLE_TURNS):
+                await asyncio.sleep(0)
+            return len(self._batcher.waiting) < running
+
+        answered = asyncio.run_coroutine_threadsafe(answer(), loop)
+        while True:
+            try:
+                return answered.result(LOOP_CHECK_SECONDS)
+            except TimeoutError:
+                if loop.is_closed():
+                    return False
+            except CancelledError:
+                return False
+
+    def _record(self, draws: Draws) -> None:
+        for request, token, logprob, kept in draws:
+            if not request.live:
+                continue
+            if not math.isfinite(logprob):
+                self._fail_broken(request)
+                continue
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.kept += [kept] if kept is not None else []
+            if _ends(request, token, len(request.logprobs)):
+                request.live = False
+                self._answer(request)
+        self._deliver()
+
+    def _generate(self, prompts: Sequence[list[int]], most: int, choose: Callable[[Tensor], list[int] | None]) -> None:
+        """Run transformers' generate. `choose` gets the logits, [B, V], and returns the next tokens or None to stop."""
+        width, device = max(map(len, prompts)), self._model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        steps = _Steps(choose)
+        self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, pad_token_id=0, use_cache=True),
+            logits_processor=[steps],
+            stopping_criteria=[_Stop(steps)],
+        )
+
+    @torch.inference_mode()
+    def _choose_way(self) -> None:
+        """Find the fastest way whose logits are those of the model's plain forward pass, without a cache."""
+        model, errors = self._model, list[str]()
+        with short_windows(model):
+            model.set_attn_implementation("eager")  # the model's own definition, without fused kernels
+            expected = [[self._plain_logits(ids) for ids in probes] for probes in self._probes()]
+            fix_rope(model)
+            for attention, self._batcher.pads in WAYS:
+                try:
+                    model.set_attn_implementation(attention)
+                except ValueError:  # the model has no such attention
+                    continue
+                # One set that agrees is enough: in half precision, the last bit can decide between activations.
+                found = [self._compare(*each) for each in zip(self._probes(), expected, strict=True)]
+                if None in found:
+                    return
+                errors += [error for error in found if error is not None]
+        raise UnsupportedModelError(
+            f"the logits of {type(model).__name__} with its cache differ from those without, by {errors[-1]}"
+        )
+
+    def _probes(self) -> list[list[list[int]]]:
+        """Sets of two sequences of one length and a longer one, from the middle of the vocabulary."""
+        starts = [self._vocab * (3 + number) // 10 for number in range(NUM_PROBES)]
+        shapes = [(5, 5), (7, 5), (11, 9)]  # step, length before the forced tokens
+        return [
+            [[(start + step * i) % self._vocab for i in range(length + FORCED)] for step, length in shapes]
+            for start in starts
+        ]
+
+    def _plain_logits(self, ids: list[int]) -> Tensor:
+        batch = torch.tensor([ids], device=self._model.device)
+        logits: Tensor = self._model(input_ids=batch, use_cache=False).logits[0, -FORCED - 1 : -1]
+        return logits.float()
+
+    def _compare(self, probes: list[list[int]], expected: list[Tensor]) -> str | None:
+        """Describe how far off the logits are; None if they agree."""
+        got: list[Tensor] = []
+        for part in [probes] if self._batcher.pads else [probes[:2], probes[2:]]:
+            seen: list[Tensor] = []
+
+            def force(scores_BV: Tensor, seen: list[Tensor] = seen, part: list[list[int]] = part) -> list[int]:
+                seen.append(scores_BV.float())
+                return [ids[len(ids) - FORCED + len(seen) - 1] for ids in part]
+
+            self._generate([ids[:-FORCED] for ids in part], FORCED, force)
+            got += torch.stack(seen, dim=1).unbind(0)
+        dtype = self._model.get_input_embeddings().weight.dtype  # the head may have a higher precision
+        tolerance = max(1e-4, 8 * torch.finfo(dtype).eps)
+        scale = torch.cat(expected).abs().max().item()
+        error = (torch.cat(got) - torch.cat(expected)).abs().max().item()
+        return None if error <= tolerance * scale else f"{error:.3g} where the largest is {scale:.3g}"
+
+
+def _ends(request: Request, token: int, count: int) -> bool:
+    return token in request.sampling.stop_ids or count == request.sampling.max_tokens
+
+
+class _Steps(LogitsProcessor):  # type: ignore[misc]
+    """Leaves only the chosen tokens possible."""
+
+    def __init__(self, choose: Callable[[Tensor], list[int] | None]) -> None:
+        self._choose = choose
+        self.stopped = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = self._choose(scores)
+        self.stopped = chosen is None
+        ids_B1 = torch.tensor(chosen or [0] * len(scores), device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, ids_B1, 0.0)
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), self._steps.stopped, device=input_ids.device)

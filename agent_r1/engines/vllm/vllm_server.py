@@ -1,0 +1,200 @@
+"""One vLLM server seen through HTTP: what it runs, sampling, weight updates, sleep.
+
+Raises `ServerDown` whenever the server itself is at fault, so that the engine can turn to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+
+from agent_r1.engines.vllm.answers import GENERATE, TIES
+from agent_r1.engines.vllm.server_process import ServerProcess, check_version
+from agent_r1.errors import ConfigError, RolloutError
+
+HEALTH_SECONDS = 10.0  # time limit of a health check
+UPDATE_SECONDS = 60.0  # to read weights, sleep or wake; engine.start_seconds if that is longer
+POLL_SECONDS = 0.5
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+
+
+class ServerDown(Exception):
+    """The server cannot be reached or its engine has died; the request itself may be fine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a server must have been started with."""
+
+    max_context_tokens: int
+    top_k: int  # of training, whose kept ids must be returned; 0: none
+    tied: bool  # the model's output head is tied, which must be undone on the server
+    vocabulary_size: int
+    lora_rank: int = 0  # of the adapters that are sent; 0: none are
+    shape: Mapping[str, Any] = field(default_factory=dict)  # of the model, by name as in its config.json
+
+    def arguments(self) -> list[str]:
+        """Return the server's arguments, for those that we start and for messages."""
+        untie = ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
+        top = ["--max-logprobs", str(self.top_k + TIES)] if self.top_k else []
+        lora = ["--enable-lora", "--max-lora-rank", str(self._max_rank())] if self.lora_rank else []
+        return [
+            "--enable-scale-out",  # the endpoint that takes and returns token ids
+            *("--max-model-len", str(self.max_context_tokens)),
+            *("--logprobs-mode", "processed_logprobs"),
+            *top,
+            *untie,
+            *lora,
+        ]
+
+    def _max_rank(self) -> int:
+        """Return the smallest limit that vLLM takes."""
+        for rank in LORA_RANKS:
+            if rank >= self.lora_rank:
+                return rank
+        raise ConfigError(f"lora.rank={self.lora_rank} is more than vLLM takes ({LORA_RANKS[-1]}): lower it")
+
+
+@dataclass(eq=False, kw_only=True)
+class Server:
+    """A server, started by us if it has a process."""
+
+    url: str
+    headers: dict[str, str] = field(default_factory=dict)
+    process: ServerProcess | None = None
+    alive: bool = True
+    adapter: str | None = None  # the one that it samples with
+    sessions: int = 0  # that stay on it, for its cache
+    restarts: int = 0
+
+    def __str__(self) -> str:
+        return f"the vLLM server {self.url}"
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait for a start. Raises ConfigError if the server ends or is not ready in time."""
+        end = time.monotonic() + seconds
+        while True:
+            if self.process is not None and self.process.ended:
+                raise ConfigError(f"{self} ended while it started: {self.process.cause()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=HEALTH_SECONDS, trust_env=False).is_success:
+                    return
+                problem = "it says that it is not healthy"
+            except httpx.TransportError as error:
+                problem = str(error) or type(error).__name__
+            if self.process is None or time.monotonic() > end:
+                hint = (
+                    "start it first, or correct engine.urls"
+                    if self.process is None
+                    else f"see {self.process.log}, or raise engine.start_seconds={seconds:g}"
+                )
+                raise ConfigError(f"{self} cannot be reached ({problem}): {hint}")
+            time.sleep(POLL_SECONDS)
+
+    def check(self, wanted: Wanted) -> bool:
+        """Raise ConfigError if the server cannot serve this run. Returns whether its version was tested."""
+        with httpx.Client(base_url=self.url, headers=self.headers, timeout=120.0, trust_env=False) as client:
+            try:
+                tested = check_version(str(client.get("/version").json()["version"]), str(self))
+                answer = client.get("/server_info", params={"config_format": "json"})
+                if answer.status_code == httpx.codes.NOT_FOUND:
+                    raise ConfigError(f"{self} does not take weight updates: set VLLM_SERVER_DEV_MODE=1 to start it")
+                served = answer.json()["vllm_config"]
+                model = served["model_config"]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{self} does not answer like vLLM ({error!r}): check engine.urls") from error
+        _compare_shapes(str(self), Path(str(model.get("model"))) / "config.json", wanted.shape)
+        overrides = model.get("hf_overrides")
+        untied = isinstance(overrides, dict) and overrides.get("tie_word_embeddings") is False
+        if (
+            model.get("max_model_len", 0) < wanted.max_context_tokens
+            or model.get("logprobs_mode") != "processed_logprobs"
+            or (wanted.top_k and 0 <= model.get("max_logprobs", 0) < wanted.top_k + TIES)
+            or (wanted.tied and not untied)
+            or (served.get("lora_config") or {"max_lora_rank": 0})["max_lora_rank"] < wanted.lora_rank
+        ):
+            needed = " ".join(f"'{word}'" if word.startswith("{") else word for word in wanted.arguments())
+            raise ConfigError(f"{self} was started with other settings than this run needs: start it with {needed}")
+        return tested
+
+    async def generate(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
+        return await self._post(client, GENERATE, json=body)
+
+    async def update(self, client: httpx.AsyncClient, path: str) -> None:
+        """Replace the weights by those in a folder. Nothing may run."""
+        await self._post(client, "/pause", params={"mode": "abort"})
+        await self._post(client, "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._post(client, "/reset_prefix_cache")
+        await self._post(client, "/resume")
+
+    async def swap_adapter(self, client: httpx.AsyncClient, path: str) -> None:
+        """Sample with the adapter in a folder from now on. Its name is new, so that no cache of another one is used."""
+        old, name = self.adapter, f"agent-r1-{uuid4().hex}"
+        await self._post(client, LOAD_ADAPTER, is_json=False, json={"lora_name": name, "lora_path": path})
+        self.adapter = name
+        if old is not None:
+            await self._post(client, "/v1/unload_lora_adapter", is_json=False, json={"lora_name": old})
+
+    async def abort(self, client: httpx.AsyncClient, request_ids: list[str]) -> None:
+        await self._post(client, "/abort_requests", json={"request_ids": request_ids})
+
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        await self._post(client, "/sleep", params={"level": 1})  # keeps the weights on the host
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        await self._post(client, "/wake_up")
+
+    async def is_healthy(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"{self.url}/health", timeout=HEALTH_SECONDS)).is_success
+        except httpx.TransportError:
+            return False
+
+    async def _post(self, client: httpx.AsyncClient, path: str, *, is_json: bool = True, **arguments: Any) -> Any:
+        try:
+            answer = await client.post(f"{self.url}{path}", headers=self.headers, **arguments)
+            content = answer.json() if answer.content and is_json else None
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
+        except ValueError as error:
+            raise RolloutError(f"{self} answered {path} with {answer.text[:200]!r}, not JSON") from error
+        if answer.is_success:
+            return content
+        if path == LOAD_ADAPTER and answer.status_code == httpx.codes.NOT_FOUND:
+            raise ConfigError(f"{self} does not take adapters: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to start it")
+        problem = f"{answer.status_code} {answer.text[:300]}"
+        if answer.is_server_error and not await self.is_healthy(client):
+            raise ServerDown(problem)
+        raise RolloutError(f"{self} refused {path}: {problem}")
+
+
+async def in_time(work: Coroutine[Any, Any, None], start_seconds: float) -> None:
+    """Await what a server does between requests. Health checks watch only servers that sample, so this has a limit."""
+    seconds = max(UPDATE_SECONDS, start_seconds)
+    try:
+        await asyncio.wait_for(work, seconds)
+    except TimeoutError as error:
+        raise ServerDown(f"no answer within {seconds:g} s (engine.start_seconds)") from error
+
+
+def _compare_shapes(server: str, file: Path, shape: Mapping[str, Any]) -> None:
+    """Refuse another model, whose weights would end the server. Its directory may be on another machine: then skip."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for name, value in shape.items():
+        if name in found and found[name] != value:
+            raise ConfigError(
+                f"{server} serves another model ({file.parent}): its {name} is {found[name]!r}, that of model.path is "
+                f"{value!r}"
+            )

@@ -1,0 +1,63 @@
+"""Episodes as columns of numbers. Each block of summaries is converted once; blocks are joined when some were added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_r1.serve.view.summary import Summary
+
+NUMBERS = (
+    "reward", "outcome", "steps", "calls", "bad_calls", "tokens", "prompt_tokens", "seconds", "sampling", "waiting",
+)  # fmt: skip
+NAMES = ("row", "stop", "tools")  # columns of codes; "tools" is a combination, separated by zero characters
+Columns = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The columns of some summaries, with codes of their own for names."""
+
+    numbers: NDArray[Any]  # [summary, number]
+    names: dict[str, list[str]]
+    codes: dict[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Summary]) -> Part:
+        texts = {
+            "row": [r.row for r in rows],
+            "stop": [r.stop for r in rows],
+            "tools": ["\0".join(r.tools) for r in rows],
+        }
+        names = {column: list(dict.fromkeys(values)) for column, values in texts.items()}
+        codes = {}
+        for column, values in texts.items():
+            code = {name: number for number, name in enumerate(names[column])}
+            codes[column] = np.array([code[value] for value in values], np.int32)
+        return cls(np.array([[getattr(row, name) for name in NUMBERS] for row in rows], float), names, codes)
+
+
+def join(files: Sequence[tuple[str, int, Sequence[Part]]]) -> Columns:
+    """Return the columns of (kind, step, parts) of files: numbers, codes, the names of codes, and the default order."""
+    parts = [part for _, _, some in files for part in some]
+    counts = [sum(len(part.numbers) for part in some) for _, _, some in files]
+    numbers = np.concatenate([np.zeros((0, len(NUMBERS))), *(part.numbers for part in parts)])
+    columns: Columns = {name: numbers[:, index] for index, name in enumerate(NUMBERS)}
+    columns["step"] = np.repeat(np.array([step for _, step, _ in files], int), counts)
+    columns["position"] = np.concatenate([np.zeros(0, int), *map(np.arange, counts)])
+    kinds = sorted({kind for kind, _, _ in files})
+    columns["kind"] = np.repeat(np.array([kinds.index(kind) for kind, _, _ in files], int), counts)
+    columns["kind_names"] = np.array(kinds, object)
+    for column in NAMES:
+        names = sorted({name for part in parts for name in part.names[column]})
+        code = {name: number for number, name in enumerate(names)}
+        own = [np.array([code[name] for name in part.names[column]], int) for part in parts]
+        taken = (new[part.codes[column]] for new, part in zip(own, parts, strict=True))
+        columns[column] = np.concatenate([np.zeros(0, int), *taken])
+        columns[f"{column}_names"] = np.array(names, object)
+    columns["order"] = np.lexsort((columns["position"], columns["kind"], -columns["step"]))  # newest first
+    return columns

@@ -1,0 +1,139 @@
+"""One self-contained HTML file: the page, its style and scripts, the curves, and some of the episodes.
+
+It opens without a server and asks nobody for anything. Its Content-Security-Policy allows only the one script inside.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_r1.disk import write_atomically
+from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.serve.view.api import Api
+from agent_r1.serve.view.episodes import wait_until_read
+from agent_r1.serve.view.library import Library, OpenRun
+from agent_r1.serve.view.server import static_files
+
+READ_SECONDS = 3600.0
+PROMPT_TOKENS = 600  # longer prompts are left out: every step repeats the one before
+_IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
+
+
+def export_page(library: Library, target: Path, *, episodes: int) -> dict[str, int]:
+    """Write the file and return how many runs and episodes it holds."""
+    runs = library.runs()
+    if not runs:
+        raise ConfigError(f"no runs to export in {', '.join(map(str, library.places))}: name a run directory")
+    api = Api(library)
+    data, total = {}, 0
+    for run in runs:
+        wait_until_read(run.episodes, READ_SECONDS)
+        total += run.episodes.progress["total"]
+        data[run.name] = _run_data(api, run, max(1, episodes // len(runs)))
+    kept = sum(len(one["episodes"]) for one in data.values())
+    note = f"exported {time.strftime('%Y-%m-%d')}: {kept:,} of {total:,} episodes"
+    store = {"runs": api.runs({})["runs"], "data": data, "note": note}
+    text = _page(json.dumps(store, ensure_ascii=True, allow_nan=False, default=str))
+    with write_atomically(target) as part:
+        part.write_text(text, encoding="ascii")
+    return {"runs": len(runs), "episodes": kept, "total": total, "bytes": len(text)}
+
+
+def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
+    asked = {"run": run.name}
+    rows = _choose(run, episodes)
+    pages, tokens = {}, {}
+    for row in rows:
+        where = {**asked, "file": row["file"], "n": str(row["n"])}
+        try:
+            page = api.episode(where)
+        except AgentR1Error:
+            continue  # it stays in the table, as a record that cannot be read
+        pages[f"{row['file']}/{row['n']}"] = page
+        for index, step in enumerate(page["steps"]):
+            if step["prompt_tokens"] <= PROMPT_TOKENS:
+                tokens[f"{row['file']}/{row['n']}/{index}/0"] = api.tokens({**where, "step": str(index)})
+    return {
+        "metrics": api.metrics(asked),
+        "statistics": api.statistics(asked),
+        "config": api.config(asked),
+        "evaluations": api.evaluations(asked),
+        "episodes": rows,
+        "episode": pages,
+        "tokens": tokens,
+        "success_reward": run.success_reward,
+    }
+
+
+def _choose(run: OpenRun, count: int) -> list[dict[str, Any]]:
+    """Return beginnings of files: of the last and the first evaluation, the last and the first step, then others."""
+    files = [file.path.name.split(".")[0] for file in run.reader.files()]
+    order = list[str]()
+    for kind in ("eval", "train"):
+        names = [name for name in files if name.startswith(f"{kind}_")]
+        order += [*names[-1:], *names[:1]]
+    order += reversed(files)
+    share = max(1, count // max(1, min(4, len(files))))
+    chosen = list[dict[str, Any]]()
+    for name in dict.fromkeys(order):
+        kind, _, step = name.rpartition("_")
+        wanted = min(share, count - len(chosen))
+        if wanted > 0:
+            chosen += run.episodes.find({"kind": kind, "step": str(int(step))}, offset=0, limit=wanted)["rows"]
+    return chosen
+
+
+def bundle(static: Mapping[str, bytes]) -> str:
+    """Return the modules as one script. Each becomes a function, so that their names cannot collide."""
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        text = static[f"{name}.js"].decode()
+        done[name] = ""  # marks it before its imports, which must not form a circle
+        for _, needed in _IMPORT.findall(text):
+            add(needed)
+        exported = _EXPORT.findall(text)
+        body = _EXPORT.sub("", _IMPORT.sub(r"const { \1 } = module_\2;\n", text))
+        done[name] = f"const module_{name} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+        done[name] = done.pop(name)  # after its imports
+
+    add("main")
+    return "".join(done.values())
+
+
+def _page(data: str) -> str:
+    static = static_files()
+    script, style = _ascii(bundle(static)), _ascii(static["style.css"].decode())
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    data = data.replace("<", "\\u003c")  # it could end the element; JSON may write it as an escape
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>agent-r1</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n"
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f'<script type="module">{script}</script>\n</body>\n</html>\n'
+    )
+
+
+def _ascii(text: str) -> str:
+    """Escape the few signs of our own files that are not ASCII; none of them is outside of a string or comment."""
+    is_script = "module_main" in text
+    return "".join(c if ord(c) < 128 else f"\\u{ord(c):04x}" if is_script else f"\\{ord(c):x} " for c in text)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

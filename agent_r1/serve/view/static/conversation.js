@@ -1,0 +1,151 @@
+// A conversation: the opening messages, then each step with its tool calls, rewards and times.
+import { bytes, h, number, plural, replace, seconds, signed } from "./dom.js";
+import { setParams } from "./router.js";
+import { ask } from "./source.js";
+import { tokenBlock } from "./tokens.js";
+
+/** A text of the episode. Long ones are cut, and a button fetches the rest part by part. */
+export function longText(clip, where, tag = "div.text") {
+  const element = h(tag, {}, clip.text);
+  if (clip.end >= clip.length) return element;
+  let shown = clip.end; // in code points, which the lengths of JavaScript are not
+  const more = h("button.quiet");
+  const label = () => {
+    more.textContent = `Show more (${bytes(shown)} of ${bytes(clip.length)} shown)`;
+    more.hidden = shown >= clip.length;
+  };
+  more.addEventListener("click", async () => {
+    more.disabled = true;
+    try {
+      const part = await ask("text", { ...where, at: clip.at, start: shown });
+      element.append(document.createTextNode(part.text));
+      shown = part.end;
+    } catch (error) {
+      more.after(h("small", {}, ` ${error.message}`));
+    }
+    more.disabled = false;
+    label();
+  });
+  label();
+  return h("div.long", {}, element, more);
+}
+
+const bubble = (role, label, ...content) => h(`article.message.${role}`, {}, h("header", {}, label), content);
+
+function callCard(call, where) {
+  const facts = [seconds(call.seconds), call.reward !== 0 && `reward ${signed(call.reward)}`, call.fault && call.fault.replaceAll("_", " ")].filter(Boolean).join(" · ");
+  const values = call.arguments.map(({ name, value }) => [h("dt", {}, name), h("dd", {}, longText(value, where, "span.text"))]);
+  return h(
+    `div.call${call.error === null ? "" : ".bad"}`,
+    {},
+    h("header", {}, h("b", {}, call.name || "(no name)"), h("small", {}, facts)),
+    values.length > 0 && h("dl", {}, values),
+    call.error === null ? longText(call.result, where, "div.text.result") : h("div", {}, h("small.bad", {}, "refused or failed"), longText(call.error, where, "div.text.result")),
+  );
+}
+
+/** The text of a step, with each tool call in its place. */
+function actionParts(step, where) {
+  const parts = [];
+  let at = 0;
+  const chars = [...step.text.text]; // spans count characters, not UTF-16 units
+  for (const call of step.calls) {
+    const [start, end] = call.span;
+    if (start > at && chars.slice(at, start).join("").trim()) parts.push(h("div.text", {}, chars.slice(at, start).join("").trim()));
+    parts.push(callCard(call, where));
+    at = Math.max(at, end);
+  }
+  const rest = chars.slice(at).join("");
+  if (step.text.end < step.text.length) parts.push(longText({ ...step.text, text: rest }, where));
+  else if (rest.trim() || !parts.length) parts.push(h("div.text", {}, rest.trim() || "(empty)"));
+  return parts;
+}
+
+function seenByModel(step, index, where) {
+  const body = h("div.seen");
+  const change = index === 0 ? "" : step.kept_all ? `, ${number(step.prompt_tokens - step.shared_tokens)} of them new` : `; the history was rewritten after token ${number(step.shared_tokens)}`;
+  const hidden = step.hidden_messages ? ` A context policy hid or changed ${plural(step.hidden_messages, "message")}.` : "";
+  const details = h("details.prompt", {}, h("summary", {}, `What the model saw: ${plural(step.prompt_tokens, "token")}${change}`), hidden && h("p.hint", {}, hidden), body);
+  details.addEventListener("toggle", async () => {
+    if (!details.open || body.childNodes.length) return;
+    const fetchFrom = (start) => ask("tokens", { ...where, step: index, part: "prompt", start });
+    replace(body, "Reading…");
+    try {
+      const first = await fetchFrom(0);
+      const block = tokenBlock(first, "prompt", "mask", 1, fetchFrom);
+      const spans = block.querySelectorAll(".token");
+      for (let number = 0; number < Math.min(step.shared_tokens, spans.length); number += 1) if (index > 0) spans[number].classList.add("old");
+      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in the step before."), block);
+    } catch (error) {
+      replace(body, error.message);
+    }
+  });
+  return details;
+}
+
+function stepFacts(step) {
+  const versions = step.versions.map(([version]) => version);
+  return [
+    plural(step.sampled_tokens, "token"),
+    `sampled in ${seconds(step.sampling)}`,
+    step.waiting > 0.0005 && `environment ${seconds(step.waiting)}`,
+    step.reward !== 0 && `reward ${signed(step.reward)}`,
+    step.temperature !== null && step.temperature !== undefined && `temperature ${number(step.temperature)}`,
+    step.top_p < 1 && `top-p ${number(step.top_p)}`,
+    step.top_k > 0 && `top-k ${step.top_k}`,
+    versions.length > 1 ? `policies ${versions.join(", ")}` : versions.length === 1 && `policy ${versions[0]}`,
+    step.is_cut && "cut off by a token limit",
+  ].filter(Boolean);
+}
+
+/** One step. `mode` is {view: "text" | "tokens", colouring, scale}; a compact step leaves out what the model saw. */
+function stepBlock(step, index, where, mode, isCompact) {
+  const label = step.summary === null ? `Step ${index + 1}` : `Summary (${step.summary})`;
+  const said =
+    mode.view === "tokens"
+      ? [tokenBlock(step.tokens, "response", mode.colouring, mode.scale, (start) => ask("tokens", { ...where, step: index, part: "response", start })), step.calls.map((call) => callCard(call, where))]
+      : actionParts(step, where);
+  const reply = step.feedback.length > 0 && (step.calls.length ? h("details", {}, h("summary", {}, "Reply of the environment, in full"), longText(step.feedback, where)) : bubble("env", "environment", longText(step.feedback, where)));
+  const info = step.info.length > 2 && h("details", {}, h("summary", {}, "Notes of the environment"), longText(step.info, where));
+  return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
+}
+
+export function conversation(page, run, mode, isCompact = false) {
+  const where = { run, file: page.file, n: page.n };
+  return h(
+    "div.conversation",
+    {},
+    !isCompact && page.messages.map((message) => bubble(message.role === "system" ? "system" : "user", message.role, longText(message.text, where))),
+    page.steps.map((step, index) => stepBlock(step, index, where, mode, isCompact)),
+    page.unanswered > 0 && !isCompact && h("p.hint", {}, `The step limit left a prompt of ${plural(page.unanswered, "token")} unanswered.`),
+    page.error && h("article.message.bad", {}, h("header", {}, "failure"), h("div.text", {}, page.error)),
+  );
+}
+
+export const showStep = (index) => document.getElementById(`step-${index}`)?.scrollIntoView({ block: "center" });
+
+/** The seconds of an episode from left to right: sampling, tools, and the rest. */
+export function timeline(page) {
+  const parts = page.steps.flatMap((step, index) => [
+    { kind: "sampling", time: step.sampling, label: `step ${index + 1}: sampling ${seconds(step.sampling)}`, step: index },
+    { kind: "tools", time: step.waiting, label: `step ${index + 1}: ${step.calls.map((call) => call.name).join(", ") || "environment"} ${seconds(step.waiting)}`, step: index },
+  ]);
+  const known = parts.reduce((sum, part) => sum + part.time, 0);
+  const rest = Math.max(0, page.seconds - known);
+  if (rest > 0.01 * page.seconds) parts.push({ kind: "rest", time: rest, label: `other: ${seconds(rest)} (scoring, waiting for a place)` });
+  const total = known + rest || 1;
+  const bars = parts.filter((part) => part.time > 0).map((part) =>
+    h(`button.part.${part.kind}`, {
+      title: part.label,
+      "aria-label": part.label,
+      style: { "flex-grow": String(part.time / total) },
+      onclick: () => {
+        setParams({ s: part.step });
+        showStep(part.step);
+      },
+    }),
+  );
+  const sum = (kind) => parts.filter((part) => part.kind === kind).reduce((all, part) => all + part.time, 0);
+  const key = ["sampling", "tools", "rest"].filter((kind) => sum(kind) > 0).map((kind) => h("span", {}, h(`i.${kind}`), `${kind === "rest" ? "other" : kind} ${seconds(sum(kind))}`));
+  return h("div.timeline", {}, h("div.track", { role: "group", "aria-label": "Time line" }, bars), h("div.legend", {}, key));
+}

@@ -1,0 +1,105 @@
+// Tokens, coloured by what was recorded for them. Only sampled tokens have values; the others are shown without.
+import { h, number, replace, signed } from "./dom.js";
+
+const LABELS = { logprob: "log-prob", advantage: "advantage", mask: "mask" };
+const PAGE = 2000;
+
+export const labelOf = (name) => LABELS[name] ?? name.replaceAll("_", " ");
+
+/** The colourings that a page offers: what was recorded in any step, then the mask. */
+export function colourings(steps) {
+  const names = new Set(steps.flatMap((step) => Object.keys(step.tokens.values)));
+  return [...names].filter((name) => steps.some((step) => (step.tokens.values[name] ?? []).some((value) => typeof value === "number"))).concat("mask");
+}
+
+/** How strong and in which colour: [variable of the colour, 0..1], or null for no value. */
+export function shade(name, value, scale) {
+  if (typeof value !== "number") return null;
+  if (name === "logprob") return ["--warm", Math.min(1, -value / 4.6)]; // full at a probability of 1 %
+  const strength = scale > 0 ? Math.abs(value) / scale : 0;
+  return [value < 0 ? "--warm" : "--cool", Math.min(1, strength)];
+}
+
+/** The largest size of a value over all steps, so that colours can be compared. */
+export function scaleOf(name, steps) {
+  return Math.max(0, ...steps.flatMap((step) => (step.tokens.values[name] ?? []).filter((value) => typeof value === "number").map(Math.abs)));
+}
+
+export function legendOf(name, scale) {
+  if (name === "mask") return h("span.key", {}, swatch("--cool", 0.5), "sampled and trained", swatch(null, 0), "given to the model: no value");
+  if (name === "logprob") return h("span.key", {}, swatch("--warm", 0.05), "certain", swatch("--warm", 0.5), "p = 10 %", swatch("--warm", 1), "p ≤ 1 %");
+  return h("span.key", {}, swatch("--warm", 1), number(-scale), swatch("--cool", 0), "0", swatch("--cool", 1), signed(scale));
+}
+
+const swatch = (colour, strength) => h("i", { style: { background: colour ? mix(colour, strength) : "none" } });
+const mix = (colour, strength) => `color-mix(in srgb, var(${colour}) ${Math.round(6 + 44 * strength)}%, transparent)`;
+
+/** One page of tokens as spans. `part` is response or prompt. */
+export function tokenSpans(page, part, colouring, scale) {
+  const values = colouring === "mask" ? null : page.values[colouring];
+  return page.ids.map((id, index) => {
+    const text = page.texts ? page.texts[index] : `#${id} `;
+    const span = h(`span.token${part === "response" ? "" : ".given"}`, { "data-index": String(index) });
+    span.textContent = text.replaceAll("\n", "↵\n") || "∅";
+    const shaded = part !== "response" ? null : colouring === "mask" ? ["--cool", 0.5] : shade(colouring, values?.[index], scale);
+    if (shaded) span.style.backgroundColor = mix(...shaded);
+    return span;
+  });
+}
+
+/** Tokens with a tooltip, and a button for the next ones. `fetchMore(start)` returns the next page. */
+export function tokenBlock(first, part, colouring, scale, fetchMore) {
+  const pages = [first];
+  const block = h("div.tokens", { "data-part": part });
+  const more = h("button.quiet");
+  const add = (page) => {
+    const spans = h("span", { "data-page": String(pages.indexOf(page)) }, tokenSpans(page, part, colouring, scale));
+    more.before(spans);
+    const end = page.start + page.ids.length;
+    more.hidden = end >= page.total;
+    more.textContent = `Show ${Math.min(PAGE, page.total - end).toLocaleString("en")} more of ${page.total.toLocaleString("en")} tokens`;
+  };
+  more.addEventListener("click", async () => {
+    more.disabled = true;
+    const last = pages.at(-1);
+    try {
+      const next = await fetchMore(last.start + last.ids.length);
+      pages.push(next);
+      add(next);
+    } catch (error) {
+      more.after(h("small", {}, ` ${error.message}`));
+    }
+    more.disabled = false;
+  });
+  block.append(more);
+  add(first);
+  block.lookUp = (span) => {
+    const page = pages[Number(span.parentNode.dataset.page)];
+    const index = Number(span.dataset.index);
+    const values = Object.entries(page.values).map(([name, list]) => [name, list[index]]);
+    return { id: page.ids[index], text: page.texts?.[index], position: page.start + index, values, part };
+  };
+  return block;
+}
+
+/** One tooltip for all tokens below an element. */
+export function tokenTips(root, signal) {
+  const tip = h("div.tip.token-tip", { hidden: true, role: "tooltip" });
+  document.body.append(tip);
+  signal.addEventListener("abort", () => tip.remove());
+  const show = (event) => {
+    const span = event.target.closest?.(".token");
+    tip.hidden = !span;
+    if (!span) return;
+    const { id, text, position, values, part } = span.closest(".tokens").lookUp(span);
+    const rows = values.map(([name, value]) => h("div", {}, h("b", {}, name === "advantage" ? signed(value) : number(value, 4)), h("span", {}, labelOf(name) + (name === "logprob" && typeof value === "number" ? ` (p = ${number(100 * Math.exp(value), 4)} %)` : ""))));
+    replace(tip, h("div.at", {}, `id ${id}, position ${position}`), h("code", {}, text === undefined ? "text not recorded" : JSON.stringify(text)), part === "response" ? rows : h("div", {}, "given to the model: no value"));
+    const box = span.getBoundingClientRect();
+    tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 12))}px`;
+    tip.style.top = box.bottom + tip.offsetHeight + 12 > innerHeight ? `${box.top - tip.offsetHeight - 6}px` : `${box.bottom + 6}px`;
+  };
+  root.addEventListener("pointerover", show, { signal });
+  root.addEventListener("click", show, { signal });
+  root.addEventListener("pointerleave", () => (tip.hidden = true), { signal });
+  document.addEventListener("scroll", () => (tip.hidden = true), { signal, passive: true, capture: true });
+}
