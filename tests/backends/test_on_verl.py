@@ -69,7 +69,12 @@ def test_a_run_survives_the_death_of_an_agent_loop_and_a_signal(home: Path) -> N
     train = ["-m", "agent_r1.cli", "train"]
     program = start(home, *train, "quickstart", "backend=verl", "verl.cpu=true", *LONG, "--run", str(path))
     _wait_for_steps(path, 1, program)
-    victim = next(pid for pid, line in processes(os.getpid()).items() if line.startswith("ray::AgentLoop"))
+    started = processes(os.getpid())
+    daemons = {pid: line for pid, line in started.items() if "/raylet" in line or "/gcs_server" in line}
+    assert len(daemons) >= 2
+    grouped = [line for pid, line in daemons.items() if os.getpgid(pid) == program.pid]
+    assert not grouped, "a signal to the process group would end Ray, and with it the workers that have to save"
+    victim = next(pid for pid, line in started.items() if line.startswith("ray::AgentLoop"))
     os.kill(victim, signal.SIGKILL)
     output = program.communicate(timeout=60)[0]
     assert program.returncode != 0

@@ -12,10 +12,12 @@ import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 
 from agent_r1.backends.verl.inside.reaper import MARK, Reaper
 from agent_r1.backends.verl.settings import LOGICAL_CPUS, SETTINGS, environment, num_workers, verl_section
@@ -83,4 +85,19 @@ def _start(config: RunConfig, settings: dict[str, Any]) -> None:
         settings = {"num_cpus": LOGICAL_CPUS, "num_gpus": num_workers(config)} | settings  # logical ones
     # A cluster of one run needs a secret of its own; Ray would write one into the home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray.init(address="local", include_dashboard=False, **settings)
+    with _in_own_sessions():
+        ray.init(address="local", include_dashboard=False, **settings)
+
+
+@contextmanager
+def _in_own_sessions() -> Iterator[None]:
+    """Keep Ray's processes out of our process group: a SIGTERM to the group must leave us workers to save with.
+
+    Ray itself shields them from SIGINT only.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen

@@ -1,4 +1,4 @@
-"""Everything of verl that is used here, with the parameters that it must have.
+"""Everything of verl, and what is private in Ray, that is used here, with the parameters that it must have.
 
 verl has no stable interface. So an upgrade fails here, in one place and with one message, not in the middle of a run.
 """
@@ -52,8 +52,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "verl.utils.config:omega_conf_to_dataclass": ("config",),
     "verl.workers.config.optimizer:build_optimizer": ("parameters", "config"),
 }
-# Private names that are read or replaced.
+# Private names that are read or replaced, Ray's among them.
 NAMES = (
+    "ray._private.services:ConsolePopen",
     "verl.workers.rollout.base:_ROLLOUT_REGISTRY",
     "verl.single_controller.ray:RayWorkerGroup.workers",
     "verl.single_controller.base.worker:Worker._query_dispatch_info",
