@@ -1,4 +1,4 @@
-"""The nouns of the pipeline: one frozen type per arrow, standard library only.
+"""The nouns of the pipeline: one frozen type per arrow, without dependencies.
 
     TaskRow --flow--> Trajectory[Step] --reward--> scored Group --advantages--> CreditedTrajectory --> batch
 
@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, Literal
 
 from agent_r1.errors import brief
+from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, image_part
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
@@ -91,6 +92,7 @@ class Observation:
         check_type("Observation.token_ids", self.token_ids, list | None, "a list of ids")
         if self.messages is not None:
             check_messages(self.messages)
+            object.__setattr__(self, "messages", read_pictures(self.messages))
 
     @classmethod
     def grown(cls, messages: list[Message], *, by: int) -> Observation:
@@ -98,7 +100,8 @@ class Observation:
         cost of a step does not grow with the conversation."""
         check_messages(messages, start=len(messages) - by)
         made = object.__new__(cls)
-        for name, value in (("messages", messages), ("text", None), ("token_ids", None)):
+        read = read_pictures(messages, start=len(messages) - by)
+        for name, value in (("messages", read), ("text", None), ("token_ids", None)):
             object.__setattr__(made, name, value)
         return made
 
@@ -112,6 +115,27 @@ def check_messages(messages: list[Message], start: int = 0) -> None:
         check_type(name, message, dict | Mapping, "a dict with a role and a content")
         check_type(f"{name}['role']", message.get("role"), str, "a text")
         check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
+
+
+def read_pictures(messages: list[Message], start: int = 0) -> list[Message]:
+    """The messages with every picture, in any spelling, as {"type": "image", "image": Picture}."""
+    read = [_with_pictures(message, f"message {index}") for index, message in enumerate(messages[start:], start)]
+    changed = any(now is not before for now, before in zip(read, messages[start:], strict=True))
+    return [*messages[:start], *read] if changed else messages
+
+
+def _with_pictures(message: Message, place: str) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    parts, count = [], 0
+    for index, part in enumerate(content):
+        read = image_part(part, what=f"part {index} of {place}") if isinstance(part, Mapping) else None
+        parts.append(part if read is None else read)
+        count += read is not None
+    if count > MAX_PER_MESSAGE:
+        raise ValueError(f"{place} has {count} pictures; at most {MAX_PER_MESSAGE} are accepted")
+    return {**message, "content": parts} if count else message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +174,7 @@ class ToolCallRecord:
     name: str
     arguments: Mapping[str, Any]
     result: str  # as shown to the model
+    pictures: tuple[Picture, ...] = ()  # shown after the text of the result
     reward: float = 0.0  # process reward of this call
     error: str | None = None  # the message to the model if the call was refused or failed
     fault: CallFault | None = None  # what kind of error it is
@@ -227,7 +252,7 @@ class Support:
 class Step:
     """One transition (s_t, a_t, r_t) of the step-level MDP, in token space."""
 
-    prompt_ids: list[int]  # s_t: exactly the tokens the policy saw
+    prompt_ids: list[int]  # s_t: exactly the tokens the policy saw; negative ones belong to `pictures`
     response_ids: list[int]  # a_t: exactly the tokens the policy sampled
     response_logprobs: list[float]  # log pi_old(a_t | s_t), one per response token
     temperature: float | None = None  # of the sampler, as the next two; None: not recorded
@@ -243,6 +268,7 @@ class Step:
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)  # the env's
+    pictures: tuple[Picture, ...] = ()  # that the prompt shows, each once
     hidden_messages: int | None = None  # left out or changed by a context policy; None: no policy
     summary: SummaryQuality | None = None  # None: this step is an action, not a summary
 
@@ -311,6 +337,7 @@ class Trajectory:
     failure: Failure | None = None  # for stop.is_failure
     seconds: float = 0.0
     next_prompt_ids: list[int] = field(default_factory=list)  # the prompt that max_steps left unanswered
+    next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
     opening: list[Message] = field(default_factory=list)  # the first messages of the env, for people
 
     @property

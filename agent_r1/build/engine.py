@@ -40,6 +40,10 @@ def build_engine(config: RunConfig, model: Model, *, logs: Path | None = None, a
     logs: the folder for the logs of servers that the engine starts; None: a temporary one.
     adapters: what the engine will load; its other weights stay. A local engine shares them with the model.
     """
+    if model.pictures is not None and config.engine.kind != "local":
+        raise ConfigError(
+            f"engine.kind={config.engine.kind} is for text only, and the model takes pictures: set engine.kind=local"
+        )
     return BUILDERS[config.engine.kind](config, model, logs, adapters)
 
 
@@ -51,6 +55,8 @@ def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: L
 
     settings, low_rank = config.engine, None
     assert isinstance(settings, LocalEngineConfig)
+    if model.pictures is not None and adapters is not None:
+        raise ConfigError("lora.share_base does not work with a model that takes pictures: leave it out")
     if adapters is not None:
         network = sharing_copy(model.network)
         low_rank = LowRank(names=adapters.layers_of(network), rank=adapters.rank, scale=adapters.scale)
@@ -74,6 +80,7 @@ def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: L
             threads=None if on_gpu else settings.threads,
             compile_layers=settings.compile,
             adapters=low_rank,
+            pictures=model.pictures,
         )
     except UnsupportedModelError as error:
         try:
@@ -133,11 +140,14 @@ def _transformers_engine(config: RunConfig, network: Any, settings: Transformers
 
 def _prepare_network(config: RunConfig, model: Model, network: Any) -> None:
     from agent_r1.engines.local.fp32_head import use_fp32_head
+    from agent_r1.vision.eyes import Eyes
 
     if config.model.fp32_head:
         use_fp32_head(network, model.network.get_output_embeddings())
     network.to(engine_device(config))
-    network.set_attn_implementation("eager")  # a learner may have set another on the original
+    # A learner may have set another on the original. A tower keeps its own, which is faster than eager.
+    decoder = network if model.pictures is None else Eyes(network, model.pictures).decoder
+    decoder.set_attn_implementation("eager")
 
 
 BUILDERS: dict[str, Callable[[RunConfig, Model, Path | None, LoRA | None], Engine]] = {

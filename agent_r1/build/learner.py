@@ -104,8 +104,12 @@ def rehearse(config: RunConfig, learner: Learner) -> str:
 
 
 def _policy(config: RunConfig, model: Model) -> PolicyModel:
+    if config.learner.train_vision and config.lora is not None:
+        raise ConfigError("learner.train_vision has no effect with lora, which adapts the decoder only: leave it out")
     return PolicyModel(
         model.network,
+        pictures=model.pictures,
+        train_vision=config.learner.train_vision,
         autocast_dtype=_autocast_dtype(config),
         fp32_head=config.model.fp32_head,
         lora=lora_settings(config),
@@ -123,6 +127,7 @@ def _reference(config: RunConfig, policy: PolicyModel, reference: Model | None) 
     assert reference is not None
     return PolicyModel(
         reference.network.requires_grad_(False),
+        pictures=reference.pictures,
         autocast_dtype=_autocast_dtype(config),
         fp32_head=config.model.fp32_head,
         compiled=compiles_layers(config),

@@ -79,6 +79,7 @@ class ModelConfig(Section):
     # for sampling and for the learner's matrix products; master weights are float32. auto: bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     fp32_head: bool = False  # with bfloat16: compute logits in float32, in sampler and learner
+    max_pixels: int | None = Field(default=None, ge=1)  # scale larger pictures down; None: the model's own limit
 
 
 class LoRAConfig(Section):
@@ -292,6 +293,7 @@ class LearnerConfig(Section):
     prefix_sharing: Switch = "auto"  # compute shared prefixes once; auto: if it pays off
     # saves memory, costs a forward pass; auto: on a GPU, if packs do not fit otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
+    train_vision: bool = False  # train the tower that looks at pictures, not only the decoder
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for so many tokens at a time
     compile: bool | None = None  # torch.compile the layers; None: on a GPU
     offload_optimizer: bool = False  # keep optimizer state on the host between steps

@@ -15,6 +15,7 @@ from typing import Any
 
 from agent_r1.errors import DataError
 from agent_r1.types import TaskRow
+from agent_r1.vision.pictures import Picture
 
 HASH_DIGITS = 12  # 48 bits: among a thousand panels, a collision has odds of one in half a billion
 
@@ -56,6 +57,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, bytes):
         return {"bytes": hashlib.sha256(value).hexdigest()}
+    if isinstance(value, Picture):
+        return {"picture": value.name}
     if isinstance(value, date | Decimal):
         return {type(value).__name__: str(value)}
     if hasattr(value, "tolist"):  # numpy's arrays and scalars

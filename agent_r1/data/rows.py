@@ -17,11 +17,13 @@ from typing import Any
 from agent_r1.data.files import json_lines, parquet_rows, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
-from agent_r1.types import Message, TaskRow
+from agent_r1.types import Message, TaskRow, read_pictures
+from agent_r1.vision.pictures import as_picture
 
 Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
+IMAGE_MARK = "<image>"  # in the text of a prompt: the next picture of the column `images`
 _COLUMNS = {field.name for field in fields(TaskRow)}
 
 
@@ -63,10 +65,18 @@ def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     agent_name, row_id = record.get("agent_name"), record.get("row_id")
     if agent_name is not None and not isinstance(agent_name, str):
         raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
+    messages, images = _messages(record["prompt"], place), record.get("images")
+    if images is not None and len(images):
+        messages = _with_images(messages, images, place)
+        record = {key: value for key, value in record.items() if key != "images"}
+    try:
+        messages = read_pictures(messages)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
     extra = dict(_mapping(record.get("extra_info"), "extra_info", place))
     extra |= {key: value for key, value in record.items() if key not in _COLUMNS and value is not None}
     return TaskRow(
-        prompt=_messages(record["prompt"], place),
+        prompt=messages,
         row_id="" if row_id is None else str(row_id),
         agent_name=agent_name,
         reward_model=_mapping(record.get("reward_model"), "reward_model", place),
@@ -145,6 +155,28 @@ def _messages(prompt: Any, place: str) -> list[Message]:
     if not all(map(_is_message, messages)):
         raise DataError(f"{place}: prompt must be text or a list of {{role, content}}, got {str(prompt)[:120]}")
     return [{"content": None, **message} if "tool_calls" in message else dict(message) for message in messages]
+
+
+def _with_images(messages: list[Message], images: Iterable[Any], place: str) -> list[Message]:
+    """Put the pictures of a column `images` where the prompt says `<image>`, as published rows have them."""
+    pictures = [as_picture(image, what=f"{place}: image {index}") for index, image in enumerate(images)]
+    marks = sum(
+        str(message["content"]).count(IMAGE_MARK) for message in messages if isinstance(message["content"], str)
+    )
+    if marks != len(pictures):
+        raise DataError(f"{place} has {len(pictures)} images, and its prompt says {IMAGE_MARK} {marks} times")
+    left = iter(pictures)
+    shown: list[Message] = []
+    for message in messages:
+        if not isinstance(message["content"], str) or IMAGE_MARK not in message["content"]:
+            shown.append(message)
+            continue
+        first, *others = message["content"].split(IMAGE_MARK)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": text}]
+        shown.append({**message, "content": [part for part in parts if part.get("text") != ""]})
+    return shown
 
 
 def _is_message(message: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from agent_r1.types import Support, Versions
+from agent_r1.vision.pictures import Picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ class Prompt:
     """What the model reads before it responds."""
 
     ids: list[int]
-    media: tuple[Any, ...] = ()  # images; an engine without support for them refuses the prompt
+    media: tuple[Picture, ...] = ()  # that negative ids belong to; an engine for text only refuses the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

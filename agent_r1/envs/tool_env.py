@@ -43,6 +43,7 @@ from agent_r1.types import (
     Transition,
     check_type,
 )
+from agent_r1.vision.pictures import Picture
 
 
 @AgentEnv.register("tool")
@@ -108,9 +109,10 @@ class ToolEnv(AgentEnv):
         return None
 
     async def reset(self, row: TaskRow) -> Observation:
-        self._messages = deepcopy(row.prompt)
+        observation = Observation(messages=deepcopy(row.prompt))
+        self._messages = list(observation.messages or ())
         self._bad_calls = 0
-        return Observation(messages=list(self._messages))
+        return observation
 
     async def step(self, action: Action) -> Transition:
         if self._messages is None:
@@ -133,7 +135,8 @@ class ToolEnv(AgentEnv):
             return Transition(
                 reward=reward, terminated=True, stop=StopReason.PARSE_LIMIT, calls=records, feedback=feedback
             )
-        observation = self._continue(action, self.tool_format.result_messages(results, events, self._tool_role))
+        answers = self.tool_format.result_messages(results, events, self._tool_role)
+        observation = self._continue(action, _show_pictures(answers, records))
         return Transition(observation=observation, reward=reward, calls=records, feedback=feedback)
 
     async def _reply_or_end(self, action: Action, said: str) -> Transition:
@@ -205,6 +208,7 @@ class ToolEnv(AgentEnv):
             name=event.name,
             arguments=event.arguments if isinstance(event, ParsedCall) else {},
             result=result,
+            pictures=outcome.pictures,
             reward=outcome.reward,
             error=None if outcome.fault is None else result,
             fault=outcome.fault,
@@ -217,6 +221,24 @@ class ToolEnv(AgentEnv):
         kept = sanitize(text[: self._max_result_chars])
         dropped = len(text) - self._max_result_chars
         return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters cut]"
+
+
+def _show_pictures(answers: list[Message], records: Sequence[ToolCallRecord]) -> list[Message]:
+    """Add the pictures of each result to its message, or all of them to the last one if results share a message."""
+    if len(answers) == len(records):
+        return [_with_pictures(answer, record.pictures) for answer, record in zip(answers, records, strict=True)]
+    pictures = [picture for record in records for picture in record.pictures]
+    return [*answers[:-1], _with_pictures(answers[-1], pictures)]
+
+
+def _with_pictures(message: Message, pictures: Sequence[Picture]) -> Message:
+    if not pictures:
+        return message
+    text, marked = message["content"], message.get("from_tool")
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    words = [{"type": "text", "text": text}] if text else []
+    # All of a message in parts is the tool's, if any of it is: the end of its text is no longer the end of its content.
+    return {**message, "content": [*words, *parts], **({"from_tool": True} if marked else {})}
 
 
 def _index_tools(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:

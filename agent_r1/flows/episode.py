@@ -26,6 +26,7 @@ from agent_r1.text import sanitize
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, ToolCallRecord, Transition
+from agent_r1.vision.pictures import Picture, pictures_of, without_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Episode:
         self.limits = limits
         self.steps: list[Step] = []
         self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
+        self.next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
         self.num_actions = 0  # steps that are not summaries
         self.messages: list[Message] = []  # the complete conversation of the last `act`
         self.opening: list[Message] = []  # that of the first one
@@ -110,7 +112,8 @@ class Episode:
         self.limit, self.limit_reason, self.limit_setting = None, "", ""
         try:
             if self.num_actions >= self.limits.max_steps:
-                self.next_prompt_ids = await self._unanswered_prompt(observation, tools or [], context)
+                unanswered = await self._unanswered_prompt(observation, tools or [], context)
+                self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
                 reason = f"max_steps is {self.limits.max_steps}"
                 raise EpisodeLimit(StopReason.MAX_STEPS, reason, setting="max_steps")
             return await self._act(observation, tools or [], context)
@@ -131,11 +134,11 @@ class Episode:
         if context is not None:
             view = await self._view(observation, context, _Writer(self, tools))
             observation, hidden = Observation(messages=view.messages), view.hidden
-        prompt_ids = self._render(observation, tools)
-        completion, text = await self._sample(prompt_ids, self.limits.max_response_tokens, hidden)
+        prompt = self._render(observation, tools)
+        completion, text = await self._sample(prompt, self.limits.max_response_tokens, hidden)
         self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
-            raise self._cut_limit(len(prompt_ids), len(completion.token_ids))
+            raise self._cut_limit(len(prompt.ids), len(completion.token_ids))
         self._conversations.record(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
 
@@ -160,27 +163,27 @@ class Episode:
 
     async def _unanswered_prompt(
         self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
-    ) -> list[int]:
+    ) -> Prompt:
         """The prompt that would have come next, for a critic: of an action, or of the summary before it. Empty if it
         cannot be built, because the episode has ended anyway."""
         try:
             if context is not None:
                 view = await self._view(observation, context, _Writer(self, tools, may_sample=False))
                 observation = Observation(messages=view.messages)
-            prompt_ids = self._render(observation, tools)
+            prompt = self._render(observation, tools)
         except _SummaryPrompt as summary:
-            prompt_ids = summary.prompt_ids
+            prompt = summary.prompt
         except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (must not change the stop reason)
             logger.debug("the observation after the last step of %s cannot be rendered: %r", self.episode_id, error)
-            return []
-        return prompt_ids if len(prompt_ids) < self.limits.max_context_tokens else []
+            return Prompt([])
+        return prompt if len(prompt.ids) < self.limits.max_context_tokens else Prompt([])
 
-    async def _sample(self, prompt_ids: list[int], max_tokens: int, hidden: int | None) -> tuple[Completion, str]:
+    async def _sample(self, prompt: Prompt, max_tokens: int, hidden: int | None) -> tuple[Completion, str]:
         """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued."""
         limit = self.limits.max_context_tokens
-        room = limit - len(prompt_ids)
+        room = limit - len(prompt.ids)
         if room < 1:
-            reason = f"the prompt has {len(prompt_ids)} tokens, max_context_tokens is {limit}"
+            reason = f"the prompt has {len(prompt.ids)} tokens, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
         if self._closed:  # while a context policy was running
             raise RuntimeError("the episode had ended before anything was sampled")
@@ -188,10 +191,10 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
         seed = stable_seed(self._seed, len(self.steps))
         sampling = replace(self._sampling, max_tokens=min(room, max_tokens), seed=seed)
-        completion = await generate_all(self._sampler, Prompt(prompt_ids), sampling, session=self.episode_id)
+        completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
         text = self.renderer.decode(completion.token_ids)
         step = Step(
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.ids,
             response_ids=completion.token_ids,
             response_logprobs=completion.logprobs,
             temperature=sampling.temperature,
@@ -203,6 +206,7 @@ class Episode:
             is_cut=completion.stop == "length",
             generate_seconds=time.perf_counter() - started,
             hidden_messages=hidden,
+            pictures=prompt.media,
         )
         self.steps.append(step)
         return completion, text
@@ -230,13 +234,14 @@ class Episode:
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
-    def _render(self, observation: Observation, tools: ToolSchemas) -> list[int]:
+    def _render(self, observation: Observation, tools: ToolSchemas) -> Prompt:
         limit = self.limits.max_context_tokens
         size = self._size(observation)
         if size > limit * MAX_CHARS_PER_TOKEN:
             reason = f"the observation has {size} characters, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
-        return self._conversations.prompt(observation, tools)
+        ids = self._conversations.prompt(observation, tools)
+        return Prompt(ids, without_repeats(pictures_of(observation.messages or ())))
 
     def _size(self, observation: Observation) -> int:
         """Characters, or ids. Of a conversation that has grown, only the new messages are read."""
@@ -258,13 +263,13 @@ class _Writer:
     may_sample: bool = True  # False: the episode has ended, and only the prompt is of interest
 
     def count_tokens(self, messages: list[Message]) -> int:
-        return len(self.episode._render(Observation(messages=messages), self.tools))
+        return len(self.episode._render(Observation(messages=messages), self.tools).ids)
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
-        prompt_ids = self.episode._render(Observation(messages=messages), self.tools)
+        prompt = self.episode._render(Observation(messages=messages), self.tools)
         if not self.may_sample:
-            raise _SummaryPrompt(prompt_ids)
-        completion, text = await self.episode._sample(prompt_ids, max_tokens, None)
+            raise _SummaryPrompt(prompt)
+        completion, text = await self.episode._sample(prompt, max_tokens, None)
         # Half a summary is used as it is: unlike half an action, it does no harm.
         empty, is_cut = not strip_reasoning(text), completion.stop == "length"
         quality: SummaryQuality = "empty" if empty else "cut" if is_cut else "whole"
@@ -275,9 +280,9 @@ class _Writer:
 class _SummaryPrompt(Exception):
     """Carries the prompt of a summary that is not sampled."""
 
-    def __init__(self, prompt_ids: list[int]) -> None:
+    def __init__(self, prompt: Prompt) -> None:
         super().__init__()
-        self.prompt_ids = prompt_ids
+        self.prompt = prompt
 
 
 def attach_transition(

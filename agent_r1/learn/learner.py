@@ -225,15 +225,19 @@ class Learner:
             self.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
+    @property
+    def _packing(self) -> dict[str, Any]:
+        form = self.policy.pictures
+        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": form}
+
     def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
     ) -> Tensor:
         """One number per response token, computed without a gradient."""
-        device = self.policy.device
-        settings: dict[str, Any] = {"prefix_sharing": self.prefix_sharing, "device": device, "supports": supports}
-        rows = [trajectory.row_id for trajectory in trajectories]
-        share = share_out(merge_steps(trajectories), rows, self.ranks, self._pack_budget, **settings)
-        column_R = share.column(model, torch.empty(sum(t.num_response_tokens for t in trajectories), device=device))
+        rows, segments = [trajectory.row_id for trajectory in trajectories], merge_steps(trajectories)
+        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **self._packing)
+        empty_R = torch.empty(sum(t.num_response_tokens for t in trajectories), device=self.policy.device)
+        column_R = share.column(model, empty_R)
         self.release()
         return column_R
 
@@ -260,11 +264,10 @@ class Learner:
         return prepare(
             chosen,
             max_tokens=self._pack_budget,
-            device=self.policy.device,
             ranks=ranks or self.ranks,
             keep_idle=self._regularizes or self.critic is not None,
-            prefix_sharing=self.prefix_sharing,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
+            **self._packing,
         )
 
     @torch.no_grad()

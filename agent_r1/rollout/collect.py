@@ -159,6 +159,7 @@ class Collector:
             failure=failure,
             seconds=time.perf_counter() - started,
             next_prompt_ids=episode.next_prompt_ids,
+            next_pictures=episode.next_pictures,
             opening=episode.opening,
         )
 

@@ -16,7 +16,7 @@ import struct
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import islice
@@ -28,10 +28,12 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
 from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
+from agent_r1.vision.pictures import Picture
 
 FORMAT = 2  # of a record; 1 had no format field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
+PICTURES = "pictures"  # the folder beside the files with every picture that a prompt showed, by its name
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
 Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its row's prompt and ground truth
 
@@ -39,6 +41,8 @@ Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its r
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
     record = {"format": FORMAT, **_fields(trajectory)}
     record["steps"] = [_step_to_json(step) for step in trajectory.steps]
+    if not record["next_pictures"]:
+        del record["next_pictures"]
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
     record["error"] = trajectory.error
@@ -48,20 +52,26 @@ def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[flo
     return record
 
 
-def trajectory_from_json(record: Record) -> Trajectory:
+def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajectory:
+    """`pictures`: the folder with the pictures that the record names."""
+
+    def find(names: Sequence[str]) -> tuple[Picture, ...]:
+        return tuple(_stored_picture(pictures, name) for name in names)
+
     try:
         if record.get("format", 1) > FORMAT:
             raise ValueError(f"it has format {record['format']}, but this version reads up to {FORMAT}")
         return Trajectory(
             row_id=record["row_id"],
             trajectory_id=record["trajectory_id"],
-            steps=[_step_from_json(step) for step in record["steps"]],
+            steps=[_step_from_json(step, find) for step in record["steps"]],
             stop=StopReason(record["stop"]),
             outcome_reward=float(record["outcome_reward"]),
             reward_components={name: float(value) for name, value in record["reward_components"].items()},
             failure=_failure_from_json(record),
             seconds=record["seconds"],
             next_prompt_ids=record.get("next_prompt_ids", []),  # missing in format 1
+            next_pictures=find(record.get("next_pictures", ())),
             opening=record.get("opening", []),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -71,6 +81,8 @@ def trajectory_from_json(record: Record) -> Trajectory:
 def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | None = None) -> None:
     """Write one line per trajectory, with its row's prompt and ground truth, and the index beside the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    groups = list(groups)
+    _store_pictures(path.parent / PICTURES, groups)
     with path.open("wb") as file, _index_path(path).open("wb") as index:
         for group in groups:
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
@@ -125,7 +137,7 @@ class RecordFile:
     def trajectories(self) -> Iterator[Trajectory]:
         for position, record in enumerate(self):
             try:
-                yield trajectory_from_json(record)
+                yield trajectory_from_json(record, self.path.parent / PICTURES)
             except DataError as error:
                 raise DataError(f"{self.path} line {position + 1}: {error}") from error
 
@@ -259,22 +271,57 @@ def _fields(item: Failure | Step | ToolCallRecord | Trajectory) -> Record:
 
 
 def _step_to_json(step: Step) -> Record:
-    record = _fields(step) | {"calls": [_fields(call) for call in step.calls]}
+    record = _fields(step) | {"calls": [_named_pictures(_fields(call)) for call in step.calls]}
     if step.support is not None:
         packed = {"counts": step.support.counts, "ids": step.support.ids}
         record["support"] = {name: b64encode(data).decode() for name, data in packed.items()}
-    return record
+    return _named_pictures(record)
 
 
-def _step_from_json(record: Mapping[str, Any]) -> Step:
+def _named_pictures(record: Record) -> Record:
+    """The pictures by name; without any, the record has none, as before there were pictures."""
+    pictures = record.pop("pictures")
+    return record | {"pictures": [picture.name for picture in pictures]} if pictures else record
+
+
+def _store_pictures(folder: Path, groups: Iterable[Group]) -> None:
+    """Store each picture once per run."""
+    for trajectory in (each for group in groups for each in group.trajectories):
+        shown = {p.name: p for step in trajectory.steps for p in step.pictures}
+        shown |= {p.name: p for step in trajectory.steps for call in step.calls for p in call.pictures}
+        shown |= {p.name: p for p in trajectory.next_pictures}
+        for picture in shown.values():
+            path = folder / f"{picture.name}{picture.suffix}"
+            if not path.exists():
+                folder.mkdir(exist_ok=True)
+                with write_atomically(path) as part:
+                    part.write_bytes(picture.encoded)
+
+
+def _stored_picture(folder: Path | None, name: str) -> Picture:
+    found = next(folder.glob(f"{name}.*"), None) if folder is not None and name.isalnum() else None
+    if found is None:
+        raise ValueError(f"its picture {name} is not in {folder}")
+    return Picture.stored(found)
+
+
+def _step_from_json(record: Mapping[str, Any], find: Callable[[Sequence[str]], tuple[Picture, ...]]) -> Step:
     known = {key: value for key, value in record.items() if key != "advantages"}
     known["response_logprobs"] = list(map(float, record["response_logprobs"]))
     version = known.pop("policy_version", 0)  # format 1 has one version for the whole step
     known["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
     known["calls"] = tuple(
-        ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "token_span": _span(call["token_span"])})
+        ToolCallRecord(
+            **{
+                **call,
+                "text_span": tuple(call["text_span"]),
+                "token_span": _span(call["token_span"]),
+                "pictures": find(call.get("pictures", ())),
+            }
+        )
         for call in record["calls"]
     )
+    known["pictures"] = find(record.get("pictures", ()))
     if (support := record.get("support")) is not None:
         known["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
     return Step(**known)

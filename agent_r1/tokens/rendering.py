@@ -26,11 +26,15 @@ from jinja2 import TemplateError
 from agent_r1.errors import DataError
 from agent_r1.text import sanitize
 from agent_r1.tokens.control_tokens import CUT, SLOT, ControlTokens, defuse_message, scrub
+from agent_r1.tokens.placeholders import Placeholders, as_parts, picture_name
 from agent_r1.tokens.tokenizer import fast_decoder, fast_encoder
 from agent_r1.types import Message, Observation
+from agent_r1.vision.pictures import pictures_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from agent_r1.vision.picture_format import PictureFormat
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 
@@ -71,6 +75,7 @@ class Renderer:
         chat_template: str | None = None,  # None: the tokenizer's own
         template_kwargs: Mapping[str, Any] | None = None,  # e.g. {"enable_thinking": False}
         extra_stop_ids: Iterable[int] = (),  # e.g. those of the model's generation config
+        pictures: PictureFormat | None = None,  # None: the model takes text only
     ) -> None:
         self._tokenizer = tokenizer
         self._encoder, self._decoder = fast_encoder(tokenizer), fast_decoder(tokenizer)
@@ -89,6 +94,9 @@ class Renderer:
         self._cached_text = lru_cache(MAX_CACHED)(self._write_json)
         self._cached_tools = lru_cache(MAX_CACHED)(lambda tools: self._special.defuse(json.loads(tools)))
         self._piece = lru_cache(None)(lambda token: self._decode((token,)))  # at most one per token of the vocabulary
+        self.pictures = pictures
+        self._placeholders, self._in_parts = Placeholders(tokenizer, pictures), False
+        self._in_parts = pictures is not None and self._needs_parts()  # text as a content is not shown
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
@@ -152,9 +160,10 @@ class Renderer:
         if observation.token_ids is not None:
             return list(observation.token_ids)
         if observation.text is not None:
-            return self._encode(scrub(observation.text))
+            return self._placeholders.fill(self._encode(scrub(observation.text)), [])
         assert observation.messages is not None  # Observation holds exactly one of the three
-        return self._encode(self._template(observation.messages, tools))
+        ids = self._encode(self._placeholders.surround(self._template(observation.messages, tools)))
+        return self._placeholders.fill(ids, pictures_of(observation.messages))
 
     def new_ids(
         self, before: Observation, response_ids: list[int], said: str, now: Observation, tools: ToolSchemas = ()
@@ -172,12 +181,13 @@ class Renderer:
             rest = self._rest_of_messages(before, said, stop_id, now, tools)
         if rest is None:
             return None
+        rest, ids = self._placeholders.surround(rest), None
         if stop_id is not None:
             # Include the stop token: some tokenizers treat the start of a text differently from its middle.
-            ids = self._encode(self._piece(stop_id) + rest)
-            if ids[:1] == [stop_id]:
-                return ids[1:]
-        return self._encode(rest)
+            after_stop = self._encode(self._piece(stop_id) + rest)
+            ids = after_stop[1:] if after_stop[:1] == [stop_id] else None
+        new = now.messages[len(before.messages or ()) + 1 :] if now.messages is not None else []
+        return self._placeholders.fill(self._encode(rest) if ids is None else ids, pictures_of(new))
 
     def _rest_of_text(self, before: str | None, said: str, stop_id: int | None, text: str) -> str | None:
         if before is None:
@@ -228,6 +238,18 @@ class Renderer:
 
     # the template
 
+    def _needs_parts(self) -> bool:
+        """Whether the template shows texts only as parts of a content (SmolVLM's)."""
+        message = {"role": "user", "content": "Ping?"}
+
+        def shows(message: Message) -> bool:
+            try:
+                return "Ping?" in self._write([message], "[]", None, True)
+            except DataError:
+                return False
+
+        return not shows(message) and shows(as_parts(message))
+
     def _find_turn_ends(self) -> tuple[list[str], list[str]]:
         """The special tokens that end an assistant's turn in the template, and those that a model samples to end it.
 
@@ -262,7 +284,7 @@ class Renderer:
         # As JSON, 1 is not True and the order of keys counts, so equal keys mean equal prompts.
         tools_json = f"[{', '.join(map(_schema_json, tools))}]"
         try:
-            messages_json = json.dumps(messages if slot is None else _with_slot(messages, slot))
+            messages_json = json.dumps(messages if slot is None else _with_slot(messages, slot), default=picture_name)
         except (TypeError, ValueError):  # images, for example
             return self._write(messages, tools_json, slot, generation_prompt)
         is_short = len(messages_json) + len(tools_json) <= MAX_CACHED_CHARS
@@ -274,6 +296,7 @@ class Renderer:
 
     def _write(self, messages: list[Message], tools: str, slot: int | None, generation_prompt: bool) -> str:
         safe = [defuse_message(message, special=self._special, control=self._control) for message in messages]
+        safe = list(map(as_parts, safe)) if self._in_parts else safe
         safe = safe if slot is None else _with_slot(safe, slot)
         schemas = self._cached_tools(tools) or None
         template = self._chat_template

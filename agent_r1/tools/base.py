@@ -45,9 +45,11 @@ class ToolResult:
     text: str
     reward: float | None = None  # process reward of this call
     info: Mapping[str, Any] = field(default_factory=dict)  # recorded with the trajectory, never shown to the model
+    images: Sequence[Any] = ()  # shown after the text: PIL images, arrays, bytes, paths or data URLs
 
     def __post_init__(self) -> None:
         check_type("ToolResult.text", self.text, str, "a text")
+        check_type("ToolResult.images", self.images, list | tuple, "a list of pictures")
         check_type("ToolResult.info", self.info, Mapping, "a dict")
         if self.reward is not None:
             check_reward("ToolResult.reward", self.reward)

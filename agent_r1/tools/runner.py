@@ -16,10 +16,12 @@ from numbers import Number
 from typing import Any
 
 from agent_r1.batching import Batcher
+from agent_r1.errors import DataError
 from agent_r1.guard import TimedOut, guarded
 from agent_r1.tools.base import BaseTool, ToolCall, ToolError, ToolResult
 from agent_r1.tools.schema import BadArguments
 from agent_r1.types import CallFault
+from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, as_picture
 
 
 class _TimedOut(ToolError):
@@ -35,6 +37,7 @@ class ToolOutcome:
     fault: CallFault | None = None
     seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def error(self) -> str | None:
@@ -67,8 +70,23 @@ async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mappin
     except ToolError as error:
         return ToolOutcome(text=str(error), fault="failed", seconds=time.perf_counter() - start)
     result = _as_result(tool.name, returned)
+    try:
+        pictures = await asyncio.to_thread(_read_pictures, result.images) if result.images else ()
+    except DataError as error:  # a tool may pass on what it found somewhere
+        return ToolOutcome(text=str(error), fault="failed", seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return ToolOutcome(text=result.text, reward=result.reward or 0.0, seconds=seconds, info=result.info)
+    return ToolOutcome(
+        text=result.text, reward=result.reward or 0.0, seconds=seconds, info=result.info, pictures=pictures
+    )
+
+
+def _read_pictures(images: Sequence[Any]) -> tuple[Picture, ...]:
+    if len(images) > MAX_PER_MESSAGE:
+        raise DataError(f"the tool returned {len(images)} pictures; at most {MAX_PER_MESSAGE} are accepted")
+    pictures = tuple(as_picture(image, what=f"picture {index} of the result") for index, image in enumerate(images))
+    for picture in pictures:
+        _ = picture.pixels  # decoded now, so that a damaged file is this call's error
+    return pictures
 
 
 def _as_result(tool: str, returned: Any) -> ToolResult:

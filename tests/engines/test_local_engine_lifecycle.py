@@ -14,6 +14,7 @@ from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, RolloutError
 from tests.engines.engine_sides import both, make_engine
 from tests.engines.tiny_models import VOCAB, prompts, tiny
+from tests.pictures import PICTURE
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
 ENDLESS = Sampling(max_tokens=100, temperature=0.0)
@@ -120,7 +121,7 @@ def test_a_cancelled_request_leaves_the_batch_without_affecting_others(side: dic
         (Prompt([1, VOCAB]), f"{VOCAB}; .* 0 to {VOCAB - 1}"),
         (Prompt([-1]), "-1; "),
         (Prompt([1, 2.5]), r"2\.5"),  # type: ignore[list-item]
-        (Prompt([1], media=("image",)), "media"),
+        (Prompt([1], media=(PICTURE,)), "media"),
         (Prompt([1] * 60), r"60 tokens and a response of up to 6 .* max_cached_tokens \(64\)"),
     ],
 )

@@ -11,6 +11,7 @@ from agent_r1.engines.base import Completion, Engine, Prompt, Sampling, generate
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.types import Support
+from tests.pictures import PICTURE
 
 STOP = 9
 
@@ -77,8 +78,8 @@ def test_completions_carry_the_version_of_the_weights_loaded_before_them() -> No
 
 def test_media_of_a_prompt_is_recorded() -> None:
     engine = ScriptedEngine([[1]])
-    asyncio.run(engine.generate(Prompt([0], media=("image",)), Sampling(max_tokens=1), session="s"))
-    assert engine.calls[0].media == ("image",)
+    asyncio.run(engine.generate(Prompt([0], media=(PICTURE,)), Sampling(max_tokens=1), session="s"))
+    assert engine.calls[0].media == (PICTURE,)
 
 
 def test_an_aborted_response_is_continued_from_its_own_tokens_until_it_ends() -> None:
@@ -91,7 +92,7 @@ def test_an_aborted_response_is_continued_from_its_own_tokens_until_it_ends() ->
     sampling = Sampling(max_tokens=8, stop_ids=(STOP,), seed=100)
 
     async def main() -> Completion:
-        asked = asyncio.create_task(generate_all(engine, Prompt([5], media=("image",)), sampling, session="s"))
+        asked = asyncio.create_task(generate_all(engine, Prompt([5], media=(PICTURE,)), sampling, session="s"))
         while not engine.calls:
             await asyncio.sleep(0)
         await engine.load_weights([], version=3)
@@ -105,7 +106,7 @@ def test_an_aborted_response_is_continued_from_its_own_tokens_until_it_ends() ->
         support=Support.of([[1], [2, 3], [4], [STOP]]),
     )
     asked = [(call.prompt_ids, call.media, call.sampling.max_tokens, call.sampling.seed) for call in engine.calls]
-    image = ("image",)
+    image = (PICTURE,)
     assert asked == [([5], image, 8, 100), ([5, 1, 2], image, 6, 102), ([5, 1, 2], image, 6, 102)]
 
 

@@ -16,6 +16,7 @@ from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
+from tests.pictures import PICTURE
 from tests.tokens.small_tokenizers import TOOL, template_text
 from tests.tokens.subjects import BUNDLED, CHATML_TOOLS, subject_of
 
@@ -108,7 +109,8 @@ def test_consecutive_results_share_a_turn() -> None:
     ("message", "problem"),
     [
         ({"role": "critic", "content": "?"}, "unknown role critic"),
-        ({"role": "user", "content": [{"type": "image"}]}, "the content of a message must be text"),
+        ({"role": "user", "content": [{"type": "image", "image": PICTURE}]}, "the content of a message must be text"),
+        ({"role": "user", "content": [{"type": "image"}]}, "has the type 'image' but no picture"),
         ({"role": "user", "content": None}, "the content of a message must be text"),
     ],
 )

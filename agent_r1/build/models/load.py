@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agent_r1.attention import position_limit
@@ -32,6 +33,7 @@ from agent_r1.guard import describe
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import TemplateReport, verify_template
 from agent_r1.train.checkpoint import Saveable
+from agent_r1.vision.picture_format import CONFIG_FILES, PictureFormat, read_format, sees
 
 transformers_logging.disable_progress_bar()  # it would overwrite our display
 
@@ -50,6 +52,11 @@ class Model:
     tokenizer: Any
     renderer: Renderer
     template: TemplateReport  # what the chat template can do for an agent
+
+    @property
+    def pictures(self) -> PictureFormat | None:
+        """How the model takes pictures; None: it takes text only."""
+        return self.renderer.pictures
 
 
 def load_model(config: RunConfig, directory: str | Path) -> Model:
@@ -75,7 +82,10 @@ def make_renderer(
             " (of its original context, if longer contexts rescale positions)"
         )
     renderer = Renderer(
-        tokenizer, template_kwargs=config.model.template_kwargs, extra_stop_ids=_generation_stop_ids(generation_config)
+        tokenizer,
+        template_kwargs=config.model.template_kwargs,
+        extra_stop_ids=_generation_stop_ids(generation_config),
+        pictures=_picture_format(config, directory, tokenizer, network_config),
     )
     report = verify_template(renderer)
     if not report.usable:
@@ -84,6 +94,21 @@ def make_renderer(
             "or to the bundled chatml_tools"
         )
     return renderer, report
+
+
+def _picture_format(config: RunConfig, directory: str, tokenizer: Any, network_config: Any) -> PictureFormat | None:
+    if sees(network_config):
+        files = Path(directory) if Path(directory).is_dir() else _hub_files(directory)
+        return read_format(network_config, files, tokenizer.get_vocab(), max_pixels=config.model.max_pixels)
+    settings = {"model.max_pixels": config.model.max_pixels, "learner.train_vision": config.learner.train_vision}
+    if given := next((name for name, value in settings.items() if value), None):
+        raise ConfigError(f"{given} has no effect: {directory} takes text only")
+    return None
+
+
+def _hub_files(name: str) -> Path:
+    """The folder of a hub model's small files, which loading it has fetched."""
+    return Path(snapshot_download(name, allow_patterns=["*.json"], local_files_only=without_hub(name)))
 
 
 def load_tokenizer(config: RunConfig, directory: str) -> Any:
@@ -122,7 +147,9 @@ def _reason(error: Exception, model: str) -> str:
 def _load_network(directory: str) -> Any:
     """Load the weights. Raises ConfigError for missing ones, which transformers would draw at random."""
     with _explain_failures(directory):
-        network, loading = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(directory, local_files_only=without_hub(directory))
+        loader = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+        network, loading = loader.from_pretrained(
             directory,
             dtype=torch.float32,
             output_loading_info=True,
@@ -143,6 +170,8 @@ def save_model(model: Model, directory: Path, weights: Saveable | None = None) -
     directory.mkdir(parents=True, exist_ok=True)
     (weights or model.network).save_pretrained(str(directory))
     model.tokenizer.save_pretrained(str(directory))
+    if model.pictures is not None and model.pictures.stored:
+        (directory / CONFIG_FILES[0]).write_text(json.dumps(model.pictures.stored, indent=2) + "\n", encoding="utf-8")
 
 
 def export_model(path: str, directory: Path, report: Callable[[str], None]) -> int:

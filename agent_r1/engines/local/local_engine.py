@@ -37,6 +37,7 @@ from agent_r1.engines.local.request import Chunk, Draw, EngineStats, ReadDraws
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.scheduler import Scheduler
 from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.vision.picture_format import PictureFormat
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class LocalEngine(RequestEngine):
     compile_layers: whether to torch.compile the decoder layers; None compiles on a GPU.
     kernels: run as on a GPU, with these kernels; None uses Triton's on a GPU.
     adapters: the only weights that `load_weights` will change; None: it changes all of them.
+    pictures: how a model takes pictures that does; None: the prompts are text only.
     """
 
     def __init__(  # noqa: PLR0913 (the settings of the engine)
@@ -80,6 +82,7 @@ class LocalEngine(RequestEngine):
         compile_layers: bool | None = None,
         kernels: Kernels | None = None,
         adapters: LowRank | None = None,
+        pictures: PictureFormat | None = None,
     ) -> None:
         num_blocks = max_cached_tokens // block_size
         sizes = {
@@ -91,10 +94,12 @@ class LocalEngine(RequestEngine):
         for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"LocalEngine needs {name} >= 1, got {value}")
-        self._device = model.device
+        self.pictures, self._device = pictures, model.device
         on_gpu = model.device.type == "cuda"
         if on_gpu and kernels is None:
             kernels = load_triton_kernels()
+        if kernels is not None and pictures is not None:
+            raise ConfigError("the local engine samples from models that take pictures on a CPU only: model.device=cpu")
         self._scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -113,7 +118,7 @@ class LocalEngine(RequestEngine):
         )
         self._runner: ModelRunner
         if kernels is None:
-            self._runner = CpuRunner(model, num_blocks=num_blocks, block_size=block_size)
+            self._runner = CpuRunner(model, num_blocks=num_blocks, block_size=block_size, pictures=pictures)
         else:
             limits = GpuLimits(**sizes, block_size=block_size, max_length=min(self._max_positions, capacity))
             if on_gpu:

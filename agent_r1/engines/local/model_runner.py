@@ -24,6 +24,8 @@ from agent_r1.engines.local.fp32_head import with_head_weights
 from agent_r1.engines.local.low_rank import is_adapter
 from agent_r1.engines.local.request import Chunk, ReadDraws, Request
 from agent_r1.errors import ConfigError, DataError, UnsupportedModelError, did_you_mean
+from agent_r1.vision.eyes import Eyes, Sight
+from agent_r1.vision.picture_format import PictureFormat
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,9 @@ class ModelRunner(ABC):
     overlaps: bool  # `launch` returns before the work is done, and may continue work that is not done yet
     max_stop_ids: int | None = None  # of a request
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, pictures: PictureFormat | None = None) -> None:
         register()
+        self.eyes = None if pictures is None else Eyes(model, pictures)
         self.model: Any = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = model.device
@@ -135,7 +138,7 @@ class ModelRunner(ABC):
         not enough to refuse: large models have enormous activations on a few tokens, and in half precision the last bit
         can decide on which.
         """
-        self.model.set_attn_implementation(PAGED)
+        (self.model if self.eyes is None else self.eyes.decoder).set_attn_implementation(PAGED)
         name, errors = type(self.model).__name__, list[str]()
         for probes, logits_2V in zip(self._probes(), expected, strict=True):
             with short_windows(self.model):
@@ -183,9 +186,15 @@ class ModelRunner(ABC):
 
     def load_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(self.model, source)
+        if self.eyes is not None:
+            self.eyes.forget()
 
-    def forward(self, ids_N: Tensor, positions_N: Tensor, keep_B: Tensor) -> Tensor:
-        """The logits at some rows, [B, V]."""
+    def forward(self, ids_N: Tensor, positions_N: Tensor, keep_B: Tensor, sight: Sight | None = None) -> Tensor:
+        """The logits at some rows, [B, V]. Positions of a model that takes pictures are [A, N]."""
+        if self.eyes is not None:
+            hidden_ND = self.eyes.hidden(ids_N, positions_N, sight)
+            seen_logits: Tensor = self.model.get_output_embeddings()(hidden_ND.index_select(0, keep_B))
+            return seen_logits
         output = self.model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],

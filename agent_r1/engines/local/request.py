@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.blocks import START, Name
 from agent_r1.engines.local.sampling import Kept
+from agent_r1.vision.pictures import Picture
 
 # What a step drew for one request: tokens, their log-probs, and their support if it was computed.
 Draw = tuple[Sequence[int], Sequence[float], Kept | None]
@@ -31,6 +32,8 @@ class Request:
     tokens: list[int]  # the prompt and what has been sampled
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
+    pictures: Mapping[int, Picture] = field(default_factory=dict)  # of the prompt, by their keys
+    positions_AL: NDArray[np.int64] | None = None  # of the prompt's tokens; None: 0, 1, 2 ...
     prompt_length: int = field(init=False)
     kind: SamplingKind = field(init=False)
     logprobs: list[float] = field(default_factory=list)

@@ -22,6 +22,8 @@ from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.errors import DataError, RolloutError
+from agent_r1.vision.picture_format import PictureFormat
+from agent_r1.vision.pictures import by_key
 
 Result = TypeVar("Result")
 
@@ -57,6 +59,7 @@ class RequestEngine(ABC):
     """An `Engine` without the computation. Subclasses set `startup_seconds` once they are ready."""
 
     startup_seconds: float
+    pictures: PictureFormat | None = None  # how the model takes them; None: it takes text only
     _max_stop_ids: int | None = None  # of a request
 
     def __init__(self, queue: RequestQueue, *, vocab: int, max_positions: int, seed: int, threads: int | None) -> None:
@@ -109,7 +112,10 @@ class RequestEngine(ABC):
             tokens=list(prompt.ids),
             sampling=sampling,
             uniforms=uniform_stream(seed, sampling.max_tokens),
+            pictures=by_key(prompt.media),
         )
+        if self.pictures is not None:
+            request.positions_AL = self.pictures.positions(np.array(prompt.ids, np.int64), request.pictures)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._futures[request] = future
         self._queue.submit(request)
@@ -227,14 +233,16 @@ class RequestEngine(ABC):
         `known` are looked at, so that a step does not take longer in a longer episode."""
         self._check_open()
         ids, most = prompt.ids, self._max_stop_ids
-        if prompt.media:
+        if prompt.media and self.pictures is None:
             name = type(self).__name__
             raise DataError(f"the prompt has {len(prompt.media)} images or other media; {name} takes only text")
         if not ids:
             raise DataError("the prompt is empty; a model needs at least one token to continue")
         new = ids[len(known) :] if known and ids[: len(known)] == known else ids
+        if prompt.media:  # what their ids must be is checked with their positions
+            new = [token for token in new if type(token) is not int or token >= 0]
         if new and (set(map(type, new)) != {int} or min(new) < 0 or max(new) >= self._vocab):
-            bad = next(token for token in ids if type(token) is not int or not 0 <= token < self._vocab)
+            bad = next(token for token in new if type(token) is not int or not 0 <= token < self._vocab)
             raise DataError(f"the prompt contains {bad!r}; token ids are integers from 0 to {self._vocab - 1}")
         if most is not None and len(sampling.stop_ids) > most:
             raise DataError(f"a request has {len(sampling.stop_ids)} stop ids; on a GPU the engine allows {most}")

@@ -1,14 +1,15 @@
 """Encode what a worker process sends back as JSON. The trainer never unpickles it, so it cannot run code there.
 
-Numpy numbers become Python numbers, tuples become lists, and keys of dicts become text. Anything that is not text, a
-number, None, a list or a dict is refused in the worker, where the error can still name it. An exception is sent as its
-type's name, text, source and place.
+Numpy numbers become Python numbers, tuples become lists, keys of dicts become text, and pictures become data URLs.
+Anything else that is not text, a number, None, a list or a dict is refused in the worker, where the error can still
+name it. An exception is sent as its type's name, text, source and place.
 """
 
 from __future__ import annotations
 
 import builtins
 import json
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
@@ -18,6 +19,7 @@ from agent_r1.envs.processes.protocol import EnvLost
 from agent_r1.errors import brief
 from agent_r1.guard import Escaped, blame, describe, explain
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
+from agent_r1.vision.pictures import Picture, as_picture
 
 _NO_FUTURE_TAKES = (StopIteration, StopAsyncIteration)
 
@@ -46,6 +48,8 @@ def _to_plain(value: Any) -> Any:
         return {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Picture):
+        return f"data:image/{value.suffix[1:]};base64,{b64encode(value.encoded).decode()}"
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of numpy's
         return value.item()
     raise TypeError(f"{brief(value)}; return text, numbers, None, lists or dicts")
@@ -68,9 +72,14 @@ def _load_transition(
     return Transition(
         observation=None if observation is None else Observation(**observation),
         stop=StopReason(stop),
-        calls=tuple(ToolCallRecord(**{**call, "text_span": tuple(call["text_span"])}) for call in calls),
+        calls=tuple(map(_load_call, calls)),
         **others,
     )
+
+
+def _load_call(call: dict[str, Any]) -> ToolCallRecord:
+    pictures = tuple(map(as_picture, call["pictures"]))
+    return ToolCallRecord(**{**call, "text_span": tuple(call["text_span"]), "pictures": pictures})
 
 
 def dump_error(error: BaseException) -> bytes:

@@ -30,6 +30,7 @@ from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory
+from agent_r1.vision.picture_format import PictureFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class MiniBatch:
         return replace(self, columns=replace(self.columns, **columns))
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 (what a batch is made of, each once)
     credited: Sequence[CreditedTrajectory],
     *,
     max_tokens: int,
@@ -104,6 +105,7 @@ def prepare(
     keep_idle: bool,
     prefix_sharing: PrefixSharing = "off",
     supports: Supports | None = None,
+    pictures: PictureFormat | None = None,
 ) -> MiniBatch:
     """Merge and pack. A segment without advantage adds exactly 0 to a policy loss, so it is counted but not computed,
     unless something else (a KL, an entropy, a critic) needs it: `keep_idle`."""
@@ -118,7 +120,14 @@ def prepare(
     rows = [trajectory.row_id for trajectory in trajectories]
     return MiniBatch(
         share=share_out(
-            segments, rows, ranks, max_tokens, prefix_sharing=prefix_sharing, device=device, supports=supports
+            segments,
+            rows,
+            ranks,
+            max_tokens,
+            prefix_sharing=prefix_sharing,
+            device=device,
+            supports=supports,
+            pictures=pictures,
         ),
         columns=columns.to(device),
         counts=Counts(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
@@ -44,6 +44,9 @@ from agent_r1.learn.batch.tree import (
     lay_out,
 )
 from agent_r1.types import PerToken, Step, Trajectory
+from agent_r1.vision.eyes import Sight
+from agent_r1.vision.picture_format import PictureFormat
+from agent_r1.vision.pictures import Picture, by_key
 
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
@@ -62,6 +65,7 @@ class Segment:
     trained: list[int]  # positions in token_ids that the policy sampled; ascending
     columns: list[int]  # which response token of the list each of them is
     step_indices: list[int]  # which step of the trajectory each of them belongs to
+    pictures: dict[int, Picture] = field(default_factory=dict)  # that negative ids belong to, by their keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,7 @@ class Pack:
     """Several segments back to back: what one forward pass reads."""
 
     input_ids_N: Tensor
-    position_ids_N: Tensor  # within the segment
+    position_ids_N: Tensor  # within the segment; [3, N] for a model whose positions have three numbers
     layout: PackLayout  # which rows see which
     lengths: tuple[int, ...]  # of the segments; they sum to N, or to more where rows are shared
     sources_T: Tensor  # where in N the hidden state sits that predicts the trained token; shared rows occur repeatedly
@@ -78,6 +82,7 @@ class Pack:
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
     trajectory_ids_T: Tensor
     supports: Supports | None = None  # the ids that trained tokens were sampled from; None: the whole vocabulary
+    sight: Sight | None = None  # the pictures that rows show; None: all rows are text
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +98,8 @@ class Pack:
             for name in self.__dataclass_fields__
             if isinstance(value := getattr(self, name), Tensor)
         }
-        return replace(self, layout=self.layout.to(device), **tensors)
+        sight = None if self.sight is None else self.sight.to(device)
+        return replace(self, layout=self.layout.to(device), sight=sight, **tensors)
 
 
 def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
@@ -117,6 +123,8 @@ def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
 
 
 def _append(segment: Segment, step: Step, index: int, column: int) -> None:
+    if step.pictures:
+        segment.pictures.update(by_key((*segment.pictures.values(), *step.pictures)))
     segment.token_ids.extend(step.prompt_ids[len(segment.token_ids) :])
     start, count = len(segment.token_ids), len(step.response_ids)
     segment.token_ids.extend(step.response_ids)
@@ -132,16 +140,24 @@ def pack(
     prefix_sharing: PrefixSharing = "off",
     device: torch.device = CPU,
     supports: Supports | None = None,
+    pictures: PictureFormat | None = None,
 ) -> list[Pack]:
     """Fill packs first-fit decreasing with segments, or with trees of segments. Deterministic.
 
-    `supports` cover all columns. A segment longer than the budget gets a pack of its own: cutting it would change what
-    its tokens are predicted from.
+    `supports` cover all columns; `pictures` says how the model takes them (None: it takes text only). A segment longer
+    than the budget gets a pack of its own: cutting it would change what its tokens are predicted from.
     """
     ids = [np.asarray(segment.token_ids, dtype=np.int64) for segment in segments]
     trees = grow_trees(ids, max_tokens, break_even(prefix_sharing, device))
     bins = first_fit([_room([ids[index] for index in tree]) for tree in trees], max_tokens)
-    return [_to_pack([trees[i] for i in members], segments, ids, supports).to(device) for members in bins]
+    if pictures is None and any(segment.pictures for segment in segments):
+        raise DataError("the trajectories show pictures, but the model takes text only")
+    packs = []
+    for members in bins:
+        chosen = [trees[index] for index in members]
+        made = _to_pack(chosen, segments, ids, supports)
+        packs.append(made if pictures is None else _with_pictures(made, chosen, segments, ids, pictures))
+    return [each.to(device) for each in packs]
 
 
 def _room(tree: Sequence[IntArray]) -> int:
@@ -169,6 +185,23 @@ def _to_pack(
         trajectory_ids_T=_concat([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
         supports=None if supports is None else supports.at(columns),
     )
+
+
+def _with_pictures(
+    pack: Pack, trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray], form: PictureFormat
+) -> Pack:
+    """Add the pictures, and the positions that a model gives their tokens. Segments that share a row also share all
+    that comes before it, so they agree on its position."""
+    order = list(chain(*trees))
+    paths = lay_out([[ids[index] for index in tree] for tree in trees]).paths
+    token_ids_N = pack.input_ids_N.numpy()
+    positions: list[IntArray] = [form.positions(ids[index], segments[index].pictures) for index in order]
+    positions_AN = np.zeros((len(positions[0]), len(token_ids_N)), np.int64)
+    for path, positions_AL in zip(paths, positions, strict=True):
+        positions_AN[:, path] = positions_AL
+    shown = by_key(picture for index in order for picture in segments[index].pictures.values())
+    sight = Sight.of(token_ids_N, shown, form)
+    return replace(pack, position_ids_N=torch.from_numpy(positions_AN), sight=sight)
 
 
 def _concat(arrays: Sequence[IntArray]) -> Tensor:

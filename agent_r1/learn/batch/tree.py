@@ -169,8 +169,9 @@ def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -
     """
     if math.isinf(break_even):
         return [[index] for index in range(len(segments))]
-    # Big-endian bytes compare like the ids they hold, and in one call.
-    order = sorted(range(len(segments)), key=lambda index: (segments[index].astype(">u4").tobytes(), index))
+    # Big-endian bytes compare like the ids they hold, and in one call. Ids of pictures are negative and need 8 of them.
+    width = ">u8" if any(len(ids) and ids.min() < 0 for ids in segments) else ">u4"
+    order = sorted(range(len(segments)), key=lambda index: (segments[index].astype(width).tobytes(), index))
     done: list[Tree] = []
     # (depth, trees that share their first `depth` tokens and may still be joined). Depths ascend.
     waiting: list[tuple[int, list[Tree]]] = [(0, [])]

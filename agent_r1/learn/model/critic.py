@@ -152,7 +152,12 @@ def with_last_state(trajectory: Trajectory) -> Trajectory:
     """
     if not (trajectory.stop.is_truncated and trajectory.next_prompt_ids):
         return trajectory
-    last = Step(prompt_ids=trajectory.next_prompt_ids, response_ids=[0], response_logprobs=[0.0])
+    last = Step(
+        prompt_ids=trajectory.next_prompt_ids,
+        response_ids=[0],
+        response_logprobs=[0.0],
+        pictures=trajectory.next_pictures,
+    )
     return replace(trajectory, steps=[*trajectory.steps, last])
 
 

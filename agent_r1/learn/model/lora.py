@@ -40,7 +40,7 @@ class LoRA:
         return [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
+            if isinstance(module, nn.Linear) and module is not head and name.startswith(decoder_prefix(model))
             if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
         ]
 
@@ -53,7 +53,7 @@ class Adapters:
         config = lora.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules="all-linear" if settings.target_modules is None else list(settings.target_modules),
+            target_modules=_targets(model, settings),
         )
         try:
             with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
@@ -105,6 +105,18 @@ class Adapters:
         finally:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
+
+
+def decoder_prefix(model: Any) -> str:
+    """What the names of a decoder's modules begin with; empty if the model is nothing else."""
+    decoder = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+
+
+def _targets(model: Any, settings: LoRA) -> str | list[str]:
+    if decoder_prefix(model):  # peft would also adapt the tower
+        return settings.layers_of(model)
+    return "all-linear" if settings.target_modules is None else list(settings.target_modules)
 
 
 class _Merged(Mapping[str, Tensor]):

@@ -37,6 +37,8 @@ from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
 from agent_r1.learn.model.sharding import Whole, body_of, onto, release, shard_model
 from agent_r1.learn.sizes import MAX_LOGITS
+from agent_r1.vision.eyes import Eyes
+from agent_r1.vision.picture_format import PictureFormat
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,12 @@ class PolicyModel:
         compiled: bool = False,  # compile the layers, and on a GPU the operations on logits
         checkpoint_activations: bool = False,  # keep only the input of each layer, and compute the layer twice
         mlp_chunk_tokens: int | None = None,  # compute MLPs for so many tokens at a time, and twice
+        pictures: PictureFormat | None = None,  # how a model takes them that takes pictures
+        train_vision: bool = False,  # train the tower that looks at pictures, too
     ) -> None:
+        self._eyes = None if pictures is None else Eyes(model, pictures)
+        if self._eyes is not None and not train_vision:
+            self._eyes.freeze()
         self.shares_base = lora is not None and lora.share_base
         self._sends_adapters = lora is not None and not lora.merges
         self.model: nn.Module = (model if self.shares_base else model.float()).eval()
@@ -72,7 +79,10 @@ class PolicyModel:
         self._adapters = Adapters(model, lora) if lora is not None else None
         self._bare = False  # whether to compute without the adapters
         # A class whose prefix does not name its body (Llama 4) is its own base model.
-        self._body: nn.Module = model.model if model.base_model is model else model.base_model
+        self._body: Any = model.model if model.base_model is model else model.base_model
+        if self._eyes is not None:
+            self._body = self._eyes.decoder
+        self._attending: Any = model if self._eyes is None else self._body  # the tower keeps its own attention
         self._head: Any = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise ConfigError(f"the output head of {type(model).__name__} must be nn.Linear, not {type(self._head)}")
@@ -94,8 +104,14 @@ class PolicyModel:
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Spread the weights over the ranks; see `sharding.py`. A sharded model cannot be copied."""
+        if self._eyes is not None:
+            raise ConfigError("a model that takes pictures is trained in one process: leave out --gpus")
         if not self.is_sharded:  # a reference may share the policy's model
             shard_model(self.model, self._body, mesh, self.autocast_dtype)
+
+    @property
+    def pictures(self) -> PictureFormat | None:
+        return None if self._eyes is None else self._eyes.form
 
     @property
     def is_sharded(self) -> bool:
@@ -216,6 +232,9 @@ class PolicyModel:
         return self._adapters.disabled() if self._bare and self._adapters is not None else nullcontext()
 
     def _hidden(self, pack: Pack) -> Tensor:
+        if self._eyes is not None:
+            positions_AN = pack.position_ids_N if pack.position_ids_N.ndim == 2 else pack.position_ids_N[None]
+            return self._eyes.hidden(pack.input_ids_N, positions_AN, pack.sight, packed=pack.layout)
         body = body_of(self.model, self._body)
         if not self.packs:
             parts = pack.input_ids_N.split(pack.lengths)
@@ -246,10 +265,13 @@ class PolicyModel:
         model: Any = self.model
         with short_windows(model):
             probe, expected = self._probe()
-            reason = self._try(probe, expected, lambda: use_packed_attention(model, "segments"))  # in fp32, like eager
+            packed = partial(use_packed_attention, self._attending)
+            reason = self._try(probe, expected, lambda: packed("segments"))  # in fp32, like eager
             if reason is None:
-                use_packed_attention(model, attention, self.autocast_dtype)
+                packed(attention, self.autocast_dtype)
                 return
+            if self._eyes is not None:
+                raise UnsupportedModelError(f"{type(model).__name__} cannot be trained: {reason}")
             self.packs = False
             own = [self._try(probe, expected, partial(model.set_attn_implementation, name)) for name in OWN_ATTENTIONS]
         if all(own):
@@ -276,7 +298,7 @@ class PolicyModel:
             step_ids_T=every,
             trajectory_ids_T=every,
         )
-        model.set_attn_implementation("eager")  # the model's own definition, without fused kernels
+        self._attending.set_attn_implementation("eager")  # the model's own definition, without fused kernels
         raw: list[Tensor] = []
         hook = self._head.register_forward_hook(lambda _head, _inputs, output: raw.append(output[0].clone()))
         parts = token_ids.split(lengths)

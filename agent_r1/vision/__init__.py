@@ -1,0 +1,1 @@
+"""Models that see: how each kind turns pictures into tokens, positions and features."""
