@@ -146,7 +146,7 @@ class ScriptedRunner(GpuRunner):
         rows, most = len(drawing), max((chunk.count for chunk in drawing), default=0)
         seconds, later = 0.0, most
         if rows < len(chunks) or any(chunk.length > 1 for chunk in chunks):
-            seconds, later = FIRST_MS / 1e3 + self._lay_out(ordered) * TOKEN_US / 1e6, max(0, most - 1)
+            seconds, later = FIRST_MS / 1e3 + self._lay_out(ordered)[0] * TOKEN_US / 1e6, max(0, most - 1)
         seconds += later * float(np.interp(rows, PASS_ROWS, PASS_MS)) / 1e3
         drawn_CR = self._state.drawn_CR.numpy()
         for row, chunk in enumerate(drawing):

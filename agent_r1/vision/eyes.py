@@ -24,7 +24,7 @@ from agent_r1.errors import DataError
 from agent_r1.vision.picture_format import IDEFICS, IntArray, PictureFormat
 from agent_r1.vision.pictures import INDEX_BITS, MAX_TOKENS, Picture
 
-MAX_CACHED = 262_144  # tokens of pictures whose features are kept
+MAX_CACHED_BYTES = 2**30  # of features that are kept
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,7 +98,7 @@ class Eyes:
         found = [self._known[picture.name] for picture in pictures]
         for picture in pictures:
             self._known.move_to_end(picture.name)
-        while len(self._known) > len(pictures) and sum(map(len, self._known.values())) > MAX_CACHED:
+        while len(self._known) > len(pictures) and sum(each.nbytes for each in self._known.values()) > MAX_CACHED_BYTES:
             self._known.popitem(last=False)
         return torch.cat(found)
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ REFUSED = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureFormat(ABC):
     """The pictures of one model."""
+
+    axes: ClassVar[int]  # numbers of a position
 
     kind: str  # the model type
     placeholder: str  # what the chat template writes for a picture
@@ -97,6 +99,8 @@ class PictureFormat(ABC):
 class QwenPictures(PictureFormat):
     """Qwen2.5-VL and Qwen3-VL: any size, in patches of which `merge` x `merge` are a token; three axes of position."""
 
+    axes = 3
+
     patch: int
     merge: int
     frames: int  # a picture is a film of so many equal frames
@@ -152,6 +156,8 @@ class QwenPictures(PictureFormat):
 class IdeficsPictures(PictureFormat):
     """Idefics3 and SmolVLM: every picture is one square. It is not split into tiles, which would be 17 for a picture of
     any size."""
+
+    axes = 1
 
     longest: int  # side that a picture is first brought to
     side: int  # of the square

@@ -22,6 +22,7 @@ from agent_r1.types import Message, Observation, Step, StopReason, Trajectory
 from agent_r1.vision.eyes import Eyes, Sight
 from agent_r1.vision.picture_format import IDEFICS
 from agent_r1.vision.pictures import Picture, by_key, without_repeats
+from tests.engines.engine_sides import both
 from tests.vision.tiny_models import KINDS, make_model, make_tokenizer, own_logits, picture
 
 TALL, WIDE, SMALL = picture(1, 64, 24), picture(2, 40, 96), picture(3, 16, 16)
@@ -178,12 +179,13 @@ def engine(kind: str, **settings: Any) -> LocalEngine:
     return LocalEngine(model, seed=0, pictures=form, **(sizes | settings))
 
 
+@both
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_engine_samples_has_the_log_probs_of_the_model(kind: str) -> None:
+def test_what_the_engine_samples_has_the_log_probs_of_the_model(kind: str, side: dict[str, Any]) -> None:
     """Text and pictures in one batch, chunks that end inside pictures, and a second turn in the session's cache."""
 
     async def sample() -> list[tuple[Prompt, Completion]]:
-        running = engine(kind)
+        running = engine(kind, **side)
         prompts = [Prompt(step.prompt_ids, step.pictures) for each in trajectories(kind) for step in each.steps]
         asked = [
             (prompt, running.generate(prompt, Sampling(max_tokens=6), session=f"s{index}"))
@@ -207,9 +209,10 @@ def test_what_the_engine_samples_has_the_log_probs_of_the_model(kind: str) -> No
         torch.testing.assert_close(torch.tensor(answer.logprobs), got, rtol=0, atol=1e-4)
 
 
-def test_the_engine_looks_again_with_new_weights() -> None:
+@both
+def test_the_engine_looks_again_with_new_weights(side: dict[str, Any]) -> None:
     async def run() -> None:
-        running = engine("qwen3_vl")
+        running = engine("qwen3_vl", **side)
         step = trajectories("qwen3_vl")[0].steps[0]
         other, _ = make_model("qwen3_vl", make_tokenizer("qwen3_vl"), seed=1)
         await running.generate(Prompt(step.prompt_ids, step.pictures), Sampling(max_tokens=2), session="a")
@@ -238,3 +241,21 @@ def test_a_prompt_without_its_picture_or_with_half_of_one_is_refused() -> None:
         await running.close()
 
     asyncio.run(run())
+
+
+@both
+def test_a_prompt_may_end_with_a_picture(side: dict[str, Any]) -> None:
+    """Its last token is then a chunk of one token that samples, and not a sampled one."""
+
+    async def run(prompt: Prompt) -> Completion:
+        running = engine("qwen3_vl", max_batch_tokens=len(prompt.ids) - 1, **side)
+        answer = await running.generate(prompt, Sampling(max_tokens=3), session="a")
+        await running.close()
+        return answer
+
+    model, form = make_model("qwen3_vl", make_tokenizer("qwen3_vl"))
+    prompt = Prompt([5, 6, *form.ids(SMALL)], (SMALL,))
+    answer = asyncio.run(run(prompt))
+    expected = own_logits(model, form, prompt.ids + answer.token_ids, [SMALL])[len(prompt.ids) - 1 : -1].log_softmax(-1)
+    got = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), got, rtol=0, atol=1e-4)

@@ -86,6 +86,11 @@ class ModelRunner(ABC):
                     "cast_weights(model, dtype) instead of model.to(dtype)"
                 )
 
+    @property
+    def decoder(self) -> Any:
+        """The model without the tower that looks at pictures, if it has one."""
+        return self.model if self.eyes is None else self.eyes.decoder
+
     @abstractmethod
     def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
         """Run the chunks of a step."""
@@ -138,7 +143,7 @@ class ModelRunner(ABC):
         not enough to refuse: large models have enormous activations on a few tokens, and in half precision the last bit
         can decide on which.
         """
-        (self.model if self.eyes is None else self.eyes.decoder).set_attn_implementation(PAGED)
+        self.decoder.set_attn_implementation(PAGED)
         name, errors = type(self.model).__name__, list[str]()
         for probes, logits_2V in zip(self._probes(), expected, strict=True):
             with short_windows(self.model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,11 +12,10 @@ from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.cpu.cpu_attention import CpuStep
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
+from agent_r1.engines.local.prompt_pictures import positions_of, sight_of
 from agent_r1.engines.local.request import Chunk, Draw, ReadDraws
 from agent_r1.engines.local.sampling import sample
-from agent_r1.vision.eyes import Eyes, Sight
 from agent_r1.vision.picture_format import PictureFormat
-from agent_r1.vision.pictures import by_key
 
 
 class CpuRunner(ModelRunner):
@@ -67,26 +65,7 @@ class CpuRunner(ModelRunner):
             if self.eyes is None:
                 logits = self.forward(torch.tensor(ids), torch.tensor(positions), keep)
             else:
-                logits = self.forward(torch.tensor(ids), _positions(chunks, self.eyes), keep, _sight(chunks, self.eyes))
+                form = self.eyes.form
+                places = torch.from_numpy(positions_of(chunks, form))
+                logits = self.forward(torch.tensor(ids), places, keep, sight_of(chunks, form))
         return logits if len(draws) == len(last) else logits[torch.tensor(draws)]
-
-
-def _positions(chunks: Sequence[Chunk], eyes: Eyes) -> Tensor:
-    """[A, N]: the positions of a prompt's tokens, which pictures shift, and then one more for each sampled token."""
-    parts = []
-    for chunk in chunks:
-        known_AL = chunk.request.positions_AL
-        if known_AL is None:  # a probe
-            known_AL = eyes.form.positions(np.arange(chunk.end), {})
-        start, end, length = chunk.start, chunk.end, known_AL.shape[1]
-        after_L = known_AL.max(initial=-1) + 1 + np.arange(max(start, length) - length, max(end - length, 0))
-        parts += [known_AL[:, start:end], np.tile(after_L, (len(known_AL), 1))]
-    return torch.from_numpy(np.concatenate(parts, axis=1))
-
-
-def _sight(chunks: Sequence[Chunk], eyes: Eyes) -> Sight | None:
-    shown = [chunk for chunk in chunks if min(chunk.ids) < 0]
-    if not shown:
-        return None
-    ids_N = np.array([token for chunk in chunks for token in chunk.ids], np.int64)
-    return Sight.of(ids_N, by_key(p for chunk in shown for p in chunk.request.pictures.values()), eyes.form)

@@ -24,11 +24,14 @@ from transformers import PreTrainedModel
 
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, Tiles, key_value_shape
+from agent_r1.engines.local.gpu.gpu_sight import GpuSight
 from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
 from agent_r1.engines.local.request import Chunk, Draw, ReadDraws, Request, SamplingKind
 from agent_r1.engines.local.sampling import nucleus, support_ids
 from agent_r1.errors import ConfigError
+from agent_r1.vision.eyes import Sight
+from agent_r1.vision.picture_format import PictureFormat
 
 # Fewer programs do not fill a GPU of 132 multiprocessors, so sequences are divided among several.
 FULL_GPU = 264
@@ -91,8 +94,16 @@ class GpuRunner(ModelRunner):
     overlaps = True
     max_stop_ids = MAX_STOP_IDS
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, limits: GpuLimits, *, graphs: bool) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        limits: GpuLimits,
+        *,
+        graphs: bool,
+        pictures: PictureFormat | None = None,
+    ) -> None:
+        super().__init__(model, pictures)
         config, self._kernels = self.config, kernels
         shape = key_value_shape(config) | {"block_size": limits.block_size}
         heads = shape["heads"]
@@ -110,6 +121,9 @@ class GpuRunner(ModelRunner):
             rows=rows, width=width, burst=limits.burst, vocab=config.vocab_size, device=self.device
         )
         self._first = FirstPass.empty(tokens=tokens, tiles=self._tiles(tokens), rows=rows, device=self.device)
+        self._sight: GpuSight | None = None
+        if pictures is not None:
+            self._sight = GpuSight(pictures, tokens=tokens, rows=rows, device=self.device)
         self._places = torch.arange(rows, device=self.device)
         self._graphs = Graphs() if graphs else None
         self._before: dict[Request, int] = {}  # rows of the previous step
@@ -122,6 +136,8 @@ class GpuRunner(ModelRunner):
         rows, width = len(drawing), self._width(drawing)
         most = max((chunk.count for chunk in drawing), default=0)
         singles = all(chunk.length == 1 for chunk in chunks) and rows == len(chunks)
+        if self._sight is not None and any(chunk.ids and chunk.ids[-1] < 0 for chunk in drawing):
+            singles = False  # a pass over sampled tokens shows no pictures
         if not singles:
             self._run_first(ordered, width)
         size = self._rows[bisect_left(self._rows, rows)]
@@ -157,7 +173,8 @@ class GpuRunner(ModelRunner):
             if all(chunk.length == 1 and chunk.count for chunk in chunks):
                 logits = self._decode_logits(len(chunks), self._state.alive(len(chunks)), self._probe)
             else:
-                logits = self._first_logits(self._lay_out(ordered), len(chunks), self._probe)
+                tokens, sight = self._lay_out(ordered)
+                logits = self._first_logits(tokens, len(chunks), self._probe, sight)
         self._state.left_R.zero_()  # probes are not continued
         self._before = {}
         return logits
@@ -190,8 +207,12 @@ class GpuRunner(ModelRunner):
                 now.copy_(then)
 
     def _run_first(self, ordered: Sequence[Chunk], width: Width) -> None:
-        size = self._sizes[bisect_left(self._sizes, self._lay_out(ordered))]
-        self._run("first", size, width, partial(self._sample_first, size, width))
+        tokens, sight = self._lay_out(ordered)
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        if sight is not None:  # how many pictures there are, and of what size, differs from step to step
+            self._sample_first(size, width, sight)
+        else:
+            self._run("first", size, width, partial(self._sample_first, size, width))
 
     # The following run under capture, so nothing in them may depend on host data.
 
@@ -218,9 +239,10 @@ class GpuRunner(ModelRunner):
             ),
         )
         with running(step):
-            return self.forward(state.token_R[:rows], position_R, self._places[:rows])
+            positions = position_R if self._sight is None else self._sight.later(position_R)
+            return self.forward(state.token_R[:rows], positions, self._places[:rows])
 
-    def _first_logits(self, tokens: int, rows: int, cache: GpuCache) -> Tensor:
+    def _first_logits(self, tokens: int, rows: int, cache: GpuCache, sight: Sight | None = None) -> Tensor:
         first = self._first
         tiles = self._tiles(tokens)
         step = GpuStep(
@@ -238,11 +260,12 @@ class GpuRunner(ModelRunner):
             ),
         )
         with running(step):
-            return self.forward(first.ids_N[:tokens], first.position_N[:tokens], first.last_R[:rows])
+            positions = first.position_N[:tokens] if self._sight is None else self._sight.positions(tokens)
+            return self.forward(first.ids_N[:tokens], positions, first.last_R[:rows], sight)
 
-    def _sample_first(self, tokens: int, width: Width) -> None:
+    def _sample_first(self, tokens: int, width: Width, sight: Sight | None = None) -> None:
         rows = min(self._rows[-1], tokens)
-        self._draw(self._first_logits(tokens, rows, self._cache), self._state.alive(rows), width)
+        self._draw(self._first_logits(tokens, rows, self._cache, sight), self._state.alive(rows), width)
 
     def _tiles(self, tokens: int) -> int:
         """The most tiles there can be: every sequence may have one that is not full."""
@@ -267,12 +290,16 @@ class GpuRunner(ModelRunner):
         """Load the next step onto the device; returns the chunks in the order of its rows."""
         ordered = in_order(chunks)
         self._state.load(ordered, self._before, self.config.vocab_size)
+        if self._sight is not None:
+            self._sight.load_rows(ordered)
         self._before = {chunk.request: row for row, chunk in enumerate(ordered) if chunk.count}
         return ordered
 
-    def _lay_out(self, ordered: Sequence[Chunk]) -> int:
-        cache = self._cache
-        return self._first.load(ordered, self._state, block_size=cache.block_size, tile=self._tile, trash=cache.trash)
+    def _lay_out(self, ordered: Sequence[Chunk]) -> tuple[int, Sight | None]:
+        """Load the tokens of a first pass; returns their number and the pictures among them."""
+        cache, state = self._cache, self._state
+        tokens = self._first.load(ordered, state, block_size=cache.block_size, tile=self._tile, trash=cache.trash)
+        return tokens, None if self._sight is None else self._sight.load_first(ordered)
 
     def _reader(self, rows: int, width: Width) -> ReadDraws:
         state, on_gpu = self._state, self.device.type == "cuda"
