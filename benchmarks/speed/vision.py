@@ -32,6 +32,7 @@ from agent_r1.bench.results import Figures, Row
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
+from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
@@ -101,7 +102,7 @@ FULL = VisionSizes(
         },
     },
     pictures=(1, 4, 8),
-    play=Play(groups=16, group_size=8, steps=3, text_tokens=64, response_tokens=64, side=448, later=4),
+    play=Play(groups=8, group_size=8, steps=3, text_tokens=64, response_tokens=64, side=448, later=4),
     update_groups=4,
     tokens_per_pack=32_768,
     cached_tokens=655_360,
@@ -143,7 +144,7 @@ def make_network(sizes: VisionSizes, *, dtype: torch.dtype, device: torch.device
     )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        return Qwen3VLForConditionalGeneration(config).to(dtype).eval()
+        return cast_weights(Qwen3VLForConditionalGeneration(config), dtype).eval()
 
 
 CONTROL = ("image", "video", "vision_start", "vision_end")
