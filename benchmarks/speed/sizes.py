@@ -37,7 +37,8 @@ from agent_r1.plan.shapes import read_shape
 from agent_r1.types import CreditedTrajectory
 
 RANK = 16
-HOPELESS = 1.15  # planned memory over that of the device, above which a way is not tried
+PACKS = 2  # of a step
+HOPELESS = 1.0  # planned memory over that of the device, above which a way is not tried
 
 
 def savings(chunk: int) -> tuple[Method, ...]:
@@ -56,7 +57,7 @@ def savings(chunk: int) -> tuple[Method, ...]:
 class Grid:
     cases: tuple[tuple[str, bool], ...]  # (shape, whether only adapters are trained)
     contexts: tuple[int, ...]
-    tokens: int  # of a step, in one pack
+    tokens: int  # of a pack; a step has two, so that gradients are there when the second one is computed
     chunk: int  # tokens of an MLP that are computed together, where chunks save memory
     every_way: tuple[str, ...]  # shapes for which all ways to save memory are measured, at the longest context
 
@@ -109,7 +110,7 @@ class SizesBench:
         """A row for each context, by its name. One learner serves all of them: a step has the same number of tokens."""
         model = LlamaShape.named(shape).model()
         peak_flops = matmul_flops(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        batches = {context: [context] * max(1, self.grid.tokens // context) for context in names}
+        batches = {context: [context] * (PACKS * max(1, self.grid.tokens // context)) for context in names}
         found: dict[int, list[tuple[Cost, float]]] = {}
         expected: Figures = {}
         for saving in ways:
@@ -200,14 +201,20 @@ class SizesBench:
         )
         expected: Figures = {"counted_gib": sum(fixed_bytes(learner).values()) / GIB}
         if gpu:
-            expected["estimated_gib"] = expected["counted_gib"] + self._estimate(learner, self.grid.tokens) / GIB
+            measured = least_room(learner)
+            assert measured is not None
+            if measured.tokens_that_fit < self.grid.tokens:  # training would refuse it, too
+                raise ConfigError(f"packs of {self.grid.tokens} tokens do not fit")
+            packs = measured.bytes_once + self.grid.tokens * measured.bytes_per_token
+            expected["estimated_gib"] = expected["counted_gib"] + max(measured.bytes_in_step, packs) / GIB
         return learner, expected
 
     def _steps(self, learner: Learner, model: BenchModel, lengths: list[int]) -> list[tuple[Cost, float]]:
         """(time and added memory, peak memory) of each step after one that warms up."""
         batch = _batch(model, lengths)
         learner.update(_batch(model, [min(64, length) for length in lengths]))  # compiles with dynamic sizes
-        learner.update(batch)
+        for _ in range(2):  # the allocator settles
+            learner.update(batch)
         results = []
         for _ in range(self.repeats):
             learner.zero_grad()
@@ -215,13 +222,6 @@ class SizesBench:
             peak = float(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else 0.0
             results.append((cost, peak))
         return results
-
-    @staticmethod
-    def _estimate(learner: Learner, tokens: int) -> float:
-        """What a pack, or the optimizer's step if that takes more, adds to the counted bytes."""
-        measured = least_room(learner)
-        assert measured is not None
-        return max(measured.bytes_in_step, measured.bytes_once + tokens * measured.bytes_per_token)
 
 
 def _batch(model: BenchModel, lengths: list[int]) -> list[CreditedTrajectory]:
