@@ -209,6 +209,18 @@ def test_what_the_engine_samples_has_the_log_probs_of_the_model(kind: str, side:
         torch.testing.assert_close(torch.tensor(answer.logprobs), got, rtol=0, atol=1e-4)
 
 
+def test_only_the_decoder_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled tower would be compiled again for every number of pictures, which takes minutes."""
+    compiled: list[Any] = []
+    monkeypatch.setattr("agent_r1.engines.local.local_engine.compile_each", compiled.extend)
+    running = engine("qwen3_vl", compile_layers=True)
+    assert running._runner.eyes is not None
+    tower = {id(module) for part in running._runner.eyes.tower for module in part.modules()}
+    assert len(compiled) == 3
+    assert tower.isdisjoint(map(id, compiled))
+    asyncio.run(running.close())
+
+
 @both
 def test_the_engine_looks_again_with_new_weights(side: dict[str, Any]) -> None:
     async def run() -> None:
