@@ -1,0 +1,175 @@
+"""Walk over a frozen lake that only pictures show: after every move, a new picture. See README.md; `lake.py` has maps.
+
+    user  [picture] Cross the ice to the flag. Say left, right, up or down.
+    agent at b2 goal d4 go right
+    user  [picture]
+    agent at c2 goal d4 go down
+    ...
+
+The warm start mixes two kinds of examples. Captions list the holes of a picture, which a pretrained model could.
+Demonstrations are deliberately imperfect: a careless walker goes along the row first and then along the column, whether
+or not a hole is in the way (`CARELESS`), and a greedy imitator falls in. Reinforcement learning finds out that holes
+matter.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Any, ClassVar
+
+from agent_r1.data.rows import Demo
+from agent_r1.envs.base import AgentEnv
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.recipes.gridworld.lake import CELLS, MOVES, SIDE, Lake, draw_lake, moved
+from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Transition
+from agent_r1.vision.pictures import Picture
+
+SPLITS = ("train", "test")
+TEST_SHARE = 0.2  # of all lakes
+CELL_PIXELS = 16  # one token of the tiny model
+
+TASK = "Cross the ice to the flag. Say left, right, up or down."
+HELP = "Say left, right, up or down."
+QUIZ = "holes?"
+MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
+
+CARELESS = 0.6  # share of the careless walker's moves
+MAX_DEMO_MOVES = 8
+CAPTION_SHARE = 0.4  # of the warm start's examples
+
+
+class FrozenLake(AgentEnv):
+    """Every observation shows the lake anew; the text never says what is in the picture.
+
+    lake: the fields of a `Lake`. quiz: the row's question is about the picture, and any response ends the episode.
+    cell_pixels: side of a cell. blank: show black pictures, to measure what can be done without looking.
+    """
+
+    deterministic: ClassVar[bool] = True
+
+    def __init__(
+        self, *, lake: dict[str, Any], quiz: bool = False, cell_pixels: int = CELL_PIXELS, blank: bool = False
+    ) -> None:
+        if cell_pixels < 8:
+            raise ConfigError(f"env_kwargs.cell_pixels must be at least 8, so that cells differ; got {cell_pixels}")
+        self._lake, self._quiz = Lake(**lake), quiz
+        self._cell_pixels, self._blank = cell_pixels, blank
+        self._cell = self._lake.start
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self._messages: list[Message] = [self._show(str(row.prompt[-1]["content"]))]
+        return Observation(messages=self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        if self._quiz:
+            return Transition(terminated=True)
+        found = MOVE.search(action.text.strip())
+        info: dict[str, Any] = {"anchor": CELLS[self._cell], "move": found and found[1]}
+        if found is None:
+            return self._go_on(action, HELP, info)
+        self._cell = moved(self._cell, found[1])
+        for end, cells in (("hole", self._lake.holes), ("flag", [self._lake.goal])):
+            if self._cell in cells:
+                return Transition(terminated=True, feedback=f"{CELLS[self._cell]}: {end}", info={**info, "end": end})
+        return self._go_on(action, "", info)
+
+    def _go_on(self, action: Action, text: str, info: Mapping[str, Any]) -> Transition:
+        said = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, said, self._show(text)]
+        return Transition(observation=Observation.grown(self._messages, by=2), feedback=text, info=info)
+
+    def _show(self, text: str) -> Message:
+        picture = self._lake.picture(self._cell, self._cell_pixels)
+        if self._blank:
+            picture = Picture.from_pixels(0 * picture.pixels)
+        words = [{"type": "text", "text": text}] if text else []
+        return {"role": "user", "content": [{"type": "image", "image": picture}, *words]}
+
+
+def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """Pay 1 for reaching the flag, else 0."""
+    end = trajectory.steps[-1].info.get("end") if trajectory.steps else None
+    unclear = sum(step.info.get("move", "") is None for step in trajectory.steps)
+    return {"reward": float(end == "flag"), "fell": float(end == "hole"), "unclear": float(unclear)}
+
+
+def rows(split: str, count: int = 4000, seed: int = 0) -> list[TaskRow]:
+    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
+    rng = random.Random(f"rows:{split}:{seed}")
+    found: dict[str, Lake] = {}
+    while len(found) < count:
+        lake = draw(split, rng)
+        found.setdefault(repr(lake), lake)
+    return [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+
+
+def demos(count: int, seed: int) -> list[Demo]:
+    """Return examples of the warm start: captions, and imperfect demonstrations."""
+    rng = random.Random(f"demos:{seed}")
+    shown: list[Demo] = []
+    for index in range(count):
+        lake, row_id = draw("train", rng), f"demo-{seed}-{index}"
+        quiz = rng.random() < CAPTION_SHARE
+        texts = [caption(lake)] if quiz else walk(lake, rng, CARELESS)
+        shown.append((as_row(lake, row_id, quiz=quiz), texts))
+    return shown
+
+
+def right_demos(count: int, seed: int) -> list[Demo]:
+    """Return demonstrations that all reach the flag."""
+    rng = random.Random(f"right:{seed}")
+    lakes = [draw("train", rng) for _ in range(count)]
+    return [(as_row(lake, f"demo-{seed}-{index}"), walk(lake, rng, 0)) for index, lake in enumerate(lakes)]
+
+
+def caption(lake: Lake) -> str:
+    return " ".join(CELLS[hole] for hole in lake.holes)
+
+
+def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
+    """Return the responses of a walker until it reaches the flag, falls in or has walked enough."""
+    left, cell = lake.moves_to_goal(), lake.start
+    said: list[str] = []
+    while cell != lake.goal and cell not in lake.holes and len(said) < MAX_DEMO_MOVES:
+        move = _straight(cell, lake.goal) if rng.random() < careless else _safe(cell, left, rng)
+        said.append(f"at {CELLS[cell]} goal {CELLS[lake.goal]} go {move}")
+        cell = moved(cell, move)
+    return said
+
+
+def _straight(cell: int, goal: int) -> str:
+    """Along the row first, whatever is in the way."""
+    (y, x), (goal_y, goal_x) = divmod(cell, SIDE), divmod(goal, SIDE)
+    if x != goal_x:
+        return "right" if goal_x > x else "left"
+    return "down" if goal_y > y else "up"
+
+
+def _safe(cell: int, left: Mapping[int, int], rng: random.Random) -> str:
+    """A move that brings the goal nearer."""
+    return rng.choice([move for move in MOVES if left.get(moved(cell, move), left[cell]) < left[cell]])
+
+
+def draw(split: str, rng: random.Random) -> Lake:
+    """A hash of the lake decides its split, so no lake is in both."""
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    while True:
+        lake = draw_lake(rng)
+        for_test = sha256(repr(lake).encode()).digest()[0] < 256 * TEST_SHARE
+        if for_test == (split == "test"):
+            return lake
+
+
+def as_row(lake: Lake, row_id: str, *, quiz: bool = False) -> TaskRow:
+    kwargs: dict[str, Any] = {"lake": asdict(lake)}
+    return TaskRow(
+        prompt=[{"role": "user", "content": QUIZ if quiz else TASK}],
+        row_id=row_id,
+        env_kwargs=kwargs | {"quiz": True} if quiz else kwargs,
+        data_source="gridworld",
+    )
