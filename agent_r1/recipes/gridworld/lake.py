@@ -18,10 +18,11 @@ from agent_r1.vision.pictures import Picture
 SIDE = 4  # of the lake, in cells
 CELLS = tuple(f"{column}{row}" for row in range(1, SIDE + 1) for column in "abcd")  # row by row, from the top
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-NUM_HOLES = 5
+NUM_HOLES = 4
 FEWEST_MOVES = 3
 
-ICE, EDGE, HOLE, GOAL, PLAYER = (214, 234, 248), (170, 200, 225), (25, 40, 70), (40, 160, 70), (205, 55, 45)
+ICE, EDGE, HOLE, PLAYER = (214, 234, 248), (170, 200, 225), (25, 40, 70), (205, 55, 45)
+GOAL, FLAG = (40, 160, 70), (255, 255, 255)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -37,6 +38,9 @@ class Lake:
     def picture(self, player: int, cell_pixels: int) -> Picture:
         """The lake with the player in a cell."""
         return _picture(self.goal, tuple(self.holes), player, cell_pixels)
+
+    def kind(self, cell: int) -> str:
+        return "Flag" if cell == self.goal else "Hole" if cell in self.holes else "Ice"
 
     def moves_to_goal(self) -> dict[int, int]:
         """The number of moves from each cell from which the goal can be reached without falling into a hole."""
@@ -73,11 +77,12 @@ def _picture(goal: int, holes: tuple[int, ...], player: int, cell_pixels: int) -
         square = pixels[y * cell_pixels : (y + 1) * cell_pixels, x * cell_pixels : (x + 1) * cell_pixels]
         square[-1], square[:, -1] = EDGE, EDGE
         if cell in holes:
-            square[_disc(cell_pixels, 0.42)] = HOLE
+            square[_disc(cell_pixels, 0.45)] = HOLE
         if cell == goal:
-            square[_flag(cell_pixels)] = GOAL
+            square[:] = GOAL
+            square[_flag(cell_pixels)] = FLAG
         if cell == player:
-            square[_disc(cell_pixels, 0.28)] = PLAYER
+            square[_disc(cell_pixels, 0.4)] = PLAYER
     return Picture.from_pixels(pixels)
 
 

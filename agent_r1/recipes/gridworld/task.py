@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ CELL_PIXELS = 16  # one token of the tiny model
 
 TASK = "Cross the ice to the flag. Say left, right, up or down."
 HELP = "Say left, right, up or down."
-QUIZ = "holes?"
+WHERE, AROUND = "where?", "around?"  # questions about a picture
 MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
 CARELESS = 0.6  # share of the careless walker's moves
@@ -113,9 +113,13 @@ def demos(count: int, seed: int) -> list[Demo]:
     shown: list[Demo] = []
     for index in range(count):
         lake, row_id = draw("train", rng), f"demo-{seed}-{index}"
-        quiz = rng.random() < CAPTION_SHARE
-        texts = [caption(lake)] if quiz else walk(lake, rng, CARELESS)
-        shown.append((as_row(lake, row_id, quiz=quiz), texts))
+        if rng.random() < CAPTION_SHARE:
+            question = rng.choice([WHERE, AROUND])
+            dry = [cell for cell in range(len(CELLS)) if cell != lake.goal and cell not in lake.holes]
+            lake = replace(lake, start=rng.choice(dry))
+            shown.append((as_row(lake, row_id, question), [caption(lake, question)]))
+        else:
+            shown.append((as_row(lake, row_id), walk(lake, rng, CARELESS)))
     return shown
 
 
@@ -126,8 +130,17 @@ def right_demos(count: int, seed: int) -> list[Demo]:
     return [(as_row(lake, f"demo-{seed}-{index}"), walk(lake, rng, 0)) for index, lake in enumerate(lakes)]
 
 
-def caption(lake: Lake) -> str:
-    return " ".join(CELLS[hole] for hole in lake.holes)
+def caption(lake: Lake, question: str) -> str:
+    """What a picture of the lake shows."""
+    return _where(lake, lake.start) if question == WHERE else _around(lake, lake.start)
+
+
+def _where(lake: Lake, cell: int) -> str:
+    return f"at {CELLS[cell]} goal {CELLS[lake.goal]}"
+
+
+def _around(lake: Lake, cell: int) -> str:
+    return " ".join(f"{move} {lake.kind(moved(cell, move)) if moved(cell, move) != cell else 'Edge'}" for move in MOVES)
 
 
 def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
@@ -135,8 +148,12 @@ def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
     left, cell = lake.moves_to_goal(), lake.start
     said: list[str] = []
     while cell != lake.goal and cell not in lake.holes and len(said) < MAX_DEMO_MOVES:
-        move = _straight(cell, lake.goal) if rng.random() < careless else _safe(cell, left, rng)
-        said.append(f"at {CELLS[cell]} goal {CELLS[lake.goal]} go {move}")
+        if rng.random() < careless:
+            move = _straight(cell, lake.goal)
+            said.append(f"{_where(lake, cell)} go {move}")
+        else:
+            move = _safe(cell, left, rng)
+            said.append(f"{_where(lake, cell)} {_around(lake, cell)} go {move}")
         cell = moved(cell, move)
     return said
 
@@ -165,11 +182,10 @@ def draw(split: str, rng: random.Random) -> Lake:
             return lake
 
 
-def as_row(lake: Lake, row_id: str, *, quiz: bool = False) -> TaskRow:
-    kwargs: dict[str, Any] = {"lake": asdict(lake)}
+def as_row(lake: Lake, row_id: str, question: str = TASK) -> TaskRow:
     return TaskRow(
-        prompt=[{"role": "user", "content": QUIZ if quiz else TASK}],
+        prompt=[{"role": "user", "content": question}],
         row_id=row_id,
-        env_kwargs=kwargs | {"quiz": True} if quiz else kwargs,
+        env_kwargs={"lake": asdict(lake), "quiz": question != TASK},
         data_source="gridworld",
     )
