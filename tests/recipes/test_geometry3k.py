@@ -147,9 +147,9 @@ def test_preparing_keeps_existing_files_and_reports_every_split(folder: Path) ->
     [
         ({"answer": "1", "images": [{"bytes": png(0), "path": None}]}, r"record 1 .*'problem'"),
         (published(0, ""), r"record 1: 'answer'"),
-        (published(0, "1", problem="Find $x$."), r"record 1 has 1 images"),
+        (published(0, "1", problem="Find $x$."), r"record 1 has 1 (images|pictures)"),
         ({**published(0, "1"), "images": []}, r"record 1"),
-        ({**published(0, "1"), "images": [{"bytes": b"no picture", "path": None}]}, r"record 1: image 0"),
+        ({**published(0, "1"), "images": [{"bytes": b"no picture", "path": None}]}, r"record 1: (image|picture) 0"),
         ({"problem": "Find $x$.", "answer": "1"}, r"record 1 has no pictures"),
     ],
 )
