@@ -1,4 +1,4 @@
-"""Frozen lakes: maps with a start, a goal and holes; their pictures; and the way to the goal.
+"""Frozen lakes: maps with a start, a goal and holes; their pictures; and what a walker knows about them.
 
 Drawn with numpy: every cell is ice, a hole, the goal or the player. Nothing here knows about episodes or models.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,8 @@ from agent_r1.vision.pictures import Picture
 SIDE = 4  # of the lake, in cells
 CELLS = tuple(f"{column}{row}" for row in range(1, SIDE + 1) for column in "abcd")  # row by row, from the top
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-NUM_HOLES = 4
-FEWEST_MOVES = 3
+NUM_HOLES = 6
+FEWEST_MOVES = 4
 
 ICE, EDGE, HOLE, PLAYER = (214, 234, 248), (170, 200, 225), (25, 40, 70), (205, 55, 45)
 GOAL, FLAG = (40, 160, 70), (255, 255, 255)
@@ -42,15 +42,25 @@ class Lake:
     def kind(self, cell: int) -> str:
         return "Flag" if cell == self.goal else "Hole" if cell in self.holes else "Ice"
 
-    def moves_to_goal(self) -> dict[int, int]:
-        """The number of moves from each cell from which the goal can be reached without falling into a hole."""
-        found, reached = {self.goal: 0}, [self.goal]
-        for cell in reached:  # grows while it is read
-            for near in map(partial(moved, cell), MOVES):  # a move that leads here has an opposite one that leads back
-                if near not in self.holes and near not in found:
-                    found[near] = found[cell] + 1
-                    reached.append(near)
-        return found
+    def nearer(self, cell: int) -> list[str]:
+        """The moves that bring the goal nearer, holes or not: along the row first, then along the column."""
+        (y, x), (goal_y, goal_x) = divmod(cell, SIDE), divmod(self.goal, SIDE)
+        along_row = ["right" if goal_x > x else "left"] if goal_x != x else []
+        return along_row + (["down" if goal_y > y else "up"] if goal_y != y else [])
+
+    def safe(self, cell: int) -> str | None:
+        """The first of these moves that does not lead into a hole; None if both do."""
+        return next((move for move in self.nearer(cell) if moved(cell, move) not in self.holes), None)
+
+    def safe_moves(self) -> int | None:
+        """How many safe moves lead to the goal; None if they end before it."""
+        cell, count = self.start, 0
+        while cell != self.goal:
+            move = self.safe(cell)
+            if move is None:
+                return None
+            cell, count = moved(cell, move), count + 1
+        return count
 
 
 def moved(cell: int, move: str) -> int:
@@ -61,11 +71,11 @@ def moved(cell: int, move: str) -> int:
 
 
 def draw_lake(rng: random.Random) -> Lake:
-    """A lake whose goal can be reached, in at least `FEWEST_MOVES` moves."""
+    """A lake that can be crossed by looking one cell ahead, in at least `FEWEST_MOVES` moves."""
     while True:
         start, goal, *holes = rng.sample(range(len(CELLS)), 2 + NUM_HOLES)
         lake = Lake(start=start, goal=goal, holes=sorted(holes))
-        if lake.moves_to_goal().get(start, 0) >= FEWEST_MOVES:
+        if (lake.safe_moves() or 0) >= FEWEST_MOVES:
             return lake
 
 

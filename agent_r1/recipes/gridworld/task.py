@@ -1,15 +1,14 @@
 """Walk over a frozen lake that only pictures show: after every move, a new picture. See README.md; `lake.py` has maps.
 
     user  [picture] Cross the ice to the flag. Say left, right, up or down.
-    agent at b2 goal d4 go right
+    agent at b2 goal d4 right c2 Hole down b3 Ice go down
     user  [picture]
-    agent at c2 goal d4 go down
+    agent at b3 goal d4 right c3 Ice go right
     ...
 
-The warm start mixes two kinds of examples. Captions list the holes of a picture, which a pretrained model could.
-Demonstrations are deliberately imperfect: a careless walker goes along the row first and then along the column, whether
-or not a hole is in the way (`CARELESS`), and a greedy imitator falls in. Reinforcement learning finds out that holes
-matter.
+The warm start mixes two kinds of examples. Captions say what pictures show, which a pretrained model would know.
+Demonstrations are deliberately imperfect: most moves are careless (`CARELESS`), along the row first and then along the
+column without looking, so a greedy imitator falls in. Reinforcement learning finds out that looking pays.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from typing import Any, ClassVar
 
 from agent_r1.data.rows import Demo
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.recipes.gridworld.lake import CELLS, MOVES, SIDE, Lake, draw_lake, moved
+from agent_r1.recipes.gridworld.lake import CELLS, MOVES, Lake, draw_lake, moved
 from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Transition
 from agent_r1.vision.pictures import Picture
 
@@ -34,12 +33,12 @@ CELL_PIXELS = 16  # one token of the tiny model
 
 TASK = "Cross the ice to the flag. Say left, right, up or down."
 HELP = "Say left, right, up or down."
-WHERE, AROUND = "where?", "around?"  # questions about a picture
+WHERE = "where?"  # asks for the player and the flag
 MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
-CARELESS = 0.6  # share of the careless walker's moves
-MAX_DEMO_MOVES = 8
-CAPTION_SHARE = 0.4  # of the warm start's examples
+CARELESS = 0.6  # share of the moves
+CAPTION_SHARE = 0.5  # of the warm start's examples
+CELLS_PER_CAPTION = 6
 
 
 class FrozenLake(AgentEnv):
@@ -114,10 +113,8 @@ def demos(count: int, seed: int) -> list[Demo]:
     for index in range(count):
         lake, row_id = draw("train", rng), f"demo-{seed}-{index}"
         if rng.random() < CAPTION_SHARE:
-            question = rng.choice([WHERE, AROUND])
-            dry = [cell for cell in range(len(CELLS)) if cell != lake.goal and cell not in lake.holes]
-            lake = replace(lake, start=rng.choice(dry))
-            shown.append((as_row(lake, row_id, question), [caption(lake, question)]))
+            question, answer = caption(lake, rng)
+            shown.append((as_row(lake, row_id, question), [answer]))
         else:
             shown.append((as_row(lake, row_id), walk(lake, rng, CARELESS)))
     return shown
@@ -130,45 +127,36 @@ def right_demos(count: int, seed: int) -> list[Demo]:
     return [(as_row(lake, f"demo-{seed}-{index}"), walk(lake, rng, 0)) for index, lake in enumerate(lakes)]
 
 
-def caption(lake: Lake, question: str) -> str:
-    """What a picture of the lake shows."""
-    return _where(lake, lake.start) if question == WHERE else _around(lake, lake.start)
+def caption(lake: Lake, rng: random.Random) -> tuple[str, str]:
+    """Return a question about the first picture of a lake, and the answer."""
+    if rng.random() < 0.5:
+        return WHERE, _where(lake, lake.start)
+    cells = rng.sample([cell for cell in range(len(CELLS)) if cell != lake.start], CELLS_PER_CAPTION)
+    return " ".join(CELLS[cell] for cell in cells) + "?", " ".join(_look(lake, cell) for cell in cells)
+
+
+def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
+    """Return the responses of a walker until it reaches the flag or falls in."""
+    cell = lake.start
+    said: list[str] = []
+    while cell != lake.goal and cell not in lake.holes:
+        move, *others = lake.nearer(cell)
+        looks = ""
+        if rng.random() >= careless and (safe := lake.safe(cell)) is not None:
+            looked = [move] if safe == move else [move, *others]
+            looks = "".join(f"{each} {_look(lake, moved(cell, each))} " for each in looked)
+            move = safe
+        said.append(f"{_where(lake, cell)} {looks}go {move}")
+        cell = moved(cell, move)
+    return said
 
 
 def _where(lake: Lake, cell: int) -> str:
     return f"at {CELLS[cell]} goal {CELLS[lake.goal]}"
 
 
-def _around(lake: Lake, cell: int) -> str:
-    return " ".join(f"{move} {lake.kind(moved(cell, move)) if moved(cell, move) != cell else 'Edge'}" for move in MOVES)
-
-
-def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
-    """Return the responses of a walker until it reaches the flag, falls in or has walked enough."""
-    left, cell = lake.moves_to_goal(), lake.start
-    said: list[str] = []
-    while cell != lake.goal and cell not in lake.holes and len(said) < MAX_DEMO_MOVES:
-        if rng.random() < careless:
-            move = _straight(cell, lake.goal)
-            said.append(f"{_where(lake, cell)} go {move}")
-        else:
-            move = _safe(cell, left, rng)
-            said.append(f"{_where(lake, cell)} {_around(lake, cell)} go {move}")
-        cell = moved(cell, move)
-    return said
-
-
-def _straight(cell: int, goal: int) -> str:
-    """Along the row first, whatever is in the way."""
-    (y, x), (goal_y, goal_x) = divmod(cell, SIDE), divmod(goal, SIDE)
-    if x != goal_x:
-        return "right" if goal_x > x else "left"
-    return "down" if goal_y > y else "up"
-
-
-def _safe(cell: int, left: Mapping[int, int], rng: random.Random) -> str:
-    """A move that brings the goal nearer."""
-    return rng.choice([move for move in MOVES if left.get(moved(cell, move), left[cell]) < left[cell]])
+def _look(lake: Lake, cell: int) -> str:
+    return f"{CELLS[cell]} {lake.kind(cell)}"
 
 
 def draw(split: str, rng: random.Random) -> Lake:
