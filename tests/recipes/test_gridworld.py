@@ -56,8 +56,8 @@ def play(row: TaskRow, texts: list[str], **settings: Any) -> Trajectory:
         make_flow=lambda _: AgentEnvLoop(env),
         sampler=ScriptedEngine(texts, tokenizer=tokenizer()),
         renderer=renderer(),
-        sampling=Sampling(max_tokens=24, stop_ids=renderer().stop_ids),
-        limits=Limits(max_steps=8, max_response_tokens=24, max_context_tokens=384, episode_seconds=20),
+        sampling=Sampling(max_tokens=32, stop_ids=renderer().stop_ids),
+        limits=Limits(max_steps=8, max_response_tokens=32, max_context_tokens=384, episode_seconds=20),
         group_size=1,
     )
     [group] = asyncio.run(collect([row], seed=0))
@@ -89,21 +89,22 @@ def test_moves_stop_at_the_edge() -> None:
     assert [CELLS[moved(CELLS.index("d4"), move)] for move in MOVES] == ["c4", "d4", "d3", "d4"]
 
 
-def test_the_way_to_the_flag_by_hand() -> None:
-    left = LAKE.moves_to_goal()
-    assert left[LAKE.goal] == 0
-    assert left[LAKE.start] == 3  # down, right, right
-    assert left[CELLS.index("d3")] == 2
-    assert not set(LAKE.holes) & set(left)
+def test_safe_moves_by_hand() -> None:
+    assert LAKE.nearer(LAKE.start) == ["right", "down"]
+    assert LAKE.safe(LAKE.start) == "down"  # b1 is a hole
+    assert LAKE.safe_moves() == 3
+    assert LAKE.nearer(CELLS.index("d2")) == ["left"]
+    assert LAKE.nearer(LAKE.goal) == []
     walled = Lake(start=0, goal=15, holes=[1, 4])
-    assert walled.start not in walled.moves_to_goal()
+    assert walled.safe(walled.start) is None
+    assert walled.safe_moves() is None
 
 
-def test_drawn_lakes_can_be_crossed_and_are_not_trivial() -> None:
+def test_drawn_lakes_can_be_crossed_by_looking_ahead_and_are_not_trivial() -> None:
     rng = random.Random(0)
-    for _ in range(200):
+    for _ in range(100):
         lake = draw_lake(rng)
-        assert lake.moves_to_goal()[lake.start] >= lakes.FEWEST_MOVES
+        assert (lake.safe_moves() or 0) >= lakes.FEWEST_MOVES
         assert len({lake.start, lake.goal, *lake.holes}) == 2 + lakes.NUM_HOLES
 
 
@@ -210,10 +211,10 @@ def test_rows_are_reproducible_plain_and_disjoint() -> None:
         task.rows("tset", 1)
 
 
-def test_careful_walkers_reach_the_flag_on_the_shortest_way() -> None:
+def test_careful_walkers_reach_the_flag() -> None:
     for row, texts in task.right_demos(40, seed=1):
         lake = Lake(**row.env_kwargs["lake"])
-        assert len(texts) == lake.moves_to_goal()[lake.start]
+        assert len(texts) == lake.safe_moves()
         trajectory = play(row, texts)
         assert task.reward(row, trajectory)["reward"] == 1.0
         assert [step.action_text for step in trajectory.steps] == texts
@@ -224,13 +225,16 @@ def test_a_careless_walker_goes_along_the_row_first_and_falls_in() -> None:
     assert play(task.as_row(LAKE, "r"), ["at a1 goal c2 go right"]).steps[-1].info["end"] == "hole"
 
 
-def test_a_careful_walker_says_what_is_around() -> None:
-    [first, *_] = task.walk(LAKE, random.Random(0), careless=0.0)
-    assert first == "at a1 goal c2 left Edge right Hole up Edge down Ice go down"
+def test_a_careful_walker_looks_where_it_goes() -> None:
+    assert task.walk(LAKE, random.Random(0), careless=0.0) == [
+        "at a1 goal c2 right b1 Hole down a2 Ice go down",
+        "at a2 goal c2 right b2 Ice go right",
+        "at b2 goal c2 right c2 Flag go right",
+    ]
 
 
 def test_demonstrations_play_as_written_and_are_sloppy() -> None:
-    won = total = 0
+    won, total = 0.0, 0
     for row, texts in task.demos(150, seed=2):
         trajectory = play(row, texts)
         assert [step.action_text for step in trajectory.steps] == texts
@@ -242,11 +246,18 @@ def test_demonstrations_play_as_written_and_are_sloppy() -> None:
     assert 0.4 < won / total < 0.8
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [(task.WHERE, "at a1 goal c2"), (task.AROUND, "left Edge right Hole up Edge down Ice")],
-)
-def test_captions_are_right_and_end_the_episode(question: str, answer: str) -> None:
-    assert task.caption(LAKE, question) == answer
-    trajectory = play(task.as_row(LAKE, "r", question), [answer])
-    assert (trajectory.stop, len(trajectory.steps)) == (StopReason.ANSWERED, 1)
+def test_captions_are_right_and_end_the_episode() -> None:
+    kinds = dict.fromkeys(CELLS, "Ice") | {"b1": "Hole", "d2": "Hole", "c2": "Flag"}
+    asked = set()
+    for seed in range(10):
+        question, answer = task.caption(LAKE, random.Random(seed))
+        if question == task.WHERE:
+            assert answer == "at a1 goal c2"
+        else:
+            cells = question.removesuffix("?").split()
+            assert answer == " ".join(f"{cell} {kinds[cell]}" for cell in cells)
+            asked |= set(cells)
+        trajectory = play(task.as_row(LAKE, "r", question), [answer])
+        assert (trajectory.stop, len(trajectory.steps)) == (StopReason.ANSWERED, 1)
+    assert len(asked) > 10
+    assert "a1" not in asked  # the player hides what is there
