@@ -1,7 +1,7 @@
 """Run the work of a command: react to Ctrl-C, SIGTERM and SIGHUP, to a full disk, and to environments that block.
 
-The first signal saves and stops, a second stops at once, a third always works. Only the main thread gets signals; work in
-another thread is stopped by `stop_work`.
+The first signal saves and stops, a second stops at once, a third always works. Only the main thread gets signals; work
+in another thread is stopped by `stop_work`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,7 @@ def interruptible(
             task.cancel() if crew is None else crew.request_stop(number)
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
-            continue
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-            loop.add_signal_handler(number, stop, number)
-            signal.signal(number, second)  # the loop still gets the signal when it runs again
+    _listen(loop, stop, second)
     _at_work[threading.get_ident()] = lambda: loop.call_soon_threadsafe(stop, signal.SIGINT)
     try:
         with (
@@ -99,6 +94,15 @@ def interruptible(
         del _at_work[threading.get_ident()]
         _close(loop)
         second.restore()
+
+
+def _listen(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], second: _Second) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
+            continue
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
+            loop.add_signal_handler(number, stop, number)
+            signal.signal(number, second)  # the loop still gets the signal when it runs again
 
 
 def _heard_by(crew: RankCrew | None) -> list[int]:

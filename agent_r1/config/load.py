@@ -17,9 +17,7 @@ from agent_r1.config.schema import RunConfig
 from agent_r1.errors import ConfigError
 
 
-def load_config(
-    recipe: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
-) -> RunConfig:
+def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a recipe, add `settings` (sections with values), and apply overrides of the form `section.key=value`.
 
     `recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; `+PRESET` adds presets.

@@ -252,7 +252,11 @@ def _conclude(
     lines = [
         *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
         f"picture     {run}/curve.png",
-        *([] if config.recipe == PYTHON else [f"talk to it  {program()} chat {run}", f"evaluate    {program()} eval {run}"]),
+        *(
+            []
+            if config.recipe == PYTHON
+            else [f"talk to it  {program()} chat {run}", f"evaluate    {program()} eval {run}"]
+        ),
         f"how sure?   {program()} compare {run} --step first,last",
         f"look at it  {program()} view {run}",
         f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
