@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agent_r1.envs.check import check_env, check_tool
     from agent_r1.envs.text_env import Reply, TextEnv
     from agent_r1.envs.tool_env import ToolEnv
+    from agent_r1.errors import AgentR1Error, ConfigError, DataError
     from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
     from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
     from agent_r1.flows.replay import replay
@@ -34,6 +35,7 @@ _HOME = {
     "api.run": ["Run", "load_run"],
     "api.settings": ["Config"],
     "api.training": ["evaluate", "train"],
+    "errors": ["AgentR1Error", "ConfigError", "DataError"],
     "envs.base": ["AgentEnv"],
     "envs.check": ["check_env", "check_tool"],
     "envs.text_env": ["Reply", "TextEnv"],
@@ -53,9 +55,12 @@ __all__ = [
     "AgentEnv",
     "AgentEnvLoop",
     "AgentFlowBase",
+    "AgentR1Error",
     "Answer",
     "BaseTool",
     "Config",
+    "ConfigError",
+    "DataError",
     "Episode",
     "EpisodeLimit",
     "EvalResult",

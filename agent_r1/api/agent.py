@@ -50,11 +50,17 @@ class Agent:
         return self._chat.rows
 
     async def __call__(self, question: str, *, row: int | TaskRow = 0) -> Answer:
-        return await asyncio.wrap_future(self._loop.submit(self._answer(question, self._row(row))))
+        return await asyncio.wrap_future(self._begin(question, row))
 
     def ask(self, question: str, *, row: int | TaskRow = 0) -> Answer:
         """Ask and wait. In a notebook, `await agent(question)` leaves the kernel free."""
-        return self._loop.submit(self._answer(question, self._row(row))).result()
+        return self._begin(question, row).result()
+
+    def _begin(self, question: str, row: int | TaskRow) -> Future[Answer]:
+        if not self._finalizer.alive:
+            raise ConfigError("this agent was closed: make another with run.agent()")
+        self._asked += 1
+        return self._loop.submit(self._answer(question, self._row(row), self._asked))
 
     def _row(self, row: int | TaskRow) -> TaskRow:
         if isinstance(row, TaskRow):
@@ -63,11 +69,8 @@ class Agent:
             raise ConfigError(f"there is no test row {row}: choose 0 to {len(self._rows) - 1}")
         return self._rows[row]
 
-    async def _answer(self, question: str, row: TaskRow) -> Answer:
-        if not self._finalizer.alive:
-            raise ConfigError("this agent was closed: make another with run.agent()")
-        self._asked += 1
-        turn = await self._chat.about(row, number=self._asked).ask(question)
+    async def _answer(self, question: str, row: TaskRow, number: int) -> Answer:
+        turn = await self._chat.about(row, number=number).ask(question)
         if turn.error is not None:
             raise RolloutError(f"the agent failed: {turn.error}")
         return Answer.of(turn)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from agent_r1.api.given import give
+from agent_r1.build.resolve import resolve
+from agent_r1.config import PYTHON
 from agent_r1.data.rows import Demo, row_from_record
 from agent_r1.errors import ConfigError, brief, did_you_mean
 from agent_r1.tools.base import BaseTool, get_tool, tool
@@ -130,21 +132,26 @@ def _as_demo(demo: Any, index: int) -> Any:
 
 
 def tiny_model_name(demos: Any, tools: Sequence[Any]) -> str:
-    """Name a function that makes a tiny model whose tokenizer knows the words of this task."""
+    """Name a function that makes a tiny model whose tokenizer knows the words of this task. `tools` are named."""
     if demos is None:
         raise ConfigError(
             f"model={TINY!r} is made from the words of demonstrations and knows nothing before it imitates them: give "
             "demos, or name a trained model"
         )
-    objects = [get_tool(each) for each in map(_as_tool, tools) if isinstance(each, str | BaseTool)]
-    names = [demos_name(demos)[0], *map(str, tool_names(tools))]
+    source = demos_name(demos)[0]
 
     def make_model(directory: str | Path, seed: int) -> None:
         from agent_r1.recipes.quickstart.tiny import make_tiny_model
 
-        shown = (
-            demos(count=TINY_DEMOS, seed=0) if callable(demos) else [_as_demo(*pair[::-1]) for pair in enumerate(demos)]
-        )
-        make_tiny_model(directory, seed, demos=shown[:TINY_DEMOS], tools=objects)
+        shown = resolve(source, recipe=PYTHON)(count=TINY_DEMOS, seed=0)
+        make_tiny_model(directory, seed, demos=shown, tools=list(_tools_of(tools)))
 
-    return give(make_model, "tiny_model", made_of=names)
+    return give(make_model, "tiny_model", made_of=[source, *map(str, tools)])
+
+
+def _tools_of(names: Sequence[Any]) -> Iterator[BaseTool]:
+    """The tools of these names. Classes, which need settings, only lack tokens of their own."""
+    for name in names:
+        found = resolve(name, recipe=PYTHON) if "." in str(name) else name
+        if isinstance(found, str | BaseTool):
+            yield get_tool(found)

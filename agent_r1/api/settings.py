@@ -88,7 +88,8 @@ class Config:
     def with_settings(self, **keywords: Unpack[Settings]) -> Config:
         """A copy with other settings on top: a keyword given here replaces the one of the same name."""
         recipe = None if self.recipe == PYTHON else self.recipe
-        return Config(recipe, **{**self.keywords, **keywords})  # type: ignore[typeddict-item]
+        merged: dict[str, Any] = {**self.keywords, **keywords}
+        return Config(recipe, **merged)
 
     def __repr__(self) -> str:
         return yaml.safe_dump(self.run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -136,16 +137,16 @@ def _set(tree: Tree, dotted: str, value: Any, given: str) -> None:
 def _name_objects(tree: Tree, test_rows: Any) -> None:
     """Replace rows, tools, demonstrations and a tiny model by names. Other objects are replaced one by one later."""
     task, sft, model = (_as_dict(tree.get(name)) for name in ("task", "sft", "model"))
-    demos, tools = sft.get("demos"), task.get("tools") or []
+    demos = sft.get("demos")
+    if task.get("tools"):
+        task["tools"] = tool_names(task["tools"])
     if model.get("path") == TINY:
-        model["make"] = tiny_model_name(demos, tools)
+        model["make"] = tiny_model_name(demos, task.get("tools") or [])
         del model["path"]
     if task.get("rows") is not None:
         task["rows"] = rows_name(task["rows"], test_rows)
     elif test_rows is not None:
         raise ConfigError("test_rows belongs to a list of training rows: give rows too")
-    if tools:
-        task["tools"] = tool_names(tools)
     if demos is not None:
         sft["demos"], count = demos_name(demos)
         if count is not None:
