@@ -34,7 +34,7 @@ class Transcript:
         return [*said, *transcript(self.trajectory)]
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH)
+        console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False)
         with console.capture() as captured:
             console.print(self._panel())
         return captured.get()
