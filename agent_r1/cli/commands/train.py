@@ -66,8 +66,8 @@ def run_training(
     try:
         with (
             run.locked() if crew.ranks.is_main else nullcontext(),
-            _observed(plan, run) if crew.ranks.is_main else nullcontext(),
             logging_to(rank_log(run, crew)),
+            _observed(plan, run) if crew.ranks.is_main else nullcontext(),
             _verl_session(config, run, console) as watch,
         ):
             work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
