@@ -19,6 +19,7 @@ from agent_r1.cli.commands.eval import describe_sampling, run_eval
 from agent_r1.cli.display import curve_picture, eval_summary
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
+from agent_r1.places import anchored
 from agent_r1.runs.reader import latest_checkpoint
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import trajectory_from_json
@@ -102,6 +103,18 @@ class Run:
     def view(self, *, port: int = 0) -> Viewer:
         """Start the viewer of this run in the background, as `agent-r1 view` does, and return its link."""
         return Viewer(self.path, port=port)
+
+    def export(self, directory: str | Path, *, merge: bool = False, gguf: str | None = None) -> Path:
+        """Write the newest checkpoint for others, as `agent-r1 export` does: weights, tokenizer, model card."""
+        from agent_r1.share.folder import export_run
+
+        return export_run(self._directory, anchored(directory), report=print, merge=merge, gguf=gguf)
+
+    def push(self, hub_id: str, *, merge: bool = False, gguf: str | None = None, public: bool = False) -> str:
+        """Upload what `export` writes to the Hugging Face hub, as `agent-r1 push` does."""
+        from agent_r1.share.hub import push_run
+
+        return push_run(self._directory, hub_id, report=print, merge=merge, gguf=gguf, public=public)
 
     def __repr__(self) -> str:
         evaluated = self._directory.read_metrics("eval")
