@@ -8,11 +8,12 @@ that the code names.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 LENGTH = 8  # hexadecimal digits: they only tell the objects of one run apart
+LARGE = 10_000  # items; of longer lists, only some are looked at
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _DATA = (str, int, float, list, tuple, dict, set, frozenset)
 _WRAPPED = ("__func__", "__wrapped__", "function", "fget")  # the function in a method, a decorated one, a tool
@@ -20,22 +21,21 @@ _NOT_HASHED = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotation
 
 
 def fingerprint(thing: Any) -> str:
-    hashed = hashlib.sha256()
-    for part in _parts(thing, {}):
-        hashed.update(part.encode("utf-8", "backslashreplace") + b"\0")
+    hashed, waiting = hashlib.sha256(), [thing]
+    seen: dict[int, Any] = {}  # keeps what it holds alive, so that no other object gets the same id
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, _PLAIN):
+            said = repr(part)
+        elif id(part) in seen:
+            said = "seen"
+        else:
+            seen[id(part)] = part
+            made_of = next((made_of for kind, made_of in _KINDS if isinstance(part, kind)), _of_object)(part)
+            said = f"{type(part).__qualname__} {len(made_of)}"
+            waiting += reversed(made_of)
+        hashed.update(said.encode("utf-8", "backslashreplace") + b"\0")
     return hashed.hexdigest()[:LENGTH]
-
-
-def _parts(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """`seen` keeps what it has seen alive, so that no other object gets the same id."""
-    if isinstance(thing, _PLAIN):
-        yield repr(thing)
-    elif id(thing) not in seen:
-        seen[id(thing)] = thing
-        yield type(thing).__qualname__
-        made_of = next((made_of for kind, made_of in _KINDS if isinstance(thing, kind)), _of_object)
-        for part in made_of(thing):
-            yield from _parts(part, seen)
 
 
 def _of_function(function: FunctionType) -> list[Any]:
@@ -71,9 +71,13 @@ _KINDS: list[tuple[Any, Callable[[Any], list[Any]]]] = [
     (CodeType, _of_code),
     (type, _of_class),
     (Mapping, lambda thing: [part for item in thing.items() for part in item]),
-    ((list, tuple), list),
+    ((list, tuple), lambda thing: list(thing if len(thing) <= LARGE else _sample(thing))),
     ((set, frozenset), lambda thing: sorted(thing, key=repr)),
 ]
+
+
+def _sample(thing: Sequence[Any]) -> list[Any]:
+    return [len(thing), *thing[:: len(thing) // LARGE + 1], *thing[-LARGE // 10 :]]
 
 
 def _names(code: CodeType) -> set[str]:

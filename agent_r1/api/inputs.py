@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -88,15 +89,15 @@ def _records(rows: Any, what: str) -> list[Any]:
     return list(rows)
 
 
-def _content(thing: Any) -> Any:
-    """Rows as plain data, to tell versions apart. Pictures and other objects count by their repr."""
+def _content(thing: Any) -> str:
+    """Rows as text, to tell versions apart. Pictures and other objects count by their repr."""
+    return json.dumps(thing, default=_as_data, sort_keys=True)
+
+
+def _as_data(thing: Any) -> Any:
     if isinstance(thing, TaskRow):
-        return [(field.name, _content(getattr(thing, field.name))) for field in fields(TaskRow)]
-    if isinstance(thing, Mapping):
-        return [(str(key), _content(value)) for key, value in thing.items()]
-    if isinstance(thing, list | tuple):
-        return [_content(item) for item in thing]
-    return repr(thing)
+        return [getattr(thing, field.name) for field in fields(TaskRow)]
+    return dict(thing) if isinstance(thing, Mapping) else repr(thing)
 
 
 def tool_names(tools: Any) -> list[Any]:

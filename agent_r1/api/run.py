@@ -17,6 +17,7 @@ from agent_r1.api.settings import Settings, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.cli.commands.eval import describe_sampling, run_eval
 from agent_r1.cli.display import curve_picture, eval_summary
+from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
@@ -94,7 +95,10 @@ class Run:
         """
         config = _for_evaluation(self.config, rows, split, sampling)
         given, console = None if model is None else str(model), screen(quiet=quiet)
-        return EvalResult.of(apart(lambda: run_eval(config, self._directory, console, model=given, name=name)))
+        try:
+            return EvalResult.of(apart(lambda: run_eval(config, self._directory, console, model=given, name=name)))
+        except Interrupted:
+            raise KeyboardInterrupt from None
 
     def agent(self) -> Agent:
         """Load the newest checkpoint as an agent: `await run.agent()("How many ...?")`."""

@@ -74,7 +74,7 @@ class Settings(TypedDict, total=False):
 
 
 class Config:
-    """The settings of a run, checked. `config.run` is the whole tree, which `print(config)` shows as YAML.
+    """The settings of a run, checked. `config.resolved` is the whole tree, which `print(config)` shows as YAML.
 
     `recipe` is a bundled recipe or a YAML file to start from; without it, everything comes from the keywords.
     """
@@ -83,7 +83,7 @@ class Config:
         self.recipe = PYTHON if recipe is None else str(recipe)
         self.keywords = dict(keywords)
         self.tree = read_keywords(self.keywords)
-        self.run = load_config(self.recipe, settings=self.tree)
+        self.resolved = load_config(self.recipe, settings=self.tree)
 
     def with_settings(self, **keywords: Unpack[Settings]) -> Config:
         """A copy with other settings on top: a keyword given here replaces the one of the same name."""
@@ -92,7 +92,7 @@ class Config:
         return Config(recipe, **merged)
 
     def __repr__(self) -> str:
-        return yaml.safe_dump(self.run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> Tree:

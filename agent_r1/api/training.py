@@ -94,7 +94,7 @@ def evaluate(
         and not isinstance(rows, str | Path | Mapping)
     ):
         keywords["rows"] = {"test": rows}
-    settings, console = _config(config, keywords).run, screen(quiet=quiet)
+    settings, console = _config(config, keywords).resolved, screen(quiet=quiet)
     task = build_task(settings)
     chosen = task.test_rows()
 
@@ -138,7 +138,7 @@ def _config(config: Config | str | Path | None, keywords: Settings) -> Config:
 
 
 def _new_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None) -> _Job:
-    return _Job(config=_config(config, keywords).run, path=None if out is None else Path(out))
+    return _Job(config=_config(config, keywords).resolved, path=None if out is None else Path(out))
 
 
 def _continued_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None, path: Path) -> _Job:

@@ -10,8 +10,8 @@ from agent_r1.errors import ConfigError, did_you_mean, nearest
 from agent_r1.places import anchored
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-PYTHON = "python"  # the empty recipe of runs that were described in Python; see `agent_r1/api`
-_PYTHON_FILE = RECIPES.parent / "api" / PYTHON / "base.yaml"
+PYTHON = "(python)"  # the empty recipe of runs that were described in Python; no file or folder is called so
+_PYTHON_FILE = RECIPES.parent / "api" / "python" / "base.yaml"
 
 
 def recipe_file(recipe: str) -> Path:

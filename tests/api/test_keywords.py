@@ -15,8 +15,12 @@ from agent_r1.api.given import give, importable_name, stem
 from agent_r1.build.resolve import resolve
 from agent_r1.build.task import build_task
 from agent_r1.config import PYTHON
+from agent_r1.recipes.quickstart import task as quickstart
+from agent_r1.recipes.quickstart.tiny import make_tiny_model
+from agent_r1.runs.run_dir import RunDir
 from tests.api import coins
 from tests.api.coins import ROWS, TASK
+from tests.conftest import Cli
 
 
 def in_a_notebook(source: str) -> dict[str, Any]:
@@ -29,16 +33,24 @@ def in_a_notebook(source: str) -> dict[str, Any]:
 def test_every_way_to_give_a_setting_gives_the_same_config() -> None:
     short = ar.Config(**TASK, steps=7, algorithm="rloo", rollout={"group_size": 4})
     long = ar.Config(**TASK, trainer={"steps": 7}, algorithm={"name": "rloo"}, settings={"rollout.group_size": 4})
-    assert short.run == long.run
-    assert (short.run.trainer.steps, short.run.algorithm.name, short.run.rollout.group_size) == (7, "rloo", 4)
-    assert short.with_settings(steps=9).run.trainer.steps == 9
+    assert short.resolved == long.resolved
+    assert (short.resolved.trainer.steps, short.resolved.algorithm.name, short.resolved.rollout.group_size) == (
+        7,
+        "rloo",
+        4,
+    )
+    assert short.with_settings(steps=9).resolved.trainer.steps == 9
     assert "group_size: 4" in str(short)
 
 
 def test_a_recipe_can_be_the_start() -> None:
     config = ar.Config("quickstart", steps=3, learner={"lr": 1e-4})
-    assert (config.run.recipe, config.run.trainer.steps, config.run.learner.lr) == ("quickstart", 3, 1e-4)
-    assert config.run.rollout.max_response_tokens == 24
+    assert (config.resolved.recipe, config.resolved.trainer.steps, config.resolved.learner.lr) == (
+        "quickstart",
+        3,
+        1e-4,
+    )
+    assert config.resolved.rollout.max_response_tokens == 24
 
 
 @pytest.mark.parametrize(
@@ -66,12 +78,12 @@ def test_what_cannot_be_meant_is_an_error_that_names_it(keywords: dict[str, Any]
 
 
 def test_rows_are_split_once_and_for_all() -> None:
-    task = build_task(ar.Config(**TASK).run)
+    task = build_task(ar.Config(**TASK).resolved)
     train, test = task.train_rows(), task.test_rows()
     assert len(train) == 16
     assert len(test) == 4
     assert {row.row_id for row in train} | {row.row_id for row in test} == {row["row_id"] for row in ROWS}
-    again = build_task(ar.Config(**{**TASK, "seed": 5}).run)
+    again = build_task(ar.Config(**{**TASK, "seed": 5}).resolved)
     assert again.test_rows() == test  # the seed of a run does not change what it is measured on
 
 
@@ -90,17 +102,28 @@ def test_rows_come_from_lists_functions_and_files(tmp_path: Path) -> None:
         lambda: {"train": by_split("train", 20), "test": by_split("test", 20)},
     ]
     for rows in given:
-        task = build_task(ar.Config(**{**TASK, "rows": rows, "eval": {"rows": 2}}).run)
+        task = build_task(ar.Config(**{**TASK, "rows": rows, "eval": {"rows": 2}}).resolved)
         assert [row.row_id for row in task.test_rows()] == ["test-Ada", "test-Ben"]
-    kept = build_task(ar.Config(**{**TASK, "rows": ROWS[:10], "test_rows": ROWS[10:]}).run)
+    kept = build_task(ar.Config(**{**TASK, "rows": ROWS[:10], "test_rows": ROWS[10:]}).resolved)
     assert [row.row_id for row in kept.test_rows()] == [row["row_id"] for row in ROWS[10:]]
 
 
 def test_what_others_can_import_has_its_own_name() -> None:
     assert importable_name(coins.reward) == "tests.api.coins.reward"
     assert importable_name(coins.lookup) == "tests.api.coins.lookup"
-    config = ar.Config(**TASK).run
+    config = ar.Config(**TASK).resolved
     assert (config.task.reward, config.task.tools) == ("tests.api.coins.reward", ["tests.api.coins.lookup"])
+
+
+def test_the_command_line_continues_a_run_whose_objects_it_can_import(tmp_path: Path, cli: Cli) -> None:
+    config = ar.Config(
+        rows=quickstart.rows, tools=[quickstart.lookup, quickstart.calculate], reward=quickstart.reward,
+        demos=quickstart.demos, model=make_tiny_model, steps=3,
+    )  # fmt: skip
+    run = RunDir.create(tmp_path / "run", config.resolved)
+    ended = cli("train", "--resume", run.path, "trainer.steps=4", "--dry-run")
+    assert ended.code == 0, ended.err
+    assert "rows: agent_r1.recipes.quickstart.task.rows" in ended.out
 
 
 def test_what_a_notebook_defines_is_found_under_a_name_that_changes_with_it() -> None:
@@ -130,6 +153,8 @@ def test_fingerprints_tell_classes_closures_and_tools_apart() -> None:
     for one, other in [(make(1), make(2)), tuple(tools), tuple(classes), ([1, [2]], [1, 2])]:
         assert fingerprint(one) != fingerprint(other)
     assert fingerprint(make(1)) == fingerprint(make(1))
+    many = list(range(50_000))
+    assert fingerprint(many) != fingerprint([*many, 1])
     recursive: list[Any] = []
     recursive.append(recursive)
     assert fingerprint(recursive)
@@ -147,7 +172,7 @@ def test_environments_and_flows_are_given_as_classes() -> None:
         pass
 
     rest: dict[str, Any] = {"rows": ROWS, "reward": coins.reward, "model": "some/model"}
-    task = build_task(ar.Config(**rest, env=Guess, flow=Twice).run)
+    task = build_task(ar.Config(**rest, env=Guess, flow=Twice).resolved)
     flow = task.make_flow(task.test_rows()[0])
     assert isinstance(flow, Twice)
     assert isinstance(flow.make_env(task.test_rows()[0]), Guess)
@@ -158,7 +183,7 @@ def test_a_typed_function_is_a_tool_without_a_decorator() -> None:
         """Say it loudly."""
         return text.upper()
 
-    config = ar.Config(**{**TASK, "tools": [shout, "tests.api.coins.lookup"]}).run
+    config = ar.Config(**{**TASK, "tools": [shout, "tests.api.coins.lookup"]}).resolved
     assert [stem(name) or name for name in config.task.tools] == ["shout", "tests.api.coins.lookup"]
     assert resolve(config.task.tools[0], recipe=PYTHON).schema["function"]["name"] == "shout"
 

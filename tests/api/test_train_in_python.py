@@ -76,7 +76,7 @@ def test_what_was_told_is_what_the_run_directory_says(trained: tuple[ar.Run, Tol
     written = [record for record in run.metrics if record["kind"] == "train"]
     assert [record["success"] for record in written] == [metrics["success"] for _, metrics in told.steps]
     assert len(told.evals[-1].episodes) == 4  # a fifth of 20 rows is held out
-    assert json.loads((run.path / "config.json").read_text())["recipe"] == "python"
+    assert json.loads((run.path / "config.json").read_text())["recipe"] == "(python)"
 
 
 def test_held_out_rows_are_not_trained_on(trained: tuple[ar.Run, Told]) -> None:
