@@ -119,7 +119,13 @@ class Eyes:
         return hidden_ND
 
     def _look(self, pictures: Iterable[Picture]) -> list[Tensor]:
-        """The features of each picture."""
+        """The features of each picture, without the TF32 that cuDNN's convolutions use for float32 by default."""
+        cudnn = torch.backends.cudnn
+        kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+        with cudnn.flags(**kept, allow_tf32=False):
+            return self._features(pictures)
+
+    def _features(self, pictures: Iterable[Picture]) -> list[Tensor]:
         seen = list(pictures)
         self.looked += len(seen)
         weight = next(self.tower[0].parameters())

@@ -173,10 +173,10 @@ def test_a_frozen_tower_gets_no_gradient_and_looks_once() -> None:
     assert (eyes.looked, eyes.recalled) == (3, 3)
 
 
-def engine(kind: str, **settings: Any) -> LocalEngine:
+def engine(kind: str, *, device: str = "cpu", **settings: Any) -> LocalEngine:
     model, form = make_model(kind, make_tokenizer(kind))
     sizes = {"max_running": 8, "max_batch_tokens": 16, "max_cached_tokens": 2048, "burst": 1, "block_size": 4}
-    return LocalEngine(model, seed=0, pictures=form, **(sizes | settings))
+    return LocalEngine(model.to(device), seed=0, pictures=form, **(sizes | settings))
 
 
 @both
