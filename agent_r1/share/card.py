@@ -15,6 +15,7 @@ from agent_r1.config import PYTHON, RunConfig, recipe_name
 from agent_r1.runs.run_dir import RunDir
 
 CURVE = "curve.png"
+GIVEN = re.compile(r"^agent_r1\.api\.given\.(\w+)_[0-9a-f]{8}$")  # an object that was given in Python
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SHOWN = ("episode/steps", "episode/tool_calls", "episode/response_tokens")  # beside success and reward
 
@@ -29,6 +30,7 @@ class About:
     is_adapter: bool
     base: str | None  # the hub id of the model that was trained, if it has one
     has_curve: bool
+    place: str  # where others will find the folder: a hub id, or the folder's name
 
 
 def model_card(about: About) -> str:
@@ -88,7 +90,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _usage(about: About) -> str:
-    folder = '"THIS_FOLDER"'
+    folder = f'"{about.place}"'
     tools = ", ".join(str(_last(each)) for each in about.config.task.tools)
     needs = f" It was trained with the tools {tools}." if tools else ""
     if about.is_adapter:
@@ -96,24 +98,25 @@ def _usage(about: About) -> str:
         loader, again = "AutoPeftModelForCausalLM", ""
     else:
         imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        loader, again = "AutoModelForCausalLM", " `agent-r1 eval RUN --model THIS_FOLDER` repeats its evaluation."
+        loader, again = "AutoModelForCausalLM", f" `agent-r1 eval RUN --model {about.place}` repeats its evaluation."
     code = f"model = {loader}.from_pretrained({folder})\ntokenizer = AutoTokenizer.from_pretrained({folder})"
     return f"```python\n{imports}\n\n{code}\n```\n\nThe chat template is the one of training.{needs}{again}"
 
 
 def _last(tool: Any) -> Any:
-    return re.sub(r"_[0-9a-f]{8}$", "", tool.rpartition(".")[2]) if isinstance(tool, str) else next(iter(tool))
+    return without_paths(tool).rpartition(".")[2] if isinstance(tool, str) else next(iter(tool))
 
 
 def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that are not the defaults, without paths of this machine."""
+    """The settings that are not the defaults, for people elsewhere."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     return {"recipe": recipe_name(config.recipe), **without_paths({k: v for k, v in tree.items() if k != "recipe"})}
 
 
 def without_paths(value: Any) -> Any:
-    """The value with absolute paths cut down to their last part."""
+    """The value with absolute paths cut down to their last part, and objects of a notebook to their names."""
     if isinstance(value, str):
+        value = GIVEN.sub(r"\1", value)
         return f".../{PurePath(value).name}" if value.startswith(("/", "~")) and "\n" not in value else value
     if isinstance(value, dict):
         return {key: without_paths(item) for key, item in value.items()}

@@ -30,8 +30,16 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generati
 CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
 
 
-def export_run(run: RunDir, directory: Path, *, report: Report, merge: bool = False, gguf: str | None = None) -> Path:
-    """Write the newest checkpoint to a new folder.
+def export_run(
+    run: RunDir,
+    directory: Path,
+    *,
+    report: Report,
+    merge: bool = False,
+    gguf: str | None = None,
+    place: str | None = None,
+) -> Path:
+    """Write the newest checkpoint to a new folder. `place`: where others will find it, if not under its name.
 
     Adapters are written as such, unless they are to be merged. `gguf`: also write a GGUF file of this type (`f16`,
     `q8_0`), if llama.cpp's converter is installed.
@@ -45,6 +53,7 @@ def export_run(run: RunDir, directory: Path, *, report: Report, merge: bool = Fa
     is_adapter = config.lora is not None and not merge
     if is_adapter and gguf is not None:
         raise ConfigError("--gguf needs whole weights: add --merge")
+    name = place or directory.name
     base = _hub_base(config) if is_adapter else config.model.path
 
     def write(part: Path) -> None:
@@ -57,7 +66,9 @@ def export_run(run: RunDir, directory: Path, *, report: Report, merge: bool = Fa
         settings = without_paths(run.settings) | {"recipe": recipe_name(config.recipe)}
         (part / SETTINGS).write_text(dump_json(settings, indent=2) + "\n", encoding="utf-8")
         public = base if base is not None and HUB_ID.fullmatch(base) else None
-        about = About(run=run, config=config, step=step, is_adapter=is_adapter, base=public, has_curve=has_curve)
+        about = About(
+            run=run, config=config, step=step, is_adapter=is_adapter, base=public, has_curve=has_curve, place=name
+        )
         (part / "README.md").write_text(model_card(about), encoding="utf-8")
         if gguf is not None:
             write_gguf(part, run.path.name, gguf, report)
@@ -134,4 +145,4 @@ def size_of(directory: Path) -> str:
     """The files of a folder with their sizes, for people."""
     files = sorted(file for file in directory.iterdir() if file.is_file())
     width = max(len(file.name) for file in files)
-    return "\n".join(f"  {file.name:{width}s} {file.stat().st_size / 1e6:8.2f} MB" for file in files)
+    return "\n".join(f"  {file.name:{width}s} {file.stat().st_size / 1e3:12,.1f} kB" for file in files)

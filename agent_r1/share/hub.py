@@ -21,7 +21,7 @@ def push_run(
     """Export to a temporary folder and upload it; return the address. A new repository is private unless `public`."""
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = export_run(run, Path(temporary) / "model", report=report, merge=merge, gguf=gguf)
+        folder = export_run(run, Path(temporary) / "model", report=report, merge=merge, gguf=gguf, place=hub_id)
         try:
             created = api.create_repo(hub_id, private=not public, exist_ok=True)
             report(f"uploading to {created}")

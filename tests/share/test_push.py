@@ -119,7 +119,10 @@ def test_a_push_uploads_what_an_export_writes(hub: Hub, run: Path, tmp_path: Pat
     assert hub.titles == ["Add run"]
     assert cli("export", run, tmp_path / "model").code == 0
     exported = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    card, exported_card = (files.pop("README.md").decode() for files in (hub.files, exported))
     assert hub.files == exported
+    assert 'from_pretrained("me/agent")' in card
+    assert card.replace("me/agent", "model") == exported_card
 
 
 def test_a_public_repository_must_be_asked_for(hub: Hub, run: Path, cli: Cli) -> None:
