@@ -151,8 +151,8 @@ def tiny_model_name(demos: Any, tools: Sequence[Any]) -> str:
 
 
 def _tools_of(names: Sequence[Any]) -> Iterator[BaseTool]:
-    """The tools of these names. Classes, which need settings, only lack tokens of their own."""
+    """The tools of these names. Those that need settings or a server only lack tokens of their own."""
     for name in names:
-        found = resolve(name, recipe=PYTHON) if "." in str(name) else name
+        found = resolve(name, recipe=PYTHON) if isinstance(name, str) and "." in name else name
         if isinstance(found, str | BaseTool):
             yield get_tool(found)
