@@ -15,6 +15,7 @@ from agent_r1.build.resolve import resolve
 from agent_r1.config import PYTHON
 from agent_r1.data.rows import Demo, row_from_record
 from agent_r1.errors import ConfigError, brief, did_you_mean
+from agent_r1.places import anchored
 from agent_r1.tools.base import BaseTool, get_tool, tool
 from agent_r1.types import TaskRow
 
@@ -104,7 +105,18 @@ def tool_names(tools: Any) -> list[Any]:
     """Name tools: typed functions (as if decorated with @tool), tool objects and classes. Names stay as they are."""
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigError(f"tools must be a list, got {brief(tools)}")
-    return [each if isinstance(each, str | Mapping) else give(_as_tool(each)) for each in tools]
+    return [each if isinstance(each, str) else _entry(each) for each in tools]
+
+
+def _entry(each: Any) -> Any:
+    """A tool's name, or settings of tools such as those of an MCP server. Its command starts in the working directory,
+    as a recipe's starts in the recipe's folder."""
+    if not isinstance(each, Mapping):
+        return give(_as_tool(each))
+    return {
+        kind: {**given, "cwd": str(anchored(given.get("cwd", "")))} if "command" in given else given
+        for kind, given in each.items()
+    }
 
 
 def _as_tool(each: Any) -> Any:

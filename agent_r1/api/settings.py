@@ -70,6 +70,7 @@ class Settings(TypedDict, total=False):
     trainer: Mapping[str, Any]
     track: list[str]
     eval: Mapping[str, Any]
+    gateway: Mapping[str, Any] | None
     verl: Mapping[str, Any] | None
 
 

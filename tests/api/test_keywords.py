@@ -12,6 +12,8 @@ import pytest
 import agent_r1 as ar
 from agent_r1.api.fingerprint import fingerprint
 from agent_r1.api.given import give, importable_name, stem
+from agent_r1.api.inputs import tool_names
+from agent_r1.api.settings import KEYWORDS, Settings
 from agent_r1.build.resolve import resolve
 from agent_r1.build.task import build_task
 from agent_r1.config import PYTHON
@@ -41,6 +43,10 @@ def test_every_way_to_give_a_setting_gives_the_same_config() -> None:
     )
     assert short.with_settings(steps=9).resolved.trainer.steps == 9
     assert "group_size: 4" in str(short)
+
+
+def test_every_section_and_short_form_is_a_keyword_that_editors_know() -> None:
+    assert set(KEYWORDS) <= set(Settings.__annotations__)
 
 
 def test_a_recipe_can_be_the_start() -> None:
@@ -186,6 +192,12 @@ def test_a_typed_function_is_a_tool_without_a_decorator() -> None:
     config = ar.Config(**{**TASK, "tools": [shout, "tests.api.coins.lookup"]}).resolved
     assert [stem(name) or name for name in config.task.tools] == ["shout", "tests.api.coins.lookup"]
     assert resolve(config.task.tools[0], recipe=PYTHON).schema["function"]["name"] == "shout"
+
+
+def test_servers_of_tools_start_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    server, url = {"mcp": {"command": ["server"], "cwd": "tools"}}, {"mcp": {"url": "http://127.0.0.1:1"}}
+    assert tool_names([server, url]) == [{"mcp": {"command": ["server"], "cwd": str(tmp_path / "tools")}}, url]
 
 
 def test_the_tiny_model_needs_demonstrations() -> None:
