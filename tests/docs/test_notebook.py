@@ -23,7 +23,7 @@ def test_the_notebook_runs_and_its_agent_learns(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # outputs are not kept: they would grow old
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     train, plot, transcript, evaluate, ask, resume = [c for c in notebook.cells if c.cell_type == "code"][2:]
     progress = shown(train, "text/html")[0]  # one block, which every line updated
