@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.commands.data import app as data
+from agent_r1.cli.commands.publish import export_command, push_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
 from agent_r1.cli.search_command import app as search
@@ -321,6 +322,10 @@ def chat_command(
     from agent_r1.cli.commands.chat import run_chat
 
     run_chat(config, directory, console, row=row, ask=ask)
+
+
+app.command("export")(export_command)
+app.command("push")(push_command)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

@@ -16,8 +16,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 # Recipes and templates, backends (only runs that choose vLLM import it), how kinds of models take pictures, serving,
-# and what measures or estimates runs.
-OUTSIDE_CORE = ("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "serve/", "bench/", "plan/")
+# what measures or estimates runs, trackers (only runs that choose one import them), what writes models for others,
+# and the Python API.
+OUTSIDE_CORE = (
+    *("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "serve/", "bench/", "plan/"),
+    *("track/", "share/", "api/"),
+)
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
 ]

@@ -105,6 +105,16 @@ class Chat:
         self.row = self._rows[index]
         self.forget()
 
+    @property
+    def rows(self) -> Sequence[TaskRow]:
+        return self._rows
+
+    def about(self, row: TaskRow, *, number: int = 1) -> Chat:
+        """Begin another conversation with the same agent. `number` tells apart the sampling noise of conversations."""
+        other = Chat(replace(self._collector, make_flow=self._make_flow), engine=self._engine, rows=[row])
+        other._asked = number - 1
+        return other
+
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
