@@ -47,8 +47,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (),
 }
 OWN = ("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_k",
-       "max_tokens", "max_completion_tokens", "stop", "seed", "n", "logprobs", "top_logprobs", "response_format", "stream",
-       "stream_options")  # fmt: skip
+       "max_tokens", "max_completion_tokens", "stop", "seed", "n", "logprobs", "top_logprobs", "response_format",
+       "stream", "stream_options")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
