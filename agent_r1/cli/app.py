@@ -23,6 +23,7 @@ from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
 from agent_r1.cli.search_command import app as search
+from agent_r1.cli.serve_command import serve_command
 from agent_r1.cli.terminal import Interrupted, Terminal, exit_despite_threads, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import AgentR1Error, ConfigError
@@ -66,6 +67,7 @@ RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=
 app.add_typer(bench, name="bench", no_args_is_help=True)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
+app.command("serve")(serve_command)
 
 
 def _print_version(asked: bool) -> None:
