@@ -121,6 +121,8 @@ class TextStream:
             return text, ""
         if self._format is not None and not self._format.has_marks:
             return self.shown, self.reasoning  # a call looks like text until it ends
+        if not text.strip():  # blanks before thinking are not shown
+            return "", ""
         if self._plain and not MARK_STARTS.search(text, max(0, len(self.shown) - MARK_CHARS)):
             return (text.strip() if self._format is not None else text), ""
         self._plain = False
@@ -130,6 +132,8 @@ class TextStream:
         tail = max(0, len(text) - MARK_CHARS)
         mark = MARK_STARTS.search(text, tail)
         text = text[: mark.start()] if mark is not None else text
+        if not text.strip():
+            return "", ""
         reasoning, spoken = split_thinking(text, opened=self._opened)
         if self._format is None:
             return spoken, reasoning
