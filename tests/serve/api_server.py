@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from agent_r1.serve.api.bare_mode import BareMode
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.open_model import choose, open_server
 from agent_r1.serve.api.served_model import ServedModel
+from agent_r1.serve.listening import bind
 from agent_r1.tokens.formats import get_format
 from agent_r1.types import TaskRow
 from tests.chatml import collector, renderer, row, tokenizer
-from tests.tools.small_search import free_port
 
 MINI = str(Path(__file__).parents[1] / "mini")
 HI = [{"role": "user", "content": "hi"}]
@@ -62,21 +63,28 @@ def scripted_model(engine: Engine, *, max_context_tokens: int = 1000) -> ServedM
 
 
 @contextmanager
-def serving(server: Server, *, limits: ServeLimits | None = None, key: str | None = None) -> Iterator[str]:
-    """Yield the address of a running server, and stop it as SIGTERM does."""
+def serving(
+    server: Server, *, limits: ServeLimits | None = None, key: str | None = None, send_buffer: int | None = None
+) -> Iterator[str]:
+    """Yield the address of a running server, and stop it as SIGTERM does. `send_buffer`: bytes that the kernel keeps
+    for clients that do not read."""
     config = make_config(server, key=key, limits=limits or ServeLimits())
-    config.port = free_port()
+    listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    listener.listen(config.backlog)
     running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, daemon=True)
+    thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
     thread.start()
     wait = threading.Event()
     while not running.started and thread.is_alive():
         wait.wait(0.01)
     try:
-        yield f"http://127.0.0.1:{config.port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         running.should_exit = True
         thread.join(timeout=20)
+        listener.close()
         assert not thread.is_alive(), "the server did not stop"
 
 

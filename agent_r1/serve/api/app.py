@@ -62,7 +62,8 @@ class Server:
     def __init__(
         self, mode: Mode, model: ServedModel, *, limits: ServeLimits, resources: Sequence[Resource] = ()
     ) -> None:
-        self._mode, self._model, self._limits, self._resources = mode, model, limits, resources
+        self.model = model
+        self._mode, self._limits, self._resources = mode, limits, resources
         self._created = now()
         self._counters, self._admission = Counters(), Admission(limits.max_requests)
         self._static = _static_files()
@@ -96,7 +97,7 @@ class Server:
             async with opened(self._resources):
                 yield
         finally:
-            await self._model.engine.close()
+            await self.model.engine.close()
 
     # requests
 
@@ -104,7 +105,7 @@ class Server:
         request = parse_chat(body, extensions=self._mode.extensions)
         self._check_model(request.model)
         writer = ChatWriter(
-            model=self._model.name,
+            model=self.model.name,
             answer_id=new_id("chatcmpl"),
             created=now(),
             n=request.n,
@@ -120,7 +121,7 @@ class Server:
         bare: BareMode = mode
         request = parse_text_completion(body)
         self._check_model(request.model)
-        head: dict[str, Any] = {"model": self._model.name, "answer_id": new_id("cmpl"), "created": now()}
+        head: dict[str, Any] = {"model": self.model.name, "answer_id": new_id("cmpl"), "created": now()}
         writer = CompletionWriter(
             TextWriter(**head, include_usage=request.include_usage),
             logprobs=request.logprobs,
@@ -129,35 +130,35 @@ class Server:
         return Asked(start=lambda: start_text(bare, request, limits), writer=writer, stream=request.stream)
 
     def _check_model(self, name: str) -> None:
-        if name != self._model.name:
-            message = f"the model {name[:200]!r} does not exist here; this server has {self._model.name!r}"
+        if name != self.model.name:
+            message = f"the model {name[:200]!r} does not exist here; this server has {self.model.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     # about the server
 
     async def _models(self, request: Request) -> Response:
         model = {
-            "id": self._model.name,
+            "id": self.model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "agent-r1",
-            "max_model_len": self._model.max_context_tokens,
+            "max_model_len": self.model.max_context_tokens,
         }
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
-        if name != self._model.name:
+        if name != self.model.name:
             message = f"the model {name[:200]!r} does not exist here"
             return JSONResponse(ApiError(404, message, code="model_not_found").as_json(), 404)
         return JSONResponse(model)
 
     async def _health(self, request: Request) -> Response:
         mode = "model" if isinstance(self._mode, BareMode) else "agent"
-        about = {"status": "ok", "version": __version__, "model": self._model.name, "mode": mode}
+        about = {"status": "ok", "version": __version__, "model": self.model.name, "mode": mode}
         return JSONResponse({**about, "active_requests": self._admission.active})
 
     async def _metrics(self, request: Request) -> Response:
-        stats = getattr(self._model.engine, "stats", None)  # engines outside this process have none
+        stats = getattr(self.model.engine, "stats", None)  # engines outside this process have none
         engine = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else {}  # type: ignore[arg-type]
         text = self._counters.text(active=self._admission.active, engine=engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
