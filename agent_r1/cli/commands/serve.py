@@ -22,12 +22,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to change, as section.key=value.", autocompletion=complete_setting),
 ]
-Key = Annotated[
+ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key",
         envvar="AGENT_R1_API_KEY",
-        help="Clients must send this key; needed beyond localhost.",
+        help="The key that clients send; a server needs one beyond localhost.",
         show_envvar=True,
     ),
 ]
@@ -41,7 +41,7 @@ def serve_command(  # noqa: PLR0913 (each is an option)
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8300,
-    api_key: Key = None,
+    api_key: ApiKey = None,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: the run's.")] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests answered at once; further ones get 429.")] = 512,
     request_seconds: Annotated[float, typer.Option(min=1, help="Time limit of one answer.")] = 600.0,
