@@ -238,11 +238,12 @@ def make_config(server: Server, *, key: str | None, limits: ServeLimits) -> uvic
     return uvicorn.Config(
         Gate(server.app(), key=key),
         http=bounded_protocol(
-            seconds=limits.read_seconds,
+            seconds=limits.idle_seconds,
             max_connections=max(1, min(limits.max_connections, open_files - FILES_RESERVED)),
             busy_seconds=limits.request_seconds + 2 * limits.read_seconds,
             stall_seconds=limits.stall_seconds,
         ),
+        timeout_keep_alive=math.ceil(limits.idle_seconds) + 1,  # ours comes first
         ws="none",
         log_level="error",  # no log line for every invalid request
         access_log=False,
