@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 
 from agent_r1.build.resolve import resolve
@@ -42,6 +43,8 @@ from benchmarks.machine import RESULTS, machine
 LEVELS = (1, 16, 64, 200)
 ROUNDS = 3  # questions per client, and at least MIN_REQUESTS in all
 MIN_REQUESTS = 100
+FIRST_TEXT = re.compile(rb'"content":"[^"]')
+USED = re.compile(rb'"completion_tokens":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,35 +120,64 @@ async def under_load(ask: Ask, clients: int) -> dict[str, float]:
     }
 
 
+class Client:
+    """One connection that asks one question after another. Reads only what is measured: a complete client would use
+    more of the machine than the server."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self._place, self._tokens = urlsplit(url), tokens
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, index: int) -> Answered:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._place.hostname, self._place.port)
+        reader, writer = self._streams
+        asked = {
+            "model": "model", "messages": question(index), "max_tokens": self._tokens, "temperature": 1, "seed": index,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._place.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        began, first, answer = time.perf_counter(), 0.0, b""
+        writer.write(head.encode() + body)
+        while not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            part = await reader.read(65536)
+            answer += part
+            if not part or not answer.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(f"request {index} was not answered: {answer[:2000]!r}")
+            if not first and FIRST_TEXT.search(answer):
+                first = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        used = USED.search(answer)
+        if used is None:
+            raise RuntimeError(f"the answer to request {index} is incomplete: {answer[-2000:]!r}")
+        return Answered(seconds, first or seconds, int(used[1]))
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+
 async def server_load(url: str, pid: int, clients: int, tokens: int) -> dict[str, float]:
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+    free = [Client(url, tokens) for _ in range(clients)]
+    everyone = list(free)
 
-        async def ask(index: int) -> Answered:
-            began, first, used = time.perf_counter(), 0.0, 0
-            body = {
-                "model": "model", "messages": question(index), "max_tokens": tokens, "temperature": 1, "seed": index,
-                "stream": True, "stream_options": {"include_usage": True},
-            }  # fmt: skip
-            async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        raise RuntimeError(chunk["error"]["message"])
-                    if not first and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                        first = time.perf_counter() - began
-                    if chunk["usage"] is not None:
-                        used = chunk["usage"]["completion_tokens"]
-            seconds = time.perf_counter() - began
-            return Answered(seconds, first or seconds, used)
+    async def ask(index: int) -> Answered:
+        client = free.pop()
+        try:
+            return await client.ask(index)
+        finally:
+            free.append(client)
 
-        await ask(0)
-        before = cpu_seconds(pid)
-        measured = await under_load(ask, clients)
-        return measured | {"server_cpu_seconds": round(cpu_seconds(pid) - before, 2)}
+    await ask(0)
+    before = cpu_seconds(pid)
+    measured = await under_load(ask, clients)
+    used = cpu_seconds(pid) - before
+    for client in everyone:
+        client.close()
+    return measured | {"server_cpu_seconds": round(used, 2)}
 
 
 async def engine_load(model: ServedModel, engine: Engine, clients: int, tokens: int) -> dict[str, float]:

@@ -87,9 +87,9 @@ class TextWriter:
         self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
 
-    def answer(self, choices: Sequence[Choice], usage: Usage, *, logprobs: bool) -> dict[str, Any]:
+    def answer(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         written = [
-            self._choice(index, choice.text, choice.finish_reason, choice.logprobs if logprobs else None)
+            self._choice(index, choice.text, choice.finish_reason, choice.logprobs)
             for index, choice in enumerate(choices)
         ]
         return {**self._head, "choices": written, "usage": usage.as_json()}

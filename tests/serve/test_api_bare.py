@@ -13,7 +13,7 @@ import pytest
 from agent_r1.engines.base import Completion, Prompt, Sampling, Streamer
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.serve.api.limits import ServeLimits
-from agent_r1.serve.api.served_model import Response
+from agent_r1.serve.api.served_model import Reading, Response
 from tests.chatml import renderer, tokenizer
 from tests.serve.api_server import CALL, ECHO, HI, ask, scripted_model, serving_script
 
@@ -232,7 +232,7 @@ def test_an_engine_that_cannot_stream_answers_all_at_once() -> None:
     deltas: list[Any] = []
     engine: Any = Whole(ScriptedEngine(["one STOP two"], tokenizer=tokenizer()))
     assert not isinstance(engine, Streamer)
-    response = Response(scripted_model(engine), deltas.append, stop=["STOP"])
+    response = Response(scripted_model(engine), deltas.append, Reading(stop=["STOP"]))
     finished, _ = asyncio.run(
         response.sample(Prompt([1]), Sampling(max_tokens=50, stop_ids=renderer().stop_ids), session="s")
     )

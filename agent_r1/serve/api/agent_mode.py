@@ -17,7 +17,7 @@ from agent_r1.flows.context import ContextPolicy, ContextView
 from agent_r1.flows.episode import Episode
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, Happened, follow
-from agent_r1.serve.api.served_model import Response, ServedModel
+from agent_r1.serve.api.served_model import Reading, Response, ServedModel
 from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, Transition
 from agent_r1.wire.api_error import SERVER, ApiError, context_length_exceeded, invalid, unsupported
 from agent_r1.wire.chat_answer import Choice, FinishReason, Usage, new_id
@@ -155,7 +155,7 @@ class WatchedSampler:
         if self.episode.is_noting:
             return await self._model.engine.generate(prompt, sampling, session=session)
         self.last = ""
-        response = Response(self._model, self._say, tools=self.episode.offered)
+        response = Response(self._model, self._say, Reading(tools=self.episode.offered))
         finished, completion = await response.sample(prompt, sampling, session=session)
         step = len(self.episode.steps)
         for call in finished.choice.calls:

@@ -109,7 +109,6 @@ class Server:
             answer_id=new_id("chatcmpl"),
             created=now(),
             n=request.n,
-            logprobs=request.logprobs,
             include_usage=request.include_usage,
         )
         return Asked(start=lambda: self._mode.start(request), writer=writer, stream=request.stream)
@@ -124,7 +123,6 @@ class Server:
         head: dict[str, Any] = {"model": self.model.name, "answer_id": new_id("cmpl"), "created": now()}
         writer = CompletionWriter(
             TextWriter(**head, include_usage=request.include_usage),
-            logprobs=request.logprobs,
             include_usage=request.include_usage,
         )
         return Asked(start=lambda: start_text(bare, request, limits), writer=writer, stream=request.stream)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from agent_r1.engines.base import Prompt
 from agent_r1.serve.api.events import Ended, Event, Events, follow
 from agent_r1.serve.api.limits import ServeLimits
-from agent_r1.serve.api.served_model import Response, ServedModel
+from agent_r1.serve.api.served_model import Reading, Response, ServedModel
 from agent_r1.types import Message
 from agent_r1.wire.api_error import invalid, unsupported
 from agent_r1.wire.chat_answer import Usage, new_id
@@ -31,18 +30,15 @@ class BareMode:
         tools = [] if request.tool_choice == "none" else request.tools
         messages = request.messages if self.model.shows_calls else self._with_written_calls(request.messages)
         prompt = await self.model.prompt(messages, tools)
-        return self.answer(prompt, request.sampling, n=request.n, tools=tools, parallel=request.parallel_tool_calls)
+        reading = Reading(
+            stop=request.sampling.stop,
+            tools=tools,
+            parallel=request.parallel_tool_calls,
+            logprobs=request.logprobs,
+        )
+        return self.answer(prompt, request.sampling, reading, n=request.n)
 
-    async def answer(
-        self,
-        prompt: Prompt,
-        options: SamplingOptions,
-        *,
-        n: int = 1,
-        tools: Sequence[Mapping[str, Any]] = (),
-        parallel: bool = True,
-        raw: bool = False,  # thinking is text, too
-    ) -> Events:
+    async def answer(self, prompt: Prompt, options: SamplingOptions, reading: Reading, *, n: int) -> Events:
         """Sample `n` responses at the same time. With a seed, each has its own: the seed, the seed plus one ..."""
         sampling = self.model.sampling_for(options, prompt)
         events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -50,9 +46,7 @@ class BareMode:
 
         async def respond(index: int) -> int:
             seed = None if sampling.seed is None else sampling.seed + index
-            response = Response(
-                self.model, events.put_nowait, index=index, stop=options.stop, tools=tools, parallel=parallel, raw=raw
-            )
+            response = Response(self.model, events.put_nowait, reading, index=index)
             own = replace(sampling, seed=seed)
             finished, _ = await response.sample(prompt, own, session=f"{session}-{index}")
             events.put_nowait(finished)

@@ -9,6 +9,7 @@ from agent_r1.engines.base import Prompt
 from agent_r1.serve.api.bare_mode import BareMode
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, follow
 from agent_r1.serve.api.limits import ServeLimits
+from agent_r1.serve.api.served_model import Reading
 from agent_r1.types import Observation
 from agent_r1.wire.api_error import invalid
 from agent_r1.wire.chat_answer import Usage
@@ -34,9 +35,11 @@ def _prompt(bare: BareMode, given: str | list[int]) -> Prompt:
 async def _answer(bare: BareMode, request: TextRequest, prompts: list[Prompt]) -> Events:
     events: asyncio.Queue[Event | None] = asyncio.Queue()
 
+    reading = Reading(stop=request.sampling.stop, logprobs=request.logprobs, raw=True)
+
     async def respond(position: int, prompt: Prompt) -> Usage:
         offset, usage = position * request.n, Usage(prompt_tokens=0, completion_tokens=0)
-        async for event in bare.answer(prompt, request.sampling, n=request.n, raw=True):
+        async for event in bare.answer(prompt, request.sampling, reading, n=request.n):
             if isinstance(event, Ended):
                 usage = event.usage
             elif isinstance(event, Delta | Finished):

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -190,12 +190,10 @@ async def send_json(
 class ChatWriter:
     """Writes the answer to a chat request."""
 
-    def __init__(
-        self, *, model: str, answer_id: str, created: int, n: int, logprobs: bool, include_usage: bool
-    ) -> None:
+    def __init__(self, *, model: str, answer_id: str, created: int, n: int, include_usage: bool) -> None:
         self._chunks = ChunkWriter(model=model, answer_id=answer_id, created=created, include_usage=include_usage)
         self._head = {"model": model, "answer_id": answer_id, "created": created}
-        self._n, self._logprobs, self._include_usage = n, logprobs, include_usage
+        self._n, self._include_usage = n, include_usage
 
     def first(self, event: Event) -> Iterable[dict[str, Any]]:
         return [self._chunks.start(index) for index in range(self._n)]
@@ -207,8 +205,8 @@ class ChatWriter:
         elif isinstance(event, Delta):
             if event.reasoning:
                 yield chunks.reasoning(event.reasoning, event.index)
-            if event.text or (event.logprobs and self._logprobs):
-                yield chunks.text(event.text, event.index, event.logprobs if self._logprobs else None)
+            if event.text or event.logprobs:
+                yield chunks.text(event.text, event.index, event.logprobs)
         elif isinstance(event, Finished):
             for position, call in enumerate(event.choice.calls):
                 yield chunks.call(position, call, event.index)
@@ -223,22 +221,21 @@ class ChatWriter:
         ended, choices = _sort_out(events)
         happened = [dict(event.event) for event in events if isinstance(event, Happened)]
         extra = {"agent_r1": {**ended.extra, "events": happened}} if ended.extra else {}
-        shown = tuple(choice if self._logprobs else _without_logprobs(choice) for choice in choices)
-        return write_answer(ChatAnswer(choices=shown, usage=ended.usage, extra=extra, **self._head))  # type: ignore[arg-type]
+        return write_answer(ChatAnswer(choices=tuple(choices), usage=ended.usage, extra=extra, **self._head))  # type: ignore[arg-type]
 
 
 class CompletionWriter:
     """Writes the answer to a text completion."""
 
-    def __init__(self, writer: TextWriter, *, logprobs: bool, include_usage: bool) -> None:
-        self._writer, self._logprobs, self._include_usage = writer, logprobs, include_usage
+    def __init__(self, writer: TextWriter, *, include_usage: bool) -> None:
+        self._writer, self._include_usage = writer, include_usage
 
     def first(self, event: Event) -> Iterable[dict[str, Any]]:
         return ()
 
     def chunks(self, event: Event) -> Iterable[dict[str, Any]]:
         if isinstance(event, Delta):
-            yield self._writer.text(event.text, event.index, event.logprobs if self._logprobs else None)
+            yield self._writer.text(event.text, event.index, event.logprobs)
         elif isinstance(event, Finished):
             yield self._writer.finish(event.choice.finish_reason, event.index)
         elif isinstance(event, Ended) and self._include_usage:
@@ -246,14 +243,10 @@ class CompletionWriter:
 
     def whole(self, events: list[Event]) -> dict[str, Any]:
         ended, choices = _sort_out(events)
-        return self._writer.answer(choices, ended.usage, logprobs=self._logprobs)
+        return self._writer.answer(choices, ended.usage)
 
 
 def _sort_out(events: list[Event]) -> tuple[Ended, list[Choice]]:
     finished = sorted((event for event in events if isinstance(event, Finished)), key=lambda event: event.index)
     (ended,) = (event for event in events if isinstance(event, Ended))
     return ended, [event.choice for event in finished]
-
-
-def _without_logprobs(choice: Choice) -> Choice:
-    return replace(choice, logprobs=None)

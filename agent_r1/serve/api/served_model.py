@@ -93,29 +93,31 @@ async def sample_with(
     return completion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a response is read for the client."""
+
+    stop: Sequence[str] = ()  # texts that end it
+    tools: Tools = ()  # without any, calls are text
+    parallel: bool = True  # False: only the first call counts
+    logprobs: bool = False
+    raw: bool = False  # everything is text, even thinking
+
+
 class Response:
     """One response being sampled."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        on_delta: Callable[[Delta], None],
-        *,
-        index: int = 0,
-        stop: Sequence[str] = (),
-        tools: Tools = (),
-        parallel: bool = True,
-        raw: bool = False,
+        self, model: ServedModel, on_delta: Callable[[Delta], None], reading: Reading, *, index: int = 0
     ) -> None:
-        """`raw`: everything is text, even thinking and calls."""
         self.num_tokens = 0
-        self._raw = raw
-        self._model, self._on_delta, self._index = model, on_delta, index
-        self._tools, self._parallel = tools, parallel
-        opened = model.tool_format.prompt_thinks is True
-        tool_format = model.tool_format if tools else None
+        self._model, self._on_delta, self._reading, self._index = model, on_delta, reading, index
         self._stream = TextStream(
-            model.renderer.decode, stop=stop, tool_format=tool_format, opened=opened and not raw, raw=raw
+            model.renderer.decode,
+            stop=reading.stop,
+            tool_format=model.tool_format if reading.tools else None,
+            opened=model.tool_format.prompt_thinks is True and not reading.raw,
+            raw=reading.raw,
         )
         self._ids: list[int] = []  # sampled, up to the stop text
         self._logprobs: list[float] = []
@@ -127,7 +129,7 @@ class Response:
         completion = await sample_with(self._model.engine, self._take, prompt, sampling, session=session)
         choice = self._choice(completion)
         text, reasoning = self._stream.end(choice.text, choice.reasoning)
-        if text or reasoning or self._told < len(self._visible_ids()):
+        if text or reasoning or (self._reading.logprobs and self._told < len(self._visible_ids())):
             self._tell(text, reasoning)
         return Finished(index=self._index, choice=choice), completion
 
@@ -150,7 +152,9 @@ class Response:
         """The sampled ids without the stop token."""
         return self._ids[:-1] if self._ids and self._ids[-1] in self._stop_ids else self._ids
 
-    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
+    def _take_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        if not self._reading.logprobs:
+            return None
         ids = self._visible_ids()
         new = slice(self._told, len(ids))
         self._told = len(ids)
@@ -158,17 +162,19 @@ class Response:
 
     def _choice(self, completion: Completion) -> Choice:
         whole = self._stream.text if self._stream.stopped else self._model.renderer.decode(self._ids)
-        if self._raw:
+        if self._reading.raw:
             reply = Reply(text=whole)
         else:
-            reply = read_reply(whole, self._model.tool_format, self._tools, parallel=self._parallel)
+            reply = read_reply(whole, self._model.tool_format, self._reading.tools, parallel=self._reading.parallel)
         reason: FinishReason = "length" if completion.stop == "length" and not self._stream.stopped else "stop"
         if completion.stop == "abort" and not self._stream.stopped:
             reason = "length"  # the engine ended it early, for example because the server is closing
         if reply.calls and reason == "stop":
             reason = "tool_calls"
-        ids = self._visible_ids()
-        logprobs = tuple(as_logprobs(ids, self._logprobs[: len(ids)], self._model.renderer.decode))
+        logprobs = None
+        if self._reading.logprobs:
+            ids = self._visible_ids()
+            logprobs = tuple(as_logprobs(ids, self._logprobs[: len(ids)], self._model.renderer.decode))
         return Choice(
             text=reply.text, calls=reply.calls, reasoning=reply.reasoning, finish_reason=reason, logprobs=logprobs
         )

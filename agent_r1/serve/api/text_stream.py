@@ -18,7 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"  # what half a character is decoded to
 MARK_STARTS = re.compile(r"[<\[`]")  # every mark of a call or of thinking begins with one of these
 MARK_CHARS = 64  # no mark is longer
-WINDOW = 8  # tokens decoded again with new ones, because some tokenizers write a token by what precedes it
+# Tokens decoded again with new ones, because some tokenizers write a token by what precedes it: between these numbers.
+WINDOW, LONGEST_WINDOW = 8, 32
 
 
 class Detokenizer:
@@ -37,7 +38,10 @@ class Detokenizer:
         if window.endswith(REPLACEMENT) or not window.startswith(self._known):
             return
         self.text += window[len(self._known) :]
-        self._start = max(self._start, len(self._ids) - WINDOW)
+        self._known = window
+        if len(self._ids) - self._start <= LONGEST_WINDOW:
+            return
+        self._start = len(self._ids) - WINDOW
         self._known = self._decode(self._ids[self._start :])
         if not window.endswith(self._known):  # the window begins inside a character: take it from the response's start
             self._start, self._known = 0, self.text
