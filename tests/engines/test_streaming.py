@@ -49,8 +49,8 @@ def test_the_pieces_are_the_completion(make: Any) -> None:
 
     async def run() -> tuple[Completion, Completion]:
         engine = make()
-        assert isinstance(engine, Streamer)
-        streamed = await engine.stream(PROMPT, SAMPLING, session="a", on_tokens=heard)
+        streamer: Streamer = engine
+        streamed = await streamer.stream(PROMPT, SAMPLING, session="a", on_tokens=heard)
         whole = await engine.generate(PROMPT, SAMPLING, session="b")
         await engine.close()
         return streamed, whole
@@ -69,7 +69,7 @@ def test_a_listener_may_abort_its_request_and_other_requests_go_on() -> None:
         if len(heard.ids) == 3:
             engine.abort("a")
 
-    async def run() -> list[Completion]:
+    async def run() -> tuple[Completion, Completion]:
         aborted = engine.stream(PROMPT, SAMPLING, session="a", on_tokens=until_three)
         both = await asyncio.gather(aborted, engine.generate(PROMPT, SAMPLING, session="b"))
         await engine.close()
@@ -87,7 +87,7 @@ def test_a_listener_that_raises_fails_only_its_own_request() -> None:
     def broken(ids: Sequence[int], logprobs: Sequence[float]) -> None:
         raise ValueError("listener")
 
-    async def run() -> list[Any]:
+    async def run() -> tuple[Any, Any]:
         failing = engine.stream(PROMPT, SAMPLING, session="a", on_tokens=broken)
         both = await asyncio.gather(failing, engine.generate(PROMPT, SAMPLING, session="b"), return_exceptions=True)
         await engine.close()

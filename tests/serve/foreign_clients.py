@@ -27,7 +27,7 @@ def langchain(url: str) -> dict[str, Any]:
     whole = model.invoke(SAY)
     streamed = "".join(str(chunk.content) for chunk in model.stream(SAY))
     calls = model.bind_tools([TOOL]).invoke(CALL).tool_calls
-    merged = None
+    merged: Any = None
     for chunk in model.bind_tools([TOOL]).stream(CALL):
         merged = chunk if merged is None else merged + chunk
     try:

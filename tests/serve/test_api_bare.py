@@ -85,7 +85,8 @@ def test_a_streamed_call_never_shows_as_text() -> None:
 
 def test_without_tools_or_with_tool_choice_none_a_call_is_text() -> None:
     with serving_script([CALL % "a"] * 2) as (url, engine):
-        for fields in ({}, {"tools": [ECHO], "tool_choice": "none"}):
+        asked: list[dict[str, Any]] = [{}, {"tools": [ECHO], "tool_choice": "none"}]
+        for fields in asked:
             choice = ask(url, **fields).json()["choices"][0]
             assert (choice["message"]["content"], choice["finish_reason"]) == (CALL % "a", "stop")
     assert engine.calls[0].prompt_ids == engine.calls[1].prompt_ids

@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
     def told(call: Any) -> str:
         text = tokenizer().decode(call.prompt_ids).rpartition("say: ")[2].partition("<|im_end|>")[0]
-        return text.replace("CALL", f"I ask.\n{CALL % 'a'}")
+        return str(text).replace("CALL", f"I ask.\n{CALL % 'a'}")
 
     with serving_script(told, key="secret-key") as (address, _):
         yield address
