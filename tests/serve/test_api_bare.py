@@ -198,11 +198,13 @@ def test_text_completions_continue_raw_text() -> None:
         answer = ask(url, "/v1/completions", prompt=["ab", [99, 100]], max_tokens=9, logprobs=0).json()
         chunks = list(client(url).completions.create(model="scripted", prompt="ab", stream=True))
         short = ask(url, "/v1/completions", prompt="a" * 40).json()
+        too_long = [ask(url, "/v1/completions", prompt="a" * size) for size in (1000, 300_000)]
     decoded = tokenizer().decode([99, 100]).upper()
     assert [choice["text"] for choice in answer["choices"]] == ["AB", decoded]
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [0.0, 0.0]
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 1]
     assert "".join(chunk.choices[0].text for chunk in chunks) == "AB"
+    assert [answer.json()["error"]["code"] for answer in too_long] == ["context_length_exceeded"] * 2
     assert short["choices"][0]["text"] == "A" * 16  # the API's own default
 
 

@@ -26,6 +26,7 @@ async def start_text(bare: BareMode, request: TextRequest, limits: ServeLimits) 
 
 def _prompt(bare: BareMode, given: str | list[int]) -> Prompt:
     model = bare.model
+    model.check_size(len(given), param="prompt")
     ids = model.renderer.render(Observation(text=given)) if isinstance(given, str) else given
     if not ids:
         raise invalid("a prompt must hold at least one token", "prompt")

@@ -44,10 +44,7 @@ class ServedModel:
         if pictures and self.renderer.pictures is None:
             raise invalid(f"the model {self.name!r} takes text only, and the messages show pictures", "messages")
         size = _text_size(messages) + _text_size(tools)
-        if size > self.max_context_tokens * MAX_CHARS_PER_TOKEN:
-            raise context_length_exceeded(
-                f"the messages have {size} characters; the context of this model is {self.max_context_tokens} tokens"
-            )
+        self.check_size(size)
         observation = Observation(messages=list(messages))
         try:
             if size > THREAD_CHARS:
@@ -57,6 +54,14 @@ class ServedModel:
         except DataError as error:
             raise invalid(str(error)[:500], "messages") from None
         return self.check_length(Prompt(ids, pictures))
+
+    def check_size(self, size: int, *, param: str = "messages") -> None:
+        """Refuse a prompt of `size` characters that cannot fit, before it is tokenised."""
+        if size > self.max_context_tokens * MAX_CHARS_PER_TOKEN:
+            raise context_length_exceeded(
+                f"the {param} has {size} characters; the context of this model is {self.max_context_tokens} tokens",
+                param=param,
+            )
 
     def check_length(self, prompt: Prompt, *, param: str = "messages") -> Prompt:
         if len(prompt.ids) >= self.max_context_tokens:
