@@ -309,6 +309,9 @@ def chat_command(
     overrides: Overrides = None,
     row: Annotated[int, typer.Option(help="Index of the test row to load.")] = 0,
     ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Show a picture with the first question; repeatable.")
+    ] = None,
 ) -> None:
     """Talk to a trained agent and watch its tool calls."""
     from agent_r1.runs.run_dir import RunDir
@@ -320,7 +323,7 @@ def chat_command(
 
     from agent_r1.cli.commands.chat import run_chat
 
-    run_chat(config, directory, console, row=row, ask=ask)
+    run_chat(config, directory, console, row=row, ask=ask, images=image or [])
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

@@ -40,7 +40,7 @@ ROTATED = ("JPEG", "WEBP")  # formats of cameras, which store how they were held
 
 INDEX_BITS = 15
 MAX_TOKENS = 1 << INDEX_BITS  # of one picture
-_NAME = re.compile(r"[0-9a-f]{32}")
+PICTURE_NAME = re.compile(r"[0-9a-f]{32}")
 _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.IGNORECASE)
 
 
@@ -191,6 +191,17 @@ def image_part(part: Mapping[str, Any], *, what: str) -> dict[str, Any] | None:
     return {"type": "image", "image": as_picture(source, what=what)}
 
 
+def shown_content(text: str, images: Sequence[Any], *, what: str) -> str | list[dict[str, Any]]:
+    """A content with a text and the pictures after it; only the text if there are none. Damaged pictures raise here."""
+    if not images:
+        return text
+    pictures = [as_picture(image, what=f"picture {index} of {what}") for index, image in enumerate(images)]
+    for picture in pictures:
+        _ = picture.pixels
+    words = [{"type": "text", "text": text}] if text else []
+    return [*words, *({"type": "image", "image": picture} for picture in pictures)]
+
+
 def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     """The pictures of messages, in the order in which they are shown."""
     found = []
@@ -203,6 +214,27 @@ def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
 
 def is_image(part: Mapping[str, Any]) -> bool:
     return isinstance(part.get("image"), Picture)
+
+
+def picture_mark(picture: Picture | str) -> str:
+    """What stands for a picture where only text can be shown. Of one that is only named, the size is not known."""
+    size = f"{picture.width}x{picture.height} " if isinstance(picture, Picture) else ""
+    return f"[image {size}{str(picture)[:6]}]"
+
+
+def text_of(content: Any) -> str:
+    """The text of a content for people, with marks for its pictures; also of a content that was stored."""
+    if isinstance(content, list | tuple):
+        return "\n".join(map(_part_text, content))
+    return "" if content is None else str(content)
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    if isinstance(image := part.get("image"), Picture | str):
+        return picture_mark(image)
+    return str(part.get("text", part))
 
 
 # ids
@@ -235,6 +267,16 @@ def by_key(pictures: Iterable[Picture]) -> dict[int, Picture]:
     return found
 
 
+def added_pictures(before: Sequence[int], after: Sequence[int], pictures: Sequence[Picture]) -> list[Picture]:
+    """The pictures that the ids `after` show, in order, behind the ids `before`. If they do not continue those, the
+    pictures that `before` does not show."""
+    known, size = by_key(pictures), len(before)
+    if list(after[:size]) == list(before):
+        return [known[key_of(token)] for token in after[size:] if token < 0 and index_of(token) == 0]
+    seen = {key_of(token) for token in before if token < 0}
+    return [picture for picture in pictures if picture.key not in seen]
+
+
 def without_repeats(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
     return tuple(dict.fromkeys(pictures))
 
@@ -245,7 +287,7 @@ def without_repeats(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
 def _from_text(text: str, what: str) -> Picture:
     if match := _DATA_URL.match(text):
         return Picture.from_bytes(_from_base64(text[match.end() :], what), what=what)
-    if _NAME.fullmatch(text):
+    if PICTURE_NAME.fullmatch(text):
         raise DataError(f"{what} is only named ({text}): its pixels are in the pictures folder of the run")
     url = urlparse(text)
     if url.scheme in ("http", "https"):
