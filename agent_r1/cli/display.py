@@ -23,7 +23,7 @@ from agent_r1.runs.trajectories import transcript
 from agent_r1.text import visible
 from agent_r1.types import Group as EpisodeGroup
 from agent_r1.types import Trajectory
-from agent_r1.vision.pictures import text_of
+from agent_r1.vision.contents import text_of
 
 BARS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 20.0  # without a terminal, print progress within a step after this time

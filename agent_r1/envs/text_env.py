@@ -29,7 +29,7 @@ from agent_r1.types import (
     check_reward,
     check_type,
 )
-from agent_r1.vision.pictures import shown_content
+from agent_r1.vision.contents import shown_content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

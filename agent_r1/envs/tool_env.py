@@ -43,7 +43,8 @@ from agent_r1.types import (
     Transition,
     check_type,
 )
-from agent_r1.vision.pictures import Picture, shown_content
+from agent_r1.vision.contents import shown_content
+from agent_r1.vision.pictures import Picture
 
 
 @AgentEnv.register("tool")

@@ -29,7 +29,8 @@ from agent_r1.errors import DataError
 from agent_r1.places import anchored
 from agent_r1.runs.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
-from agent_r1.vision.pictures import Picture, added_pictures, picture_mark, pictures_of
+from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
 FORMAT = 2  # of a record; 1 had no format field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_r1.errors import DataError
-from agent_r1.vision.pictures import Picture, picture_mark
+from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.pictures import Picture
 
 Protocol = Literal["kitty", "iterm2"]
 

@@ -118,7 +118,7 @@ def test_a_page_names_the_pictures_where_they_were_shown(client: TestClient) -> 
 
 
 def test_the_tokens_of_a_picture_are_marked(client: TestClient) -> None:
-    asked = {"run": "sees", "file": "eval_000000", "n": 0, "step": 0, "part": "prompt"}
+    asked: dict[str, str | int] = {"run": "sees", "file": "eval_000000", "n": 0, "step": 0, "part": "prompt"}
     page = client.get("/api/tokens", params=asked).json()
     count = parts()[1].tokens(FIRST)
     start = page["texts"].index(f"[image {FIRST.name[:6]}]")

@@ -38,7 +38,8 @@ from agent_r1.serve.terminal_pictures import show_pictures
 from agent_r1.text import visible
 from agent_r1.tokens.placeholders import as_parts
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
-from agent_r1.vision.pictures import Picture, as_picture, pictures_of, text_of
+from agent_r1.vision.contents import text_of
+from agent_r1.vision.pictures import Picture, as_picture, pictures_of
 
 HELP = (
     "Enter asks the row's own question, /row N loads another row, /image PATH shows a picture with the next question, "
@@ -133,7 +134,7 @@ class Chat:
         if self._collector.renderer.pictures is None:
             raise ConfigError(f"this model takes text only, so it cannot be shown {path}")
         picture = as_picture(Path(path), what="the picture")
-        _ = picture.pixels  # a damaged file is refused now
+        picture.check()  # a damaged file is refused now
         self.shown.append(picture)
         return picture
 

@@ -13,7 +13,7 @@ from agent_r1.runs.trajectories import FORMAT, Record, RecordFile
 from agent_r1.serve.view.library import NotFound
 from agent_r1.serve.view.picture_names import names_added, names_in, spell_pictures
 from agent_r1.serve.view.summary import opening_messages
-from agent_r1.vision.pictures import text_of as content_text
+from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer
 TOKENS = 2_000  # of a list of tokens in one answer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from agent_r1.data.files import read_json
 from agent_r1.runs.trajectories import FORMAT
-from agent_r1.vision.pictures import text_of
+from agent_r1.vision.contents import text_of
 
 PREVIEW_CHARS = 160
 SEARCHED_CHARS = 4_000  # of each message; longer tool results are searched only up to here

@@ -20,7 +20,7 @@ from agent_r1.serve.view.detail import episode_page
 from agent_r1.serve.view.episodes import wait_until_read
 from agent_r1.serve.view.library import OpenRun, thin
 from agent_r1.types import StopReason
-from agent_r1.vision.pictures import picture_mark
+from agent_r1.vision.contents import picture_mark
 
 READ_SECONDS = 3600.0
 BARS = "▁▂▃▄▅▆▇█"
