@@ -219,12 +219,12 @@ def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            found += [part["image"] for part in content if isinstance(part, Mapping) and is_image(part)]
+            found += [part["image"] for part in content if is_image(part)]
     return found
 
 
-def is_image(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("image"), Picture)
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("image"), Picture)
 
 
 # ids
