@@ -6,6 +6,7 @@ import asyncio
 import json
 from base64 import b64encode
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,8 @@ def test_pictures_come_out_of_worker_processes() -> None:
     def say(call: ScriptedCall) -> str:
         return "end" if call.turn else CALL % 1
 
-    pool, envs = EnvPool(processes=1, step_seconds=60), {"painter": Painter, "looking": Looking}
+    envs: dict[str, Any] = {"painter": Painter, "looking": Looking}
+    pool = EnvPool(processes=1, step_seconds=60)
     try:
         groups = play_groups(
             ScriptedEngine(say, tokenizer=parts()[0]),
