@@ -65,7 +65,7 @@ def test_results_in_user_messages_show_their_pictures_under_such_a_template() ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_as_many_placeholders_as_features_after_a_tool_returned_pictures(kind: str) -> None:
-    # TRL #6286, #6906: the placeholder of some families was not known, so their pictures had no positions.
+    # TRL #6286, #6906: tokens and features disagreed after tools returned pictures, for families other than Qwen.
     _, form, _ = parts(kind)
     trajectory = play([CALL % 1, CALL % 2, "done"], kind=kind)
     [segment] = merge_steps([trajectory])
