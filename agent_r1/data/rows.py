@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.data.files import json_lines, parquet_rows, read_json
-from agent_r1.data.row_images import take_images
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
 from agent_r1.types import Message, TaskRow
 from agent_r1.vision.contents import read_pictures
+from agent_r1.vision.row_images import take_images
 
 Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 

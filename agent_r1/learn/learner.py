@@ -225,17 +225,13 @@ class Learner:
             self.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
-    @property
-    def _packing(self) -> dict[str, Any]:
-        form = self.policy.pictures
-        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": form}
-
     def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
     ) -> Tensor:
         """One number per response token, computed without a gradient."""
         rows, segments = [trajectory.row_id for trajectory in trajectories], merge_steps(trajectories)
-        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **self._packing)
+        packing = self.policy.packing(self.prefix_sharing)
+        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **packing)
         empty_R = torch.empty(sum(t.num_response_tokens for t in trajectories), device=self.policy.device)
         column_R = share.column(model, empty_R)
         self.release()
@@ -267,7 +263,7 @@ class Learner:
             ranks=ranks or self.ranks,
             keep_idle=self._regularizes or self.critic is not None,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
-            **self._packing,
+            **self.policy.packing(self.prefix_sharing),
         )
 
     @torch.no_grad()

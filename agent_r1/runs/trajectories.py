@@ -27,9 +27,9 @@ from agent_r1.data.files import dump_json, read_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
-from agent_r1.runs.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
 from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
 FORMAT = 2  # of a record; 1 had no format field

@@ -18,7 +18,6 @@ from rich.console import Console
 from starlette.testclient import TestClient
 
 from agent_r1 import Reply, TextEnv
-from agent_r1.runs.picture_store import PICTURES, find_picture
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import RecordFile, transcript, write_groups
 from agent_r1.serve.terminal_pictures import escapes, protocol_of, show_pictures
@@ -27,6 +26,7 @@ from agent_r1.serve.view.library import Library
 from agent_r1.serve.view.server import HEADERS, make_app
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.types import Group, TaskRow
+from agent_r1.vision.picture_store import PICTURES, find_picture
 from benchmarks.browser import browser_or_none, why_no_browser
 from tests.conftest import Cli
 from tests.serve.small_runs import CONFIG

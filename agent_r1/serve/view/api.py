@@ -7,9 +7,9 @@ from typing import Any
 
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.runs.outcomes import EvalRecord
-from agent_r1.runs.picture_store import MEDIA_TYPES, PICTURES, find_picture
 from agent_r1.serve.view.detail import episode_page, text_of, tokens_of
 from agent_r1.serve.view.library import Library, NotFound, OpenRun
+from agent_r1.vision.picture_store import MEDIA_TYPES, PICTURES, find_picture
 
 PAGE_ROWS = 200  # at most, of the table of episodes
 Params = Mapping[str, str]

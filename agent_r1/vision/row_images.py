@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.errors import DataError
-from agent_r1.types import Message
+from agent_r1.vision.contents import Message
 from agent_r1.vision.pictures import Picture, as_picture
 
 MARK = "<image>"
