@@ -121,6 +121,13 @@ def test_evaluation_collecting_and_imitation_know_pictures(finished: Path, tmp_p
     assert ended.code == 0, ended.out + ended.err
 
 
+def test_a_recipe_with_pictures_is_checked_by_playing_it(cli: Cli) -> None:
+    ended = cli("check", MINI, "--rows", "2")
+    assert "episodes of the" not in ended.out  # none failed
+    assert "pictures" not in ended.out + ended.err
+    assert "calls" in ended.out
+
+
 # chat
 
 
