@@ -146,7 +146,7 @@ class Picture:
         return self.name
 
     def __repr__(self) -> str:
-        return f"Picture({self.width}x{self.height}, {self.name[:8]})"
+        return f"Picture({self.width}x{self.height}, {self.name[:12]})"
 
     def __copy__(self) -> Picture:
         return self

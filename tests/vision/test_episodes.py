@@ -297,3 +297,16 @@ def test_a_model_of_text_refuses_pictures_and_fails_only_the_episode() -> None:
     trajectory = group.trajectories[0]
     assert trajectory.stop is StopReason.ERROR
     assert "takes text only" in str(trajectory.error)
+
+
+def test_what_is_shown_first_has_no_reward_and_does_not_end_the_episode() -> None:
+    class Early(TextEnv):
+        def begin(self, row: TaskRow) -> Reply:
+            return Reply(text="hello", done=True)
+
+        def reply(self, said: str) -> Reply:
+            return Reply(done=True)
+
+    trajectory = play(["never"], make_env=lambda _: Early())
+    assert trajectory.stop is StopReason.ERROR
+    assert "Early.begin" in str(trajectory.error)
