@@ -114,6 +114,7 @@ def test_pictures_come_out_of_worker_processes() -> None:
             ScriptedEngine(say, tokenizer=parts()[0]),
             [seeing_row(name) for name in envs],
             make_env=lambda row: pool.env(envs[row.row_id], row.row_id, {}),
+            episode_seconds=120,  # a process starts slowly on a busy machine
         )
     finally:
         pool.close()
