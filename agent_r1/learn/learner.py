@@ -225,23 +225,24 @@ class Learner:
             self.critic.load_state_dict(state["critic"])
             self._critic_optimizer.load_state_dict(state["critic_optimizer"])
 
+    @property
+    def _packing(self) -> dict[str, Any]:
+        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": self.policy.pictures}
+
     def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
     ) -> Tensor:
         """One number per response token, computed without a gradient."""
         rows, segments = [trajectory.row_id for trajectory in trajectories], merge_steps(trajectories)
-        packing = self.policy.packing(self.prefix_sharing)
-        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **packing)
+        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **self._packing)
         empty_R = torch.empty(sum(t.num_response_tokens for t in trajectories), device=self.policy.device)
         column_R = share.column(model, empty_R)
         self.release()
         return column_R
 
     def _passes(self, credited: Sequence[CreditedTrajectory], batches: Sequence[MiniBatch]) -> Iterator[MiniBatch]:
-        """Yield the mini-batches of all epochs: in the given order first, then reshuffled, with the same old log-probs.
-
-        The order is a function of the seed, the update and the epoch, so that resuming repeats it.
-        """
+        """Yield the mini-batches of all epochs: in the given order first, then in an order that is a function of seed,
+        update and epoch, so that resuming repeats it. The old log-probs stay the same."""
         yield from batches
         known = Columns.join([batch.columns for batch in batches]) if len(batches) > 1 else None
         for epoch in range(1, self.num_epochs):
@@ -263,7 +264,7 @@ class Learner:
             ranks=ranks or self.ranks,
             keep_idle=self._regularizes or self.critic is not None,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
-            **self.policy.packing(self.prefix_sharing),
+            **self._packing,
         )
 
     @torch.no_grad()

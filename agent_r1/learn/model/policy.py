@@ -117,10 +117,6 @@ class PolicyModel:
     def is_sharded(self) -> bool:
         return isinstance(self.model, FSDPModule)
 
-    def packing(self, prefix_sharing: str) -> dict[str, Any]:
-        """The settings of `pack` for this model."""
-        return {"device": self.device, "prefix_sharing": prefix_sharing, "pictures": self.pictures}
-
     @property
     def kept_features(self) -> int:
         """Bytes of the features of pictures that may be kept between passes."""
