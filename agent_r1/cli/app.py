@@ -307,11 +307,14 @@ def show_command(
 
 
 @app.command("chat")
-def chat_command(
+def chat_command(  # noqa: PLR0913 (the options of the command)
     run: Annotated[Path | None, typer.Argument(help="A run directory.", autocompletion=complete_run)] = None,
     overrides: Overrides = None,
     row: Annotated[int | None, typer.Option(help="Index of the test row to load; default: 0.")] = None,
     ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Show a picture with the first question; repeatable.")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Instead of a run: the address of any OpenAI-compatible server.")
     ] = None,
@@ -323,6 +326,8 @@ def chat_command(
         from agent_r1.cli.commands.remote_chat import check_options, run_remote_chat
 
         check_options(run=run, overrides=overrides or (), row=row)
+        if image:
+            raise ConfigError("--image has no effect with --url: pictures can be shown to the agent of a run only")
         run_remote_chat(url, console, model=model, key=api_key, ask=ask)
         return
     if run is None:
@@ -339,7 +344,7 @@ def chat_command(
 
     from agent_r1.cli.commands.chat import run_chat
 
-    run_chat(config, directory, console, row=row or 0, ask=ask)
+    run_chat(config, directory, console, row=row or 0, ask=ask, images=image or [])
 
 
 app.command("export")(export_command)

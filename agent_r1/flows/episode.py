@@ -26,7 +26,7 @@ from agent_r1.text import sanitize
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, ToolCallRecord, Transition
-from agent_r1.vision.pictures import Picture, pictures_of, without_repeats
+from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,11 @@ class Episode:
         if observation.messages is not None:
             self.messages = observation.messages
             self.opening = self.opening or _sanitize_messages(observation.messages)
+        await _check_pictures(observation)
         if context is not None:
             view = await self._view(observation, context, _Writer(self, tools))
             observation, hidden = Observation(messages=view.messages), view.hidden
+            await _check_pictures(observation)  # the policy may show others
         prompt = self._render(observation, tools)
         completion, text = await self._sample(prompt, self.limits.max_response_tokens, hidden)
         self.num_actions += 1
@@ -252,6 +254,13 @@ class Episode:
             known, size = [], 0
         self._measured = list(messages), size + _text_size(messages[len(known) :])
         return self._measured[1]
+
+
+async def _check_pictures(observation: Observation) -> None:
+    """Fail this episode for a damaged picture. Inside the engine or the learner, it would fail the run."""
+    new = [picture for picture in pictures_of(observation.messages or ()) if not picture.is_sound]
+    if new:
+        await asyncio.to_thread(check_all, new)
 
 
 @dataclass(frozen=True, slots=True)
