@@ -200,9 +200,9 @@ def test_blank_splits_have_the_same_rows_with_black_pictures_of_the_same_size() 
         assert shown[0].pixels.shape == shown[1].pixels.shape
         assert not nothing.pixels.any()
         assert not shown[1].pixels.any()
-    seen, blank = (made(count=40, seed=3) for made in (task.demos, task.blank_demos))
-    assert [texts for _, texts in seen] == [texts for _, texts in blank]
-    assert not any(picture.pixels.any() for row, _ in blank for picture in pictures_of(row.prompt))
+    demos, blank_demos = (made(count=40, seed=3) for made in (task.demos, task.blank_demos))
+    assert [texts for _, texts in demos] == [texts for _, texts in blank_demos]
+    assert not any(picture.pixels.any() for row, _ in blank_demos for picture in pictures_of(row.prompt))
 
 
 def test_the_preset_blank_trains_and_evaluates_without_seeing() -> None:
