@@ -57,14 +57,10 @@ class Sight:
 
 
 class Eyes:
-    """The parts of a vision-language model, and the features of the pictures it has seen.
+    """The parts of a vision-language model, and the features of the pictures it has seen."""
 
-    keeps: remember features until `forget`; off where an optimizer changes the tower.
-    """
-
-    def __init__(self, model: Any, form: PictureFormat, *, keeps: bool = True) -> None:
+    def __init__(self, model: Any, form: PictureFormat) -> None:
         self.form = form
-        self.keeps = keeps
         self.looked = 0  # pictures that went through the tower
         self.recalled = 0  # pictures whose features were still known
         self._model = model
@@ -90,8 +86,9 @@ class Eyes:
         self._known.clear()
 
     def features(self, pictures: Sequence[Picture]) -> Tensor:
-        """[F, D], or wider with features for deeper layers."""
-        if not self.keeps:
+        """[F, D], or wider with features for deeper layers. Kept unless the tower is being trained."""
+        learns = torch.is_grad_enabled() and any(p.requires_grad for part in self.tower for p in part.parameters())
+        if learns:
             return torch.cat(self._look(pictures))
         new = [picture for picture in pictures if picture.name not in self._known]
         self.recalled += len(pictures) - len(new)

@@ -66,7 +66,7 @@ class PolicyModel:
         pictures: PictureFormat | None = None,  # how a model takes them that takes pictures
         train_vision: bool = False,  # train the tower that looks at pictures, too
     ) -> None:
-        self._eyes = None if pictures is None else Eyes(model, pictures, keeps=not train_vision)
+        self._eyes = None if pictures is None else Eyes(model, pictures)
         if self._eyes is not None and not train_vision:
             self._eyes.freeze()
         self.shares_base = lora is not None and lora.share_base
