@@ -64,6 +64,7 @@ def test_the_recorded_vision_quickstart_learns_by_looking() -> None:
         assert run["before"] <= 0.45
         assert run["after"] >= 0.9
         assert run["splits"][vision_quickstart.BLANK_SPLIT][0] <= constant_answer + 0.05
+    assert recorded["trained_blank"]["after"] <= constant_answer + 0.05
 
 
 def test_the_pictures_of_the_vision_quickstart_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
