@@ -25,7 +25,7 @@ from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
-from agent_r1.tools.base import BaseTool, get_tool
+from agent_r1.tools.base import BaseTool, ToolSet, get_tool, list_tools
 from agent_r1.types import TaskRow
 
 T = TypeVar("T")
@@ -77,12 +77,16 @@ def build_task(config: RunConfig) -> Task:
 def warm_start_code(config: RunConfig) -> list[str]:
     """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
-    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools, *task.resources]
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *_tool_names(config), *task.resources]
     if isinstance(context, SummaryContext):
         names.append(context.demo_summary)
     if isinstance(context, RewriteContext):
         names.append(context.function)
     return [name for name in names if name is not None and "." in name]
+
+
+def _tool_names(config: RunConfig) -> list[str]:
+    return [tool for tool in config.task.tools if isinstance(tool, str)]
 
 
 def named_code(config: RunConfig) -> list[str]:
@@ -144,8 +148,8 @@ class _Players:
             self._set_tool_format(env, name, kwargs, template)
         return self.make_env(env, name, kwargs)
 
-    def _check_opened(self, tools: Sequence[str | BaseTool]) -> None:
-        for tool in map(get_tool, tools):
+    def _check_opened(self, tools: Sequence[str | BaseTool | ToolSet]) -> None:
+        for tool in list_tools(tools):
             if tool not in self.tools and type(tool).open is not Resource.open:
                 raise ConfigError(f"tool {tool.name!r} must be opened before a run: add it to task.tools")
 
@@ -230,9 +234,9 @@ def _resources(config: RunConfig) -> list[Resource]:
 
 
 def _tools(config: RunConfig) -> list[BaseTool]:
-    names, settings = config.task.tools, dict(config.task.tool_kwargs)
+    names, settings = _tool_names(config), dict(config.task.tool_kwargs)
     found = [_lookup(name, config, get_tool) for name in names]
-    made = [_tool(name, tool, settings) for name, tool in zip(names, found, strict=True)]
+    by_name = {name: _tool(name, tool, settings) for name, tool in zip(names, found, strict=True)}
     if settings:
         classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
         name = next(iter(settings))
@@ -240,11 +244,35 @@ def _tools(config: RunConfig) -> list[BaseTool]:
             f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
             f"{did_you_mean(name, classes)}"
         )
+    made = list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
+    for name in {tool.name for tool in made}:
+        if sum(tool.name == name for tool in made) > 1:
+            raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
     return made
 
 
-def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool:
+def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
+    """Return the tools of an entry such as `{mcp: {command: ...}}`."""
+    if list(entry) != ["mcp"]:
+        raise ConfigError(f"task.tools: {entry!r:.200} is neither a name nor of the form {{mcp: {{command: ...}}}}")
+    from agent_r1.tools.mcp.tool_set import MCPTools
+
+    folder, settings = recipe_folder(config.recipe), entry["mcp"]
+    if settings.get("command") is not None:
+        settings = {**settings, "cwd": folder / settings.get("cwd", "")}
+    try:
+        inspect.signature(MCPTools).bind(**settings)
+    except TypeError as error:
+        unknown = next((key for key in settings if key not in inspect.signature(MCPTools).parameters), None)
+        hint = did_you_mean(unknown, inspect.signature(MCPTools).parameters) if unknown else ""
+        raise ConfigError(f"task.tools: mcp: {error}.{hint}") from error
+    return MCPTools(**settings)
+
+
+def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:
     """Return the tool; a class is called with its settings, which are removed from `settings`."""
+    if isinstance(found, ToolSet):
+        return found
     if isinstance(found, type) and issubclass(found, BaseTool):
         kwargs = settings.pop(getattr(found, "name", name), {})
         try:

@@ -59,7 +59,8 @@ class TaskConfig(Section):
     flow: str = "agent_env_loop"  # agent_env_loop, single_step, or a class; a row's agent_name takes precedence
     env: str = "tool"  # a registered env, or a class of the recipe
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
-    tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
+    # functions or classes of the recipe or of a module, names of registered tools, or {mcp: {command: ...}}
+    tools: list[str | dict[str, dict[str, Any]]] = []
     tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
     resources: list[str] = []  # objects of the recipe, opened before the first episode and closed at the end
     workers: WorkersConfig | None = None  # None: environments run in the event loop
