@@ -30,6 +30,7 @@ class SchemaArguments:
     """The arguments of a tool with this schema."""
 
     def __init__(self, tool: str, schema: Mapping[str, Any]) -> None:
+        schema = _with_null(schema)
         self.tool = tool
         self.parameters: dict[str, Any] = {"properties": {}, **inlined(tool, schema)}
         self.defaults: dict[str, Any] = {}  # the server's business
@@ -62,7 +63,7 @@ def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
     def replaced(node: Any, inside: tuple[str, ...]) -> Any:
         if isinstance(node, list):
-            return [replaced(item, inside) for item in node]
+            return [replaced(_as_mapping(item), inside) for item in node]
         if not isinstance(node, Mapping):
             return node
         if not isinstance(reference := node.get("$ref"), str):
@@ -82,11 +83,28 @@ def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
     def opened(key: str, value: Any, inside: tuple[str, ...]) -> Any:
         if key in _BY_NAME and isinstance(value, Mapping):
-            return {name: replaced(each, inside) for name, each in value.items()}
-        return value if key in _DATA else replaced(value, inside)
+            return {name: replaced(_as_mapping(each), inside) for name, each in value.items()}
+        return value if key in _DATA else replaced(_as_mapping(value) if key == "items" else value, inside)
 
     result: dict[str, Any] = replaced(schema, ("#",))
     return result
+
+
+def _as_mapping(schema: Any) -> Any:
+    """`true` is the schema of anything, `false` that of nothing."""
+    return {True: {}, False: {"not": {}}}[schema] if isinstance(schema, bool) else schema
+
+
+def _with_null(node: Any) -> Any:
+    """Write OpenAPI's `nullable: true`, which JSON Schema does not know, as a type."""
+    if isinstance(node, list):
+        return [_with_null(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    changed = {key: value if key in _DATA else _with_null(value) for key, value in node.items()}
+    if node.get("nullable") is not True:
+        return changed
+    return {"anyOf": [{key: value for key, value in changed.items() if key != "nullable"}, {"type": "null"}]}
 
 
 def _describe(error: ValidationError) -> str:
