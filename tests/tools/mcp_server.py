@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mcp.server.mcpserver import Context, MCPServer
@@ -83,6 +84,15 @@ def crash() -> str:
     """End the server's process."""
     sys.stderr.write("the shelf fell over\n")
     os._exit(3)
+
+
+@server.tool()
+def stumble(a: int) -> int:
+    """Add one. Every third call ends the server's process."""
+    count = Path("count.txt")  # in the folder of the recipe
+    calls = int(count.read_text(encoding="utf-8")) + 1 if count.exists() else 1
+    count.write_text(str(calls), encoding="utf-8")
+    return a + 1 if calls % 3 else os._exit(3)
 
 
 @server.tool()

@@ -30,10 +30,8 @@ def rows(split, count=20):
     return [TaskRow(prompt=[{"role": "user", "content": f"{split} {i}"}], row_id=f"{split}-{i}") for i in range(count)]
 
 def demos(count, seed):
-    """Odd rows end the server's process."""
-    calls = [('add', '{"a": 20}'), ('crash', '{}')]
-    texts = ['<tool_call>{"name": "%s", "arguments": %s}</tool_call>' % call for call in calls]
-    return [(row, [texts[i % 2], "ok"]) for i, row in enumerate(rows("train", count))]
+    call = '<tool_call>{"name": "stumble", "arguments": {"a": 20}}</tool_call>'
+    return [(row, [call, "ok"]) for row in rows("train", count)]
 
 def reward(row, trajectory):
     return float(any(call.result == "21" for step in trajectory.steps for call in step.calls))
@@ -48,13 +46,12 @@ def add(a: int) -> str:
 BASE = """
 task:
   rows: task.rows
-  train_count: 2
   reward: task.reward
   tools:
-  - mcp: {command: [python, mcp_server.py], only: [add, crash]}
+  - mcp: {command: [python, mcp_server.py], only: [stumble]}
 model: {make: tests.mini.task.make_model, device: cpu}
 sft: {demos: task.demos, count: 8, epochs: 60, batch_size: 8, lr: 1.0e-2, target_loss: 0.01}
-rollout: {rows_per_step: 2, group_size: 2, max_steps: 3, max_response_tokens: 80, max_context_tokens: 512,
+rollout: {rows_per_step: 4, group_size: 2, max_steps: 3, max_response_tokens: 80, max_context_tokens: 512,
   temperature: 0.2, max_error_fraction: 0, max_concurrent: 1}  # no other call is on its way when the server dies
 trainer: {steps: 2, eval_every: 2, save_every: 2, threads: 1}
 engine: {threads: 1, max_cached_tokens: 16384}
@@ -78,11 +75,13 @@ def test_a_run_trains_with_the_tools_of_a_server_that_dies_again_and_again(folde
     run_training(settings, build_plan(settings), run, Console(file=io.StringIO()), resume=False)
 
     played = list(read_trajectories(run.path / "trajectories", "train_*"))
-    assert len(played) == 8
+    assert len(played) == 16
     assert {trajectory.error for trajectory in played} == {None}  # no episode failed
     calls = [call for trajectory in played for step in trajectory.steps for call in step.calls]
-    assert {call.fault for call in calls if call.name == "crash"} == {"failed"}
-    assert {call.result for call in calls if call.name == "add" and call.arguments == {"a": 20}} == {"21"}
+    results = [call.result for call in calls if call.arguments == {"a": 20}]
+    died = sum("closed" in result for result in results)
+    assert died >= 3
+    assert results.count("21") >= 2 * died - 2  # every third call, also in the demonstrations before
 
 
 def test_the_config_of_a_run_names_variables_and_not_their_values(
