@@ -57,8 +57,8 @@ class Task:
 def build_task(config: RunConfig) -> Task:
     task = config.task
     import_recipe(config.recipe, named_code(config))
+    _check_data(config)
     source = task.rows if is_data_source(task.rows) else _rows_function(config)
-    _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
     players, resources = _players(config)
@@ -293,7 +293,8 @@ def is_data_source(rows: str) -> bool:
 
 def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
     if isinstance(source, str):
-        return load_rows(source, split=split, count=count, beside=recipe_folder(config.recipe))
+        beside = recipe_folder(config.recipe)
+        return load_rows(source, split=split, count=count, beside=beside, columns=config.data.map)
     with one_line_errors(f"task.rows={config.task.rows!r} for split {split!r}"):
         return load_rows(source, split=split, count=count)
 
@@ -311,9 +312,11 @@ def one_line_errors(function: str) -> Iterator[None]:
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:
     """Return the function that makes rows. It gets `count` only if the config has one."""
-    for count in (config.task.train_count, config.eval.rows):
-        check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
-    return recipe_function(config.task.rows, config)
+    task = config.task
+    for count in (task.train_count, config.eval.rows):
+        check_call(config, "task.rows", task.rows, [*task.rows_kwargs, "split", *([] if count is None else ["count"])])
+    found = recipe_function(task.rows, config)
+    return update_wrapper(partial(found, **task.rows_kwargs), found)
 
 
 def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
@@ -328,7 +331,13 @@ def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[st
     check_callable(setting, name, recipe_function(name, config), **dict.fromkeys(keywords))
 
 
-def _check_data_path(config: RunConfig) -> None:
+def _check_data(config: RunConfig) -> None:
+    if config.data.map and not is_data_source(config.task.rows):
+        raise ConfigError(
+            f"data.map has no effect: task.rows={config.task.rows!r} is a function. It is for files and datasets"
+        )
+    if config.task.rows_kwargs and is_data_source(config.task.rows):
+        raise ConfigError(f"task.rows_kwargs has no effect: task.rows={config.task.rows!r} is not a function")
     names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
     if config.data.path is not None and not any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
         raise ConfigError(

@@ -87,7 +87,7 @@ def crash() -> str:
 
 
 @server.tool()
-def stumble(a: int) -> int:
+def inc(a: int) -> int:
     """Add one. Every third call ends the server's process."""
     count = Path("count.txt")  # in the folder of the recipe
     calls = int(count.read_text(encoding="utf-8")) + 1 if count.exists() else 1

@@ -30,7 +30,7 @@ def rows(split, count=20):
     return [TaskRow(prompt=[{"role": "user", "content": f"{split} {i}"}], row_id=f"{split}-{i}") for i in range(count)]
 
 def demos(count, seed):
-    call = '<tool_call>{"name": "stumble", "arguments": {"a": 20}}</tool_call>'
+    call = '<tool_call>{"name": "inc", "arguments": {"a": 20}}</tool_call>'
     return [(row, [call, "ok"]) for row in rows("train", count)]
 
 def reward(row, trajectory):
@@ -48,11 +48,11 @@ task:
   rows: task.rows
   reward: task.reward
   tools:
-  - mcp: {command: [python, mcp_server.py], only: [stumble]}
+  - mcp: {command: [python, mcp_server.py], only: [inc]}
 model: {make: tests.mini.task.make_model, device: cpu}
-sft: {demos: task.demos, count: 8, epochs: 60, batch_size: 8, lr: 1.0e-2, target_loss: 0.01}
+sft: {demos: task.demos, count: 8, epochs: 150, batch_size: 8, lr: 1.0e-2, target_loss: 0.01}
 rollout: {rows_per_step: 4, group_size: 2, max_steps: 3, max_response_tokens: 80, max_context_tokens: 512,
-  temperature: 0.2, max_error_fraction: 0, max_concurrent: 1}  # no other call is on its way when the server dies
+  temperature: 0.05, max_error_fraction: 0, max_concurrent: 1}  # no other call is on its way when the server dies
 trainer: {steps: 2, eval_every: 2, save_every: 2, threads: 1}
 engine: {threads: 1, max_cached_tokens: 16384}
 eval: {rows: 2}
@@ -68,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_a_run_trains_with_the_tools_of_a_server_that_dies_again_and_again(folder: Path, tmp_path: Path) -> None:
     settings = load_config(str(folder))
