@@ -35,6 +35,7 @@ def _default_kind(value: Any) -> Any:
 ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
     "gymnasium": "gymnasium_env",
     "reasoning_gym": "reasoning_tasks",
+    "verifiers": "verifiers_tasks",
 }
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
