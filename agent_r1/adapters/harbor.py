@@ -74,7 +74,7 @@ def rows(
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """What the tests wrote: `reward`, and other values as components. 0 if the episode was cut off before its end."""
-    scores = next((step.info["scores"] for step in trajectory.steps if "scores" in step.info), {})
+    scores: dict[str, float] = next((step.info["scores"] for step in trajectory.steps if "scores" in step.info), {})
     return {"reward": 0.0, **scores}
 
 

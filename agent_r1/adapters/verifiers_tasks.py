@@ -56,7 +56,7 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
         is_completed=True,
         ok=True,
     )
-    state = next((step.info["state"] for step in reversed(trajectory.steps) if "state" in step.info), {})
+    state: dict[str, Any] = next((step.info["state"] for step in reversed(trajectory.steps) if "state" in step.info), {})
     trace.state = _state_class(task).model_validate(state)
     await task.score(trace)
     single = {name: given.score for name, given in trace.rewards.items() if given is not None}
@@ -119,7 +119,7 @@ def _load_taskset(name: str, settings: dict[str, Any]) -> Any:
     api = require("verifiers.v1", "verifiers>=0.4")
     module, colon, attribute = name.partition(":")
     try:
-        cls = getattr(import_module(module), attribute) if colon else api.utils.loaders.taskset_class(name)
+        cls: Any = getattr(import_module(module), attribute) if colon else api.utils.loaders.taskset_class(name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task.rows_kwargs.taskset={name!r} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, api.Taskset)):

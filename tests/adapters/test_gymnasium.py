@@ -15,13 +15,13 @@ from agent_r1.errors import ConfigError
 from agent_r1.types import StopReason, Trajectory
 from tests.adapters.training import train_two_steps
 
-gymnasium = pytest.importorskip("gymnasium", reason="pip install 'agent-r1[gym]'")
+gymnasium: Any = pytest.importorskip("gymnasium", reason="pip install 'agent-r1[gym]'")
 
 LAKE: dict[str, Any] = {"id": "FrozenLake-v1", "make": {"is_slippery": False}}
 TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
 
 
-class Echo(gymnasium.Env[int, str]):
+class Echo(gymnasium.Env):  # type: ignore[misc]
     """Pays for the word that it shows."""
 
     observation_space = gymnasium.spaces.Discrete(2)

@@ -136,7 +136,7 @@ def test_an_image_can_be_ignored(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tasks_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="task.toml"):
+    with pytest.raises(DataError, match=r"task\.toml"):
         rows("train", path=str(tmp_path))
 
 

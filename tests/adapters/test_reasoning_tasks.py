@@ -31,7 +31,8 @@ def test_the_answer_of_a_row_earns_the_full_reward(dataset: str) -> None:
 
 def test_settings_of_the_dataset_make_other_questions() -> None:
     def terms(row: TaskRow) -> int:
-        return row.prompt[0]["content"].count("+") + row.prompt[0]["content"].count("- ") + 1
+        question = str(row.prompt[0]["content"])
+        return question.count("+") + question.count("- ") + 1
 
     short, long = (rows("train", 5, dataset="chain_sum", config={"min_terms": n, "max_terms": n}) for n in (2, 6))
     assert max(map(terms, short)) < min(map(terms, long))

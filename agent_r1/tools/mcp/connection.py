@@ -45,7 +45,7 @@ class Server:
     cwd: Path | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     handshake: bool = False  # over HTTP, use a protocol version that has sessions
-    start_seconds: float = 30.0
+    start_seconds: float
 
     def __str__(self) -> str:
         return self.url or " ".join(self.command)

@@ -56,7 +56,7 @@ class MCPTools(ToolSet):
         sessions: Sessions = "run",  # episode: each episode has its own connection, so servers may keep its state
         connections: int = 1,  # that the episodes of a run share; calls go to the one with the fewest in progress
         timeout: float = 30.0,  # seconds per call
-        start_seconds: float = 30.0,  # for a server to start
+        start_seconds: float = 60.0,  # for a server to start
         parallel: bool = False,  # calls of one response may overlap
     ) -> None:
         if sessions not in ("run", "episode"):
