@@ -8,35 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, ClassVar
 
-from agent_r1.adapters.gymnasium_text import WORDS, Render, Words, check_names, plain, read_action
-from agent_r1.adapters.require import require
+from agent_r1.adapters.gymnasium_text import WORDS, Words, check_names, plain, read_action
+from agent_r1.adapters.require import find_function, require
+from agent_r1.adapters.seeded import reward as reward
+from agent_r1.adapters.seeded import rows as rows
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.errors import ConfigError
-from agent_r1.types import Action, StopReason, TaskRow, Trajectory, Transition
-
-TEST_SEEDS = 1_000_000  # test rows have seeds from here on
-DEFAULT_ROWS = {"train": 1000}  # of a split, if the config does not say
-OTHER_ROWS = 100
-
-
-def rows(split: str, count: int | None = None, *, first_seed: int = 0) -> list[TaskRow]:
-    """Return rows with the seeds `first_seed`, `first_seed + 1`, ...; other splits than train have other seeds."""
-    start = first_seed + (0 if split == "train" else TEST_SEEDS)
-    wanted = DEFAULT_ROWS.get(split, OTHER_ROWS) if count is None else count
-    return [
-        TaskRow(prompt=[], row_id=f"{split}-{seed}", env_kwargs={"seed": seed}) for seed in range(start, start + wanted)
-    ]
-
-
-def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """The sum of the environment's rewards, without what its steps have been paid already."""
-    earned = sum(step.info.get("reward", 0.0) for step in trajectory.steps)
-    paid = sum(step.reward for step in trajectory.steps)
-    invalid = sum(step.info.get("invalid", False) for step in trajectory.steps)
-    return {"reward": earned - paid, "return": earned, "invalid_actions": float(invalid)}
+from agent_r1.types import Action, StopReason, TaskRow, Transition
 
 
 class GymnasiumEnv(TextEnv):
@@ -64,7 +44,7 @@ class GymnasiumEnv(TextEnv):
             raise ConfigError(f"env_kwargs: gymnasium.make({id!r}, **{dict(make or {})}) failed: {error}") from error
         words = WORDS.get(self._env.spec.name, Words(rules="", render=plain, actions=()))
         self._rules = words.rules if rules is None else rules
-        self._render = words.render if render is None else find_function(render)
+        self._render = words.render if render is None else find_function("render", render)
         self._actions = _action_names(gymnasium, self._env.action_space, actions or words.actions)
         self._seed, self._max_invalid, self._step_rewards = seed, max_invalid, step_rewards
         self._invalid = 0  # in a row
@@ -103,16 +83,6 @@ class GymnasiumEnv(TextEnv):
 
     async def close(self) -> None:
         self._env.close()
-
-
-def find_function(name: str) -> Render:
-    """Import `module:function`."""
-    module, _, attribute = name.partition(":")
-    try:
-        found: Render = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"env_kwargs.render={name!r} is not of the form module:function: {error}") from error
-    return found
 
 
 def _action_names(gymnasium: Any, space: Any, names: Sequence[str]) -> tuple[str, ...]:

@@ -56,8 +56,8 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
         is_completed=True,
         ok=True,
     )
-    state: dict[str, Any] = next((step.info["state"] for step in reversed(trajectory.steps) if "state" in step.info), {})
-    trace.state = _state_class(task).model_validate(state)
+    states = [step.info["state"] for step in trajectory.steps if "state" in step.info]
+    trace.state = _state_class(task).model_validate(states[-1] if states else {})
     await task.score(trace)
     single = {name: given.score for name, given in trace.rewards.items() if given is not None}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}

@@ -37,6 +37,7 @@ ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their m
     "reasoning_gym": "reasoning_tasks",
     "verifiers": "verifiers_tasks",
     "harbor": "harbor",
+    "openenv": "openenv_env",
 }
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
