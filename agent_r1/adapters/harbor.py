@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from agent_r1.adapters.harbor_box import Box, Outcome, require_namespaces
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tools.base import BaseTool, ToolResult
+from agent_r1.tools.base import BaseTool, ToolResult, ToolSet
 from agent_r1.types import Action, Observation, TaskRow, Trajectory, Transition
 
 WORKDIR = "/app"
@@ -89,6 +89,7 @@ class HarborEnv(ToolEnv):
         network: bool = False,  # let commands use this machine's network, if the task allows it
         command_seconds: float = 60.0,
         memory_mb: int = 4096,  # per process
+        tools: Sequence[str | BaseTool | ToolSet] = (),  # beside bash
         **settings: Any,
     ) -> None:
         require_namespaces()
@@ -101,7 +102,7 @@ class HarborEnv(ToolEnv):
         self._network, self._memory_mb = network and self._task.network, memory_mb
         self._bash = Bash(self._task.env, command_seconds)
         self.box: Box | None = None
-        super().__init__(tools=[self._bash], **settings)
+        super().__init__(tools=[self._bash, *tools], **settings)
 
     async def reset(self, row: TaskRow) -> Observation:
         self.box = Box(workdir=self._task.workdir, network=self._network, memory_mb=self._memory_mb)

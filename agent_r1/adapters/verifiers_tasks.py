@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -23,7 +23,7 @@ from typing import Any
 from agent_r1.adapters.require import require
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.tools.base import BaseTool, tool
+from agent_r1.tools.base import BaseTool, ToolSet, tool
 from agent_r1.types import Action, Message, Observation, Step, TaskRow, Trajectory, Transition
 
 TRAIN_ROWS = 1000  # of a taskset without an end, if the config does not say
@@ -67,15 +67,17 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 class VerifiersEnv(ToolEnv):
     """An episode with the tools of a task."""
 
-    def __init__(self, *, taskset: str, config: str, index: int, **settings: Any) -> None:
+    def __init__(
+        self, *, taskset: str, config: str, index: int, tools: Sequence[str | BaseTool | ToolSet] = (), **settings: Any
+    ) -> None:
         task = _source(taskset, config).task(index)
         self._servers = _toolsets(task, _source(taskset, config))
         self._state = _state_class(task)()
         self._data = task.data
-        tools = [made for server in self._servers for made in _tools(server, self._state)]
-        if not tools:
+        own = [made for server in self._servers for made in _tools(server, self._state)]
+        if not own:
             raise ConfigError(f"the taskset {taskset!r} has no tools: set task.flow=single_step and leave out task.env")
-        super().__init__(tools=tools, **settings)
+        super().__init__(tools=[*own, *tools], **settings)
 
     async def reset(self, row: TaskRow) -> Observation:
         for server in self._servers:
@@ -126,10 +128,10 @@ def _load_taskset(name: str, settings: dict[str, Any]) -> Any:
         raise ConfigError(f"task.rows_kwargs.taskset={name!r} is {cls!r}, not a subclass of verifiers.v1.Taskset")
     config_class = import_module("verifiers.v1.utils.generic").concrete_type(cls, api.TasksetConfig)
     try:
-        made = cls((config_class or api.TasksetConfig)(**settings))
+        made: Any = cls((config_class or api.TasksetConfig)(**settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"task.rows_kwargs.config={settings} is not accepted by {name!r}: {error}") from error
-    _check_supported(cls.task_type(), name)
+    _check_supported(made.task_type(), name)
     return made
 
 

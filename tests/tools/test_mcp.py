@@ -90,6 +90,7 @@ def test_tools_of_a_server_over_http_are_listed_and_called(url: str) -> None:
     named = by_name(tools)
     assert named["add"].description == "Add two numbers."
     assert named["add"].parameters["properties"]["a"]["type"] == "integer"
+    assert [record.result for record in played(tools, [("add", {"a": 40})])] == ["41"]  # in an event loop of its own
     records = played(tools, [("add", {"a": 2}), ("add", {"a": 2, "b": 5})], [("add", {"a": "x", "c": 1})])
     assert [record.result for record in records[:2]] == ["3", "7"]
     assert records[2].fault == "bad_arguments"
