@@ -34,7 +34,7 @@ class OpenEnvEnv(TextEnv):
         step_seconds: float = 60.0,  # time limit of one reset or step
         step_rewards: bool = False,  # pay rewards where they are earned instead of at the end
     ) -> None:
-        package = require("openenv.core", "openenv-core>=0.3")
+        package = require("openenv.core", "agent-r1[openenv]")
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ConfigError(f"env_kwargs.url={url!r} must start with http:// or ws://")
         self._client = package.GenericEnvClient(base_url=url, message_timeout_s=step_seconds)

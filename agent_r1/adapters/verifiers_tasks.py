@@ -118,7 +118,7 @@ def _source(name: str, settings: str) -> _Source:
 
 def _load_taskset(name: str, settings: dict[str, Any]) -> Any:
     """Create the taskset `module:Class`, or one that is installed under a verifiers id."""
-    api = require("verifiers.v1", "verifiers>=0.4")
+    api = require("verifiers.v1", "agent-r1[verifiers]")
     module, colon, attribute = name.partition(":")
     try:
         cls: Any = getattr(import_module(module), attribute) if colon else api.utils.loaders.taskset_class(name)

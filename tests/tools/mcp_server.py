@@ -96,6 +96,13 @@ def inc(a: int) -> int:
 
 
 @server.tool()
+async def pid() -> int:
+    """Return the id of the server's process, after a while."""
+    await asyncio.sleep(0.2)
+    return os.getpid()
+
+
+@server.tool()
 def secret() -> str:
     """Return the value of a variable of the server."""
     return os.environ.get("SHELF_KEY", "none")

@@ -170,6 +170,14 @@ def test_a_process_that_dies_costs_one_call_and_is_started_again() -> None:
     with_tools(MCPTools(command=STDIO), work)
 
 
+def test_calls_are_shared_among_several_connections() -> None:
+    async def work(named: dict[str, BaseTool]) -> None:
+        first, second = await asyncio.gather(call(named["pid"]), call(named["pid"]))
+        assert first.text != second.text
+
+    with_tools(MCPTools(command=STDIO, connections=2), work)
+
+
 def test_a_server_that_hangs_is_replaced_after_the_call_that_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent_r1.tools.mcp.connection.CHECK_SECONDS", 0.3)
 

@@ -9,6 +9,8 @@ import pytest
 from agent_r1.errors import ConfigError
 from agent_r1.tokens.formats import FORMATS
 from agent_r1.tools.schema import BadArguments
+from agent_r1.types import Observation
+from tests.tokens.small_tokenizers import renderer_of
 
 pytest.importorskip("jsonschema", reason="pip install 'agent-r1[mcp]'")
 
@@ -137,3 +139,12 @@ def test_formats_without_json_types_convert_arguments_behind_references() -> Non
 def test_a_schema_that_cannot_be_used_is_an_error_before_the_run(schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="'broken'"):
         SchemaArguments("broken", schema)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3", "harmony"])
+def test_chat_templates_show_the_schema_as_it_is(family: str) -> None:
+    tool = {"type": "function", "function": {"name": "order", "description": "Order.", "parameters": ORDER}}
+    renderer = renderer_of(family)
+    ids = renderer.render(Observation(messages=[{"role": "user", "content": "Tea."}]), [tool])
+    shown = renderer.decode(ids)
+    assert all(name in shown for name in ORDER["properties"])
