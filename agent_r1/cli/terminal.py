@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
@@ -46,6 +47,16 @@ class Terminal(Console):
 def tell(line: Text) -> None:
     """Print one line on stderr. Takes a Text, because rich would read [brackets] in a str as markup."""
     Terminal(stderr=True).print(line, soft_wrap=True)
+
+
+@contextmanager
+def report_signals() -> Iterator[None]:
+    """Print what was kept if a signal stops the command, and exit with the signal's code."""
+    try:
+        yield
+    except Interrupted as stop:
+        tell(Text(f"stopped by {stop}; {stop.kept}"))
+        raise typer.Exit(stop.exit_code) from None
 
 
 class _Steady(io.TextIOWrapper):

@@ -6,76 +6,31 @@ nothing, one makes random calls and says random words. What they earn shows most
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agent_r1.build.collectors import train_collector
 from agent_r1.build.models.load import load_tokenizer
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
-from agent_r1.build.start import base_model, load_demos, play_demos
+from agent_r1.build.start import base_model
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
-from agent_r1.engines.scripted import ScriptedEngine
-from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.tool_env import ToolEnv
+from agent_r1.doctor.players import DEMOS, MUCH_BY_CHANCE, Played, play_demonstrations, play_unskilled
+from agent_r1.doctor.quick import row_problems
 from agent_r1.errors import DataError
-from agent_r1.flows.flow import AgentEnvLoop
-from agent_r1.rollout.collect import Collector, most_common_failure
-from agent_r1.runs.outcomes import is_success
+from agent_r1.rollout.collect import most_common_failure
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
-from agent_r1.types import Group, TaskRow, ToolCallRecord, Trajectory
-
-Agent = Callable[[str], str]  # prompt -> response
-
-DEMOS = "demonstrations"
-MUCH_BY_CHANCE = 0.1  # a random agent that succeeds more often than this deserves a warning
-CALLS_MADE = 0.7  # the share of calls among the turns of the random agent; the rest is text, which may end an episode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Played:
-    """What one agent did."""
-
-    agent: str
-    episodes: list[Trajectory]
-    success_reward: float
-
-    @property
-    def rewards(self) -> list[float]:
-        return [0.0 if each.stop.is_failure else each.total_reward for each in self.episodes]
-
-    @property
-    def successes(self) -> int:
-        return sum(is_success(each, self.success_reward) for each in self.episodes)
-
-    @property
-    def success(self) -> float:
-        return self.successes / len(self.episodes)
-
-    @property
-    def calls(self) -> list[ToolCallRecord]:
-        return [call for each in self.episodes for step in each.steps for call in step.calls]
-
-    @property
-    def failures(self) -> list[Trajectory]:
-        return [each for each in self.episodes if each.stop.is_failure]
 
 
 @dataclass
@@ -95,18 +50,15 @@ async def _check(config: RunConfig, plan: Plan, console: Console, count: int) ->
     found = Findings()
     tokenizer = load_tokenizer(config, as_directory(str(base_model(config))))
     renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs)
-    played = await _play_demos(config, plan, renderer, count, found)
-    collector = replace(train_collector(config, plan.task, renderer, ScriptedEngine([])), group_size=1)
-    rows = plan.train_rows[:count]
-    agents: dict[str, Agent] = {
-        "empty": lambda prompt: "",
-        "random": _RandomAgent(config.seed, _make_env(collector, rows[0])),
-    }
-    for name, respond in agents.items():
-        groups = await replace(collector, sampler=_player(respond, renderer))(rows, seed=config.seed)
-        played.append(await _score(name, groups, plan))
+    played = []
+    try:
+        demonstrated = await play_demonstrations(config, plan, renderer, count, found.warnings.append)
+        played += [] if demonstrated is None else [demonstrated]
+    except DataError as error:
+        found.errors.append(str(error))
+    played += await play_unskilled(config, plan, renderer, plan.train_rows[:count])
     _judge(played, config, found)
-    _judge_rows(plan, found)
+    found.warnings += row_problems(plan)
     if plan.task.calls_tools:
         found.warnings += [f"chat template: {problem}" for problem in verify_template(renderer).problems]
     console.print(_table(played))
@@ -117,77 +69,6 @@ async def _check(config: RunConfig, plan: Plan, console: Console, count: int) ->
     if not (found.errors or found.warnings):
         console.print(Text("no problems found", style="green"))
     return not found.errors
-
-
-async def _play_demos(config: RunConfig, plan: Plan, renderer: Renderer, count: int, found: Findings) -> list[Played]:
-    if config.sft.demos is None:
-        return []
-    few = config.model_copy(update={"sft": config.sft.model_copy(update={"count": min(count, config.sft.count)})})
-    try:
-        demos = load_demos(few)[:count]
-        episodes = await play_demos(few, plan.task, renderer, demos, found.warnings.append)
-    except DataError as error:
-        found.errors.append(str(error))
-        return []
-    rows = [demos[int(episode.trajectory_id.rpartition("#demo")[2])][0] for episode in episodes]
-    groups = [Group(row=row, trajectories=[episode]) for row, episode in zip(rows, episodes, strict=True)]
-    return [await _score(DEMOS, groups, plan)]
-
-
-def _player(respond: Agent, renderer: Renderer) -> ScriptedEngine:
-    return ScriptedEngine(lambda call: renderer.encode_response(respond(renderer.decode(call.prompt_ids))))
-
-
-def _make_env(collector: Collector, row: TaskRow) -> AgentEnv | None:
-    flow = collector.make_flow(row)
-    return flow.make_env(row) if isinstance(flow, AgentEnvLoop) else None
-
-
-async def _score(agent: str, groups: list[Group], plan: Plan) -> Played:
-    episodes = [episode for group in await plan.task.scorer(groups) for episode in group.trajectories]
-    return Played(agent=agent, episodes=episodes, success_reward=plan.task.success_reward)
-
-
-class _RandomAgent:
-    """Calls a random tool with random arguments of the right types, or says random words.
-
-    Words come from the prompt, so that names of items or commands of a game have a chance.
-    """
-
-    def __init__(self, seed: int, env: AgentEnv | None) -> None:
-        self._rng = random.Random(f"check:{seed}")
-        self._format = env.tool_format if isinstance(env, ToolEnv) else None
-        self._tools = [schema["function"] for schema in env.tool_schemas] if isinstance(env, ToolEnv) else []
-
-    def __call__(self, prompt: str) -> str:
-        words = re.findall(r"\w+", prompt) or ["nothing"]
-        if self._format is not None and self._tools and self._rng.random() < CALLS_MADE:
-            tool = self._rng.choice(self._tools)
-            properties = tool["parameters"].get("properties", {})
-            arguments = {name: self._value(schema, words) for name, schema in properties.items()}
-            with suppress(ValueError):  # not every format can write every value
-                return self._format.write_call(tool["name"], arguments)
-        return self._text(words, 8)
-
-    def _value(self, schema: Mapping[str, Any], words: Sequence[str]) -> Any:
-        rng = self._rng
-        if "enum" in schema:
-            return rng.choice(schema["enum"])
-        match schema.get("type"):
-            case "integer":
-                return rng.randrange(100)
-            case "number":
-                return round(rng.uniform(0, 100), 1)
-            case "boolean":
-                return rng.random() < 0.5
-            case "array":
-                return [self._value(schema.get("items", {}), words) for _ in range(rng.randint(1, 3))]
-            case "object":
-                return {}
-        return self._text(words, 3)
-
-    def _text(self, words: Sequence[str], most: int) -> str:
-        return " ".join(self._rng.choices(words, k=self._rng.randint(1, most)))
 
 
 def _judge(played: Sequence[Played], config: RunConfig, found: Findings) -> None:
@@ -214,25 +95,6 @@ def _judge(played: Sequence[Played], config: RunConfig, found: Findings) -> None
     rewards = {reward for each in played for reward in each.rewards}
     if len(rewards) == 1 and played[0].agent == DEMOS:
         found.errors.append(f"every episode of every agent earned {rewards.pop():g}: there is nothing to learn from")
-
-
-def _judge_rows(plan: Plan, found: Findings) -> None:
-    """Duplicate ids, and test rows that are training rows, are errors wherever rows are read."""
-    asked = [_question(row) for row in plan.train_rows]
-    repeated = len(asked) - len(set(asked))
-    if 2 * repeated > len(asked):
-        found.warnings.append(f"{repeated} of {len(asked)} training rows repeat the prompt of another row")
-    known = set(asked)
-    common = sum(_question(row) in known for row in plan.test_rows if row.prompt)
-    if common:
-        found.warnings.append(f"{common} of {len(plan.test_rows)} test rows have the prompt of a training row")
-    missing = sum(row.ground_truth is None for row in [*plan.train_rows, *plan.test_rows])
-    if 0 < missing < len(plan.train_rows) + len(plan.test_rows):
-        found.warnings.append(f"{missing} rows have no reward_model.ground_truth, while others do")
-
-
-def _question(row: TaskRow) -> str:
-    return json.dumps([row.prompt, row.env_kwargs], default=str, sort_keys=True)
 
 
 def _table(played: Sequence[Played]) -> Table:
