@@ -105,7 +105,12 @@ async def score(agent: str, groups: list[Group], plan: Plan) -> Played:
 
 
 def _player(respond: Agent, renderer: Renderer) -> ScriptedEngine:
-    return ScriptedEngine(lambda call: renderer.encode_response(respond(renderer.decode(call.prompt_ids))))
+    return ScriptedEngine(lambda call: renderer.encode_response(respond(read(renderer, call.prompt_ids))))
+
+
+def read(renderer: Renderer, prompt_ids: Sequence[int]) -> str:
+    """The text of a prompt, without its pictures, whose ids are negative."""
+    return renderer.decode([token for token in prompt_ids if token >= 0])
 
 
 class RandomAgent:

@@ -37,7 +37,7 @@ HIGH_LR = 5e-3  # for models made from nothing; pretrained ones break far below
 HIGH_PRETRAINED_LR = 1e-4
 NARROW, WIDE = 0.5, 1.5  # temperatures outside of which sampling explores little, or nonsense
 WORDS = ("alpha", "beta 2", "3.5", "naïve", "x_y")
-PROSE = 'Two lines,\n  {"a": [1, 2.5]} and "quotes": 17 × 3 = 51.'
+PROSE = 'Two lines,\n  {"a": [1, 2.5]} and "quotes": 17 * 3 = 51 €.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def check_stop_token(parts: Parts) -> list[Finding]:
 
 def check_special_tokens(parts: Parts) -> list[Finding]:
     name, tokenizer = "pad and end tokens", parts.tokenizer
-    ids, size = {token for token in tokenizer.get_vocab().values()}, parts.vocabulary
+    ids, size = set(tokenizer.get_vocab().values()), parts.vocabulary
     if size is not None and max(ids, default=0) >= size:
         return [
             red(
@@ -220,8 +220,8 @@ def check_tool_calls(parts: Parts) -> list[Finding]:
                     red(
                         name,
                         f"{text!r:.160} is read as {given!r:.120}",
-                        "Correct the tool's name or schema, the call format, or the tokenizer: what the model is taught "
-                        "is not what tools get",
+                        "Correct the tool's name or schema, the call format or the tokenizer: tools would get something "
+                        "else than the model says",
                     )
                 ]
         if refusal:

@@ -1,8 +1,8 @@
 """Score the stored episodes of a run with another reward, to see what would have changed. Needs no model.
 
-Episodes come from the run's files, rows from its recorded settings. A row that cannot be read any more or has changed is
-an error, and so is a run whose own reward no longer gives the recorded values: then the episodes do not hold what rewards
-read, or the code is another, and a new reward would be computed from the wrong facts.
+Episodes come from the run's files, rows from its recorded settings. A row that is gone or has changed is an error, and
+so is a run whose own reward no longer gives the recorded values: then the episodes lack something that rewards read, or
+the code has changed, and another reward would be computed from the wrong facts.
 
 What the policy would have learned from the other reward is not known here: it would soon have played other episodes.
 """

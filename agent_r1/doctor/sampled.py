@@ -83,7 +83,9 @@ def check_tool_use(sampled: Sampled) -> list[Finding]:
     bad = sum(call.error is not None for call in calls)
     evidence = f"{rate:.2g} calls per episode, {bad} of {len(calls)} refused or failed"
     if rate < FEW_CALLS:
-        fix = "Warm it up with sft.demos, or name the tools and an example call in the prompt: RL cannot reward what is never tried"
+        fix = (
+            "Start with demonstrations (sft.demos) or show a call in the prompt: what is never tried is never rewarded"
+        )
         return [yellow(name, evidence, fix)]
     if bad > MANY_BAD * len(calls):
         return [
@@ -112,7 +114,7 @@ def check_groups(sampled: Sampled) -> list[Finding]:
         fix = (
             "Tasks are too easy: use harder rows"
             if best >= sampled.config.task.success_reward
-            else "Tasks are too hard: start from a better model or a longer warm start, use easier rows, or pay for parts"
+            else "Tasks are too hard: use a better model, a longer warm start or easier rows, or pay for parts"
         )
         return [yellow(name, f"{evidence}: comparing them teaches nothing", fix)]
     return [green(name, evidence)]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_r1.doctor.finding import Finding, Level
+from agent_r1.doctor.replay_run import Comparison
 from agent_r1.doctor.rescore import Rescored, mean_change
 
 STYLES = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "bold red"}
@@ -58,6 +59,14 @@ def show_rescored(found: Rescored, console: Console, *, reward: str, largest: in
                 Text(f"  step {each.step:<5} {each.before:.3g} -> {each.after:.3g}  {each.trajectory_id}"),
                 soft_wrap=True,
             )
+
+
+def show_comparisons(found: Sequence[Comparison], console: Console) -> None:
+    for each in found:
+        verdict = "equal bit for bit" if each.is_equal else f"differ by up to {each.largest_difference:.3g}"
+        console.print(Text(f"weights of step {each.step}: {verdict}"))
+    if not found:
+        console.print(Text("the run has kept no checkpoint of these steps to compare with", style="yellow"))
 
 
 def _facts(found: Rescored) -> list[str]:

@@ -113,4 +113,38 @@ def _run(work: Any, config: RunConfig) -> Any:
         return interruptible(work, config, console, lambda: "nothing was written")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"doctor": doctor_command, "rescore": rescore_command}
+def replay_command(
+    run: Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)],
+    first: Annotated[int, typer.Option("--from", min=1, help="The first step to train again.")],
+    into: Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")] = None,
+) -> None:
+    """Train again from the stored episodes of a run, without sampling, and compare the weights. Exit code 1 if they
+    differ."""
+    from agent_r1.runs.reader import RunReader
+
+    directory = RunReader.open(run)
+    config = parse_config(directory.settings)
+
+    from agent_r1.build.plan import build_plan
+    from agent_r1.config import recipe_name
+    from agent_r1.doctor.replay_run import plan_replay, replay
+    from agent_r1.doctor.tables import show_comparisons
+    from agent_r1.runs.run_dir import RunDir, new_run_path
+
+    plan = build_plan(config, resume=True)
+    route = plan_replay(directory, config, plan, first=first)  # finds what is missing before a directory exists
+    place = into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay")
+    made = RunDir.create(place, config)
+    console.print(f"steps {route.start + 1} to {route.last} of {directory}, into {made}", soft_wrap=True, markup=False)
+    with made.locked():
+        found = _run(replay(route, directory, config, plan, made, lambda line: None), config)
+    show_comparisons(found, console)
+    if not all(each.is_equal for each in found):
+        raise typer.Exit(1)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor_command,
+    "rescore": rescore_command,
+    "replay": replay_command,
+}
