@@ -25,6 +25,7 @@ from agent_r1.doctor.players import RandomAgent, make_env, silent_collector
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, DataError
+from agent_r1.guard import explain
 from agent_r1.tokens.formats.base import ParsedCall
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer
@@ -36,7 +37,7 @@ LONGEST_ROWS = 8  # rows whose prompts are rendered: those with most characters
 HIGH_LR = 5e-3  # for models made from nothing; pretrained ones break far below
 HIGH_PRETRAINED_LR = 1e-4
 NARROW, WIDE = 0.5, 1.5  # temperatures outside of which sampling explores little, or nonsense
-WORDS = ("alpha", "beta 2", "3.5", "naïve", "x_y")
+WORDS = ("Alpha", "beta 2", "3.5", "naïve", "x_y")
 PROSE = 'Two lines,\n  {"a": [1, 2.5]} and "quotes": 17 * 3 = 51 €.'
 
 
@@ -88,8 +89,14 @@ def run_quick(parts: Parts) -> list[Finding]:
         try:
             found += check(parts)
         except AgentR1Error as error:
-            found.append(refused(check.__name__.removeprefix("check_").replace("_", " "), error))
+            found.append(refused(_name(check), error))
+        except Exception as error:  # noqa: BLE001 (checks call demonstrations, tools and formats, which are user code)
+            found.append(red(_name(check), explain(error).message, "Correct the code that raised this"))
     return found
+
+
+def _name(check: Callable[[Parts], list[Finding]]) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")
 
 
 def check_prefix(parts: Parts) -> list[Finding]:
@@ -220,8 +227,8 @@ def check_tool_calls(parts: Parts) -> list[Finding]:
                     red(
                         name,
                         f"{text!r:.160} is read as {given!r:.120}",
-                        "Correct the tool's name or schema, the call format or the tokenizer: tools would get something "
-                        "else than the model says",
+                        "Correct the tool's name or schema, the call format or the tokenizer: tools would get something else "
+                        "than the model says",
                     )
                 ]
         if refusal:

@@ -17,7 +17,9 @@ PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 # Recipes and templates, backends (only runs that choose vLLM import it), how kinds of models take pictures, serving,
 # what measures or estimates runs, and what looks for mistakes in them.
-OUTSIDE_CORE = ("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "serve/", "bench/", "plan/", "doctor/")
+OUTSIDE_CORE = (
+    *("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "serve/", "bench/", "plan/", "doctor/"),
+)
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
 ]

@@ -73,7 +73,7 @@ def make_model(directory: Path, seed: int, *, embedded: int | None = None, lower
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=None if embedded else tokenizer.pad_token_id,
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
@@ -125,7 +125,7 @@ def rows_with_answers(split: str) -> list[TaskRow]:
 
 
 def long_rows(split: str) -> list[TaskRow]:
-    return [replace(row, prompt=[{"role": "user", "content": "word " * 200}], row_id=row.row_id) for row in rows(split)]
+    return [replace(row, prompt=[{"role": "user", "content": f"{row.row_id} " * 60}]) for row in rows(split)]
 
 
 def same_rows(split: str) -> list[TaskRow]:

@@ -80,3 +80,25 @@ TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(rec
 def test_nothing_bad_is_said_about_our_own_recipes(cli: Cli, recipe: str) -> None:
     said = diagnose(cli, recipe)
     assert (said.code, said.bad) == (0, [])
+
+
+def test_the_engine_tier_samples_and_compares_with_the_learner(cli: Cli, sound: Path) -> None:
+    said = diagnose(cli, sound, ["--engine", "--quick"])
+    assert said.levels("sampler and learner agree") == ["green"]
+    assert said.levels("a step fits into memory") == said.levels("checkpoints fit on the disk") == ["green"]
+    assert said.levels("the policy calls tools") == ["yellow"]  # it knows nothing,
+    assert said.levels("responses are not cut off") == ["red"]  # not even how to end
+    assert said.levels("demonstrations score high") == []
+
+
+def test_the_quick_tier_plays_nothing(cli: Cli, sound: Path) -> None:
+    said = diagnose(cli, sound, ["--quick", "task.reward=task.broken"])
+    assert (said.code, said.bad) == (0, [])
+
+
+def test_training_says_what_the_quick_tier_found_and_nothing_else(cli: Cli, sound: Path, tmp_path: Path) -> None:
+    few = ["trainer.steps=1", "rollout.max_response_tokens=8", "rollout.max_steps=1", "sft.demos=null"]
+    ended = cli("train", sound, *few, "rollout.temperature=0.2", "--run", tmp_path / "run")
+    assert ended.code == 0
+    assert "sampling explores: temperature 0.2" in ended.out
+    assert "rows:" not in ended.out
