@@ -227,8 +227,8 @@ def check_tool_calls(parts: Parts) -> list[Finding]:
                     red(
                         name,
                         f"{text!r:.160} is read as {given!r:.120}",
-                        "Correct the tool's name or schema, the call format or the tokenizer: tools would get something else "
-                        "than the model says",
+                        "Correct the tool's name or schema, the call format or the tokenizer: tools would get "
+                        "something else than the model says",
                     )
                 ]
         if refusal:

@@ -23,10 +23,8 @@ from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
 from agent_r1.build.trainer import trainer_settings
 from agent_r1.config import RunConfig
-from agent_r1.data.downloads import Report
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.reader import RunReader, list_checkpoints
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import RecordFile
@@ -79,16 +77,6 @@ class Replayer(Trainer):
         """Nothing samples."""
 
 
-class _Quiet:
-    """A trainer's progress that is not shown."""
-
-    def note(self, text: str) -> None: ...
-    def episodes(self, finished: int, total: int) -> None: ...
-    def evaluating(self, finished: int, total: int, success: float) -> None: ...
-    def step(self, step: int, metrics: Metrics) -> None: ...
-    def evaluation(self, step: int, metrics: Metrics) -> None: ...
-
-
 def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) -> Route:
     """Find the checkpoint and the episodes. Raises ConfigError or DataError for what cannot be replayed exactly."""
     if config.backend != "local":
@@ -126,10 +114,12 @@ def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) ->
 
 
 async def replay(
-    route: Route, source: RunReader, config: RunConfig, plan: Plan, into: RunDir, report: Report
+    route: Route, source: RunReader, config: RunConfig, plan: Plan, into: RunDir, progress: Progress
 ) -> list[Comparison]:
-    """Train into a new run directory, and compare its checkpoints with those of the run."""
-    trainer = await build_replayer(route, source, config, plan, into, report)
+    """Train into a new run directory, and compare its checkpoints with those of the run.
+
+    Its metrics have no times of playing, and there are no evaluations."""
+    trainer = await build_replayer(route, source, config, plan, into, progress)
     await train(
         trainer, start=route.start, steps=route.last, eval_every=route.last, save_every=config.trainer.save_every
     )
@@ -139,18 +129,19 @@ async def replay(
 
 
 async def build_replayer(
-    route: Route, source: RunReader, config: RunConfig, plan: Plan, into: RunDir, report: Report
+    route: Route, source: RunReader, config: RunConfig, plan: Plan, into: RunDir, progress: Progress
 ) -> Replayer:
     seed_all(config.seed)
     if route.checkpoint is None:
-        begin = await starting_model(config, plan.task, base_model(config), on_update=lambda *_: None, report=report)
+        begin = await starting_model(
+            config, plan.task, base_model(config), on_update=lambda *_: None, report=progress.note
+        )
     else:  # adapters continue on the weights they were added to
         begin = route.checkpoint if config.lora is None else source.reference
     seed_all(config.seed)
     model = load_model(config, begin)
     folder = source.reference if source.reference.is_dir() else into.reference
     reference = reference_model(config, model, folder)
-    progress: Progress = _Quiet()
     engine = ScriptedEngine([])
     trainer = Replayer(
         run=into,
@@ -167,7 +158,7 @@ async def build_replayer(
     )
     if route.checkpoint is not None:
         await trainer.restore(load_state(route.checkpoint, trainer.learner.ranks))
-    report(rehearse(config, trainer.learner))
+    progress.note(rehearse(config, trainer.learner))
     return trainer
 
 

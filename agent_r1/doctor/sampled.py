@@ -13,17 +13,14 @@ from agent_r1.build.learner import build_learner, rehearse
 from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.load import Model, load_model
 from agent_r1.build.plan import Plan, build_algorithm
-from agent_r1.build.start import base_model, starting_model
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import AlgorithmConfig, CorrectionConfig
-from agent_r1.data.downloads import Report
 from agent_r1.doctor.finding import Finding, green, red, refused, yellow
 from agent_r1.engines.base import Engine
 from agent_r1.errors import AgentR1Error
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import is_uniform, is_valid
 from agent_r1.places import anchored
-from agent_r1.train.rng import seed_all
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 
 MANY_CUT, MOST_CUT = 0.25, 0.75
@@ -44,10 +41,8 @@ class Sampled:
         return [each for group in self.groups for each in group.trajectories]
 
 
-async def check_engine(config: RunConfig, plan: Plan, count: int, report: Report) -> list[Finding]:
-    """Sample `count` rows as the first step would. Makes the warm start if it is not cached, as training would."""
-    seed_all(config.seed)
-    start = await starting_model(config, plan.task, base_model(config), on_update=lambda *_: None, report=report)
+async def check_engine(config: RunConfig, plan: Plan, start: str | Path, count: int) -> list[Finding]:
+    """Sample `count` rows with the model at `start` as the first step would."""
     model = load_model(config, start)
     engine = build_engine(config, model)
     try:

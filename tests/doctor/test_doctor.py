@@ -83,7 +83,7 @@ def test_nothing_bad_is_said_about_our_own_recipes(cli: Cli, recipe: str) -> Non
 
 
 def test_the_engine_tier_samples_and_compares_with_the_learner(cli: Cli, sound: Path) -> None:
-    said = diagnose(cli, sound, ["--engine", "--quick"])
+    said = diagnose(cli, sound, ["--engine", "--quick", "sft.demos=null", "rollout.max_response_tokens=12"])
     assert said.levels("sampler and learner agree") == ["green"]
     assert said.levels("a step fits into memory") == said.levels("checkpoints fit on the disk") == ["green"]
     assert said.levels("the policy calls tools") == ["yellow"]  # it knows nothing,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.doctor.rescore import Change, Rescored
 from agent_r1.runs.reader import list_checkpoints
 from tests.cli.test_cli import recipe
 from tests.conftest import Cli
@@ -38,21 +39,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe(tmp_path_factory.mktemp("recipes") / "mini", OTHERS)
 
 
-@pytest.fixture(scope="module")
-def trained(folder: Path, cache: None) -> Path:
-    """A run of four steps that kept every second checkpoint."""
+def train(folder: Path, run: Path, settings: list[str]) -> Path:
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
     from agent_r1.cli.terminal import Terminal
     from agent_r1.config import load_config
     from agent_r1.runs.run_dir import RunDir
 
-    config = load_config(
-        str(folder), ["trainer.keep_checkpoints=9", "learner.num_epochs=2", "learner.num_minibatches=2"]
-    )
-    run = RunDir.create(folder.parent / "run", config)
-    run_training(config, build_plan(config), run, Terminal(quiet=True), resume=False)
-    return run.path
+    config = load_config(str(folder), ["trainer.keep_checkpoints=9", *settings])
+    directory = RunDir.create(run, config)
+    run_training(config, build_plan(config), directory, Terminal(quiet=True), resume=False)
+    return directory.path
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, cache: None) -> Path:
+    """A run of four steps that kept every second checkpoint."""
+    return train(folder, folder.parent / "run", ["learner.num_epochs=2", "learner.num_minibatches=2"])
 
 
 @pytest.fixture
@@ -146,6 +149,36 @@ def test_a_step_without_episodes_is_refused(cli: Cli, trained: Path) -> None:
     assert "from 1 to 4" in ended.err
 
 
+def change(trajectory: str, before: float, after: float, row: str = "r", step: int = 1) -> Change:
+    return Change(
+        step=step,
+        row_id=row,
+        trajectory_id=trajectory,
+        before=before,
+        after=after,
+        succeeded=before >= 1,
+        succeeds=after >= 1,
+    )
+
+
+def test_groups_are_compared_by_the_order_of_their_attempts() -> None:
+    # a > b > c becomes b > a, c = a: one pair of three is swapped (a, b), and (a, c) is a tie now
+    ordered = [change("a", 3, 1), change("b", 2, 2), change("c", 1, 1)]
+    # the same rewards in another step and row: uniform before, different now
+    gains = [change("d", 0.1 + 0.2, 1, row="s", step=2), change("e", 0.3, 0, row="s", step=2)]
+    found = Rescored(changes=[*ordered, *gains], unscored=0)
+    first, second = found.groups
+    assert (first.step, first.row_id, first.swapped, first.pairs) == (1, "r", 1, 3)
+    assert (second.was_uniform, second.is_uniform, second.swapped) == (True, False, 0)
+    assert [each.trajectory_id for each in found.largest(2)] == ["a", "d"]  # by 2 and by 0.7
+
+
+def test_a_constant_reward_has_no_correlation() -> None:
+    found = Rescored(changes=[change("a", 0, 1), change("b", 1, 1)], unscored=0)
+    assert found.correlation is None
+    assert Rescored(changes=[change("a", 0, 1), change("b", 1, 0)], unscored=0).correlation == pytest.approx(-1)
+
+
 # replay
 
 
@@ -161,6 +194,25 @@ def test_a_replay_ends_at_the_same_weights(
         again = dict(list_checkpoints(tmp_path / "again" / "checkpoints"))[step]
         original = dict(list_checkpoints(trained / "checkpoints"))[step]
         assert (again / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.name=ppo", "learner.schedule=linear"],
+        ["algorithm.name=dapo", "algorithm.kl_coef=0.1"],
+        ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_target=0.01", "rewards.process=running_std"],
+        ["lora.rank=2", "rollout.top_p=0.9", "rollout.top_k=20", "correction.kind=truncate"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_a_replay_is_exact_with_critics_references_adapters_and_running_scales(
+    cli: Cli, folder: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    original = train(folder, tmp_path / "run", settings)
+    ended = cli("replay", original, "--from", "3", "--run", tmp_path / "again")
+    assert (ended.code, ended.err) == (0, "")
+    assert "weights of step 4: equal bit for bit" in ended.out
 
 
 def test_a_replay_of_other_episodes_differs(cli: Cli, run: Path, tmp_path: Path) -> None:

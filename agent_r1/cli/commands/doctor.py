@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from agent_r1.cli.completion import complete_recipe, complete_run, complete_sett
 from agent_r1.cli.terminal import Terminal, report_signals
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import AgentR1Error
+
+if TYPE_CHECKING:
+    from agent_r1.doctor.finding import Finding
 
 console = Terminal()
 
@@ -34,7 +37,8 @@ def doctor_command(
     from agent_r1.doctor.tables import show_findings
 
     with report_signals():
-        found = _examine(recipe, overrides or [], quick=quick, engine=engine, rows=rows)
+        screen = Terminal(quiet=as_json)
+        found = _examine(recipe, overrides or [], screen, quick=quick, engine=engine, rows=rows)
     if as_json:
         console.print(json.dumps([asdict(each) for each in found], indent=1), soft_wrap=True, markup=False)
     else:
@@ -43,9 +47,12 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-def _examine(recipe: str, overrides: Sequence[str], *, quick: bool, engine: bool, rows: int) -> list[Any]:
+def _examine(
+    recipe: str, overrides: Sequence[str], screen: Terminal, *, quick: bool, engine: bool, rows: int
+) -> list[Finding]:
     """Run the checks; one that makes the next ones pointless is the last."""
     from agent_r1.build.plan import build_plan
+    from agent_r1.cli.commands.train import seeded_start
     from agent_r1.cli.log import logging_to
     from agent_r1.cli.signals import interruptible
     from agent_r1.doctor.environment import check_environment
@@ -53,7 +60,7 @@ def _examine(recipe: str, overrides: Sequence[str], *, quick: bool, engine: bool
     from agent_r1.doctor.quick import prepare, run_quick
     from agent_r1.doctor.sampled import check_engine
 
-    found: list[Any] = []
+    found: list[Finding] = []
     stage = "settings"
     try:
         config = load_config(recipe, overrides)
@@ -71,10 +78,10 @@ def _examine(recipe: str, overrides: Sequence[str], *, quick: bool, engine: bool
                     found.extend(await check_environment(config, plan, parts.renderer, rows))
                 if engine:
                     stage = "engine"
-                    found.extend(await check_engine(config, plan, rows, lambda line: None))
+                    found.extend(await check_engine(config, plan, await seeded_start(config, plan.task, screen), rows))
 
             if engine or not quick:
-                interruptible(plan.task.run(play()), config, console, lambda: "nothing was written")
+                interruptible(plan.task.run(play()), config, screen, lambda: "nothing was written")
     except AgentR1Error as error:
         found.append(refused(stage, error))
     return found
@@ -126,6 +133,7 @@ def replay_command(
     config = parse_config(directory.settings)
 
     from agent_r1.build.plan import build_plan
+    from agent_r1.cli.display import Display
     from agent_r1.config import recipe_name
     from agent_r1.doctor.replay_run import plan_replay, replay
     from agent_r1.doctor.tables import show_comparisons
@@ -136,8 +144,8 @@ def replay_command(
     place = into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay")
     made = RunDir.create(place, config)
     console.print(f"steps {route.start + 1} to {route.last} of {directory}, into {made}", soft_wrap=True, markup=False)
-    with made.locked():
-        found = _run(replay(route, directory, config, plan, made, lambda line: None), config)
+    with made.locked(), Display(console, "replaying", total=route.last, done=route.start) as display:
+        found = _run(replay(route, directory, config, plan, made, display), config)
     show_comparisons(found, console)
     if not all(each.is_equal for each in found):
         raise typer.Exit(1)
