@@ -214,7 +214,8 @@ async def check_canary(shown: Shown) -> list[Finding]:
                         "Keep the answer out of env_kwargs, extra_info and everything that the env or a tool shows",
                     )
                 ]
-    return [green(name, f"a canary in its place was not seen in {len(groups)} episodes")]
+    played = sum(bool(group.trajectories[0].steps) for group in groups)  # an env may refuse such a row
+    return [green(name, f"a canary in its place was not seen in {played} episodes")]
 
 
 def _with_canary(row: TaskRow) -> TaskRow:

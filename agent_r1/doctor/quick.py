@@ -178,7 +178,9 @@ def check_special_tokens(parts: Parts) -> list[Finding]:
         return [
             green(name, f"padding is {tokenizer.pad_token!r}, as the end; nothing is padded here, so it is trained")
         ]
-    return [green(name, f"end {tokenizer.eos_token!r}, padding {tokenizer.pad_token!r}, all ids below {size}")]
+    return [
+        green(name, f"end {tokenizer.eos_token!r}, padding {tokenizer.pad_token!r}, ids up to {max(ids, default=0)}")
+    ]
 
 
 def check_text_survives(parts: Parts) -> list[Finding]:

@@ -28,6 +28,7 @@ from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.reader import RunReader, list_checkpoints
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import RecordFile
+from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
@@ -120,6 +121,7 @@ async def replay(
 
     Its metrics have no times of playing, and there are no evaluations."""
     trainer = await build_replayer(route, source, config, plan, into, progress)
+    into.write_tokens(token_texts(trainer.tokenizer))
     await train(
         trainer, start=route.start, steps=route.last, eval_every=route.last, save_every=config.trainer.save_every
     )

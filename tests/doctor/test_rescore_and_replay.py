@@ -190,6 +190,7 @@ def test_a_replay_ends_at_the_same_weights(
     assert (ended.code, ended.err) == (0, "")
     said = [line for line in ended.out.splitlines() if line.startswith("weights")]
     assert said == [f"weights of step {step}: equal bit for bit" for step in compared]
+    assert (tmp_path / "again" / "tokens.json").read_bytes() == (trained / "tokens.json").read_bytes()
     for step in compared:
         again = dict(list_checkpoints(tmp_path / "again" / "checkpoints"))[step]
         original = dict(list_checkpoints(trained / "checkpoints"))[step]
