@@ -124,7 +124,9 @@ def check_demonstrations(shown: Shown) -> list[Finding]:
         return [green(name, "there are none (sft.demos), so nothing shows that the reward can be earned")]
     if not each.successes:
         most = f"the highest of {len(each.episodes)} rewards is {max(each.rewards):g}"
-        return [red(name, f"none earns {wanted}: {most}", "Correct the reward or the demonstrations, or lower it")]
+        return [
+            red(name, f"none earns {wanted}: {most}", "Correct task.reward or sft.demos, or lower task.success_reward")
+        ]
     if each.success < FEW_GOOD:
         share = f"{each.successes} of {len(each.episodes)} earn {wanted}"
         return [yellow(name, share, "Look at the others, unless they are imperfect on purpose")]

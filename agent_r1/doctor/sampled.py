@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent_r1.build.collectors import train_collector
 from agent_r1.build.engine import build_engine
-from agent_r1.build.learner import build_learner, rehearse
+from agent_r1.build.learner import build_learner, lora_settings, rehearse
 from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.load import Model, load_model
 from agent_r1.build.plan import Plan, build_algorithm
@@ -44,7 +44,8 @@ class Sampled:
 async def check_engine(config: RunConfig, plan: Plan, start: str | Path, count: int) -> list[Finding]:
     """Sample `count` rows with the model at `start` as the first step would."""
     model = load_model(config, start)
-    engine = build_engine(config, model)
+    lora = lora_settings(config)
+    engine = build_engine(config, model, adapters=lora if lora is not None and not lora.merges else None)
     try:
         sampled = await _sample(config, plan, model, engine, count)
     finally:
@@ -149,8 +150,9 @@ def check_gap(sampled: Sampled, learner: Learner) -> list[Finding]:
 
 def check_memory(config: RunConfig, learner: Learner) -> list[Finding]:
     name = "a step fits into memory"
+    apart = config.algorithm.kl_coef > 0 or build_algorithm(config).needs_critic
     try:
-        return [green(name, rehearse(config, learner))]
+        return [green(name, f"{rehearse(config, learner)}{'; critic and reference come on top' if apart else ''}")]
     except AgentR1Error as error:
         return [refused(name, error)]
 

@@ -91,6 +91,17 @@ def test_the_engine_tier_samples_and_compares_with_the_learner(cli: Cli, sound: 
     assert said.levels("demonstrations score high") == []
 
 
+def test_groups_that_all_earn_the_same_are_named_with_their_cause(cli: Cli, sound: Path) -> None:
+    settings = ["--engine", "--quick", "sft.demos=null", "rollout.max_steps=1", "rollout.max_response_tokens=12"]
+    name = "attempts at a row differ in reward"
+    easy = diagnose(cli, sound, [*settings, "task.reward=task.for_anything"])
+    hard = diagnose(cli, sound, [*settings, "task.reward=task.never"])
+    assert easy.levels(name) == hard.levels(name) == ["yellow"]
+    fixes = [next(each["fix"] for each in said.findings if each["name"] == name) for said in (easy, hard)]
+    assert ["easy" in fixes[0], "hard" in fixes[1]] == [True, True]
+    assert all(said.levels("sampler and learner agree") == ["green"] for said in (easy, hard))
+
+
 def test_the_quick_tier_plays_nothing(cli: Cli, sound: Path) -> None:
     said = diagnose(cli, sound, ["--quick", "task.reward=task.broken"])
     assert (said.code, said.bad) == (0, [])
