@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +18,13 @@ from typer.core import TyperGroup
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.commands.data import app as data
+from agent_r1.cli.commands.doctor import COMMANDS
 from agent_r1.cli.commands.publish import export_command, push_command
 from agent_r1.cli.commands.serve import ApiKey, serve_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
 from agent_r1.cli.search_command import app as search
-from agent_r1.cli.terminal import Interrupted, Terminal, exit_despite_threads, steady_streams, tell
+from agent_r1.cli.terminal import Terminal, exit_despite_threads, report_signals, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import started_here
@@ -69,6 +68,8 @@ app.add_typer(bench, name="bench", no_args_is_help=True)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
 app.command("serve")(serve_command)
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def _print_version(asked: bool) -> None:
@@ -108,7 +109,7 @@ def check_command(
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.check import run_check
 
-    with _report_signals():
+    with report_signals():
         if not run_check(config, build_plan(config), console, rows=rows):
             raise typer.Exit(1)
 
@@ -137,7 +138,7 @@ def train_command(
     """Train an agent: warm start from demonstrations if the recipe has any, then reinforcement learning."""
     from agent_r1.cli.train_command import joined, new_job, resumed_job, run_job
 
-    with _report_signals(), joined(console) as crew:
+    with report_signals(), joined(console) as crew:
         if resume is not None:
             if run is not None or may_continue:
                 option = "--continue" if run is None else "--run"
@@ -190,7 +191,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
 
     directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with _report_signals():
+    with report_signals():
         run_sft(config, plan.task, directory, console, given=overrides or ())
 
 
@@ -221,7 +222,7 @@ def collect_command(
     chosen = task.train_rows()
     directory = RunDir.create(run or _new_run_path(config, "-collect"), config)
     console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with _report_signals():
+    with report_signals():
         run_collect(config, task, chosen, directory, console, given=overrides or ())
 
 
@@ -247,7 +248,7 @@ def eval_command(
 
     from agent_r1.cli.commands.eval import run_eval
 
-    with _report_signals():
+    with report_signals():
         run_eval(config, directory, console, model=model, name=name)
 
 
@@ -355,16 +356,6 @@ def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
     from agent_r1.runs.run_dir import new_run_path
 
     return new_run_path(recipe_name(config.recipe), seed=config.seed, suffix=suffix)
-
-
-@contextmanager
-def _report_signals() -> Iterator[None]:
-    """Print what was kept if a signal stops the command, and exit with the signal's code."""
-    try:
-        yield
-    except Interrupted as stop:
-        tell(Text(f"stopped by {stop}; {stop.kept}"))
-        raise typer.Exit(stop.exit_code) from None
 
 
 def command_line() -> None:

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
@@ -54,6 +55,16 @@ def read_line(console: Console) -> str:
     if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
         console.print(Text(text), soft_wrap=True)
     return text
+
+
+@contextmanager
+def report_signals() -> Iterator[None]:
+    """Print what was kept if a signal stops the command, and exit with the signal's code."""
+    try:
+        yield
+    except Interrupted as stop:
+        tell(Text(f"stopped by {stop}; {stop.kept}"))
+        raise typer.Exit(stop.exit_code) from None
 
 
 class _Steady(io.TextIOWrapper):

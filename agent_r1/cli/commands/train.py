@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from agent_r1.build.learner import rehearse
-from agent_r1.build.models.load import load_model
+from agent_r1.build.models.load import Model, load_model
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
 from agent_r1.build.task import Task
@@ -41,7 +41,7 @@ from agent_r1.train.async_trainer import AsyncTrainer
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_frozen
 from agent_r1.train.loop import train
-from agent_r1.train.rng import seed_all
+from agent_r1.train.rng import restore_rng, rng_state, seed_all
 from agent_r1.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -169,13 +169,25 @@ async def _build_local(
     model = load_model(config, weights)
     reference = crew.main_first(lambda: reference_model(config, model, run.reference))
     trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display, crew=crew)
-    if config.task.tools:
-        for problem in model.template.problems:
-            display.note(f"warning: chat template: {problem}")
+    if checkpoint is None and crew.ranks.is_main:
+        _examine(config, plan, model, display)
     if checkpoint is not None:
         await trainer.restore(load_state(checkpoint[1], trainer.learner.ranks))
     display.note(rehearse(config, trainer.learner))
     return trainer
+
+
+def _examine(config: RunConfig, plan: Plan, model: Model, display: Display) -> None:
+    """Say what looks wrong. The checks call user code, which must not change what the run draws."""
+    from agent_r1.doctor.finding import Level
+    from agent_r1.doctor.quick import parts_of, run_quick
+
+    before = rng_state()
+    parts = parts_of(config, plan, model.tokenizer, model.renderer, model.template, model.network.config)
+    for found in run_quick(parts):
+        if found.level is not Level.GREEN:
+            display.note(f"{found.name}: {found.evidence}. {found.fix}")
+    restore_rng(before)
 
 
 async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> int:

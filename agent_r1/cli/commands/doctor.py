@@ -1,0 +1,158 @@
+"""`agent-r1 doctor`, `rescore` and `replay`: what is wrong with a recipe, and with a run. `doctor/` does the work."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
+from agent_r1.cli.terminal import Terminal, report_signals
+from agent_r1.config import RunConfig, load_config, parse_config
+from agent_r1.errors import AgentR1Error
+
+if TYPE_CHECKING:
+    from agent_r1.doctor.finding import Finding
+
+console = Terminal()
+
+
+def doctor_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe, as for train.", autocompletion=complete_recipe)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change.", autocompletion=complete_setting)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what needs no episode: seconds.")] = False,
+    engine: Annotated[bool, typer.Option("--engine", help="Also sample a few rows with the model.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look for what makes runs fail or learn nothing, before you train. Exit code 1 if anything is red."""
+    from agent_r1.doctor.finding import Level
+    from agent_r1.doctor.tables import show_findings
+
+    with report_signals():
+        screen = Terminal(quiet=as_json)
+        found = _examine(recipe, overrides or [], screen, quick=quick, engine=engine, rows=rows)
+    if as_json:
+        console.print(json.dumps([asdict(each) for each in found], indent=1), soft_wrap=True, markup=False)
+    else:
+        show_findings(found, console)
+    if any(each.level is Level.RED for each in found):
+        raise typer.Exit(1)
+
+
+def _examine(
+    recipe: str, overrides: Sequence[str], screen: Terminal, *, quick: bool, engine: bool, rows: int
+) -> list[Finding]:
+    """Run the checks; one that makes the next ones pointless is the last."""
+    from agent_r1.build.plan import build_plan
+    from agent_r1.cli.commands.train import seeded_start
+    from agent_r1.cli.log import logging_to
+    from agent_r1.cli.signals import interruptible
+    from agent_r1.doctor.environment import check_environment
+    from agent_r1.doctor.finding import refused
+    from agent_r1.doctor.quick import prepare, run_quick
+    from agent_r1.doctor.sampled import check_engine
+
+    found: list[Finding] = []
+    stage = "settings"
+    try:
+        config = load_config(recipe, overrides)
+        stage = "task"
+        plan = build_plan(config)
+        stage = "model"
+        parts = prepare(config, plan)
+        found += run_quick(parts)
+        stage = "environment"
+        with logging_to(Path(os.devnull)):  # failures are summed up in the findings
+
+            async def play() -> None:
+                nonlocal stage
+                if not quick:
+                    found.extend(await check_environment(config, plan, parts.renderer, rows))
+                if engine:
+                    stage = "engine"
+                    found.extend(await check_engine(config, plan, await seeded_start(config, plan.task, screen), rows))
+
+            if engine or not quick:
+                interruptible(plan.task.run(play()), config, screen, lambda: "nothing was written")
+    except AgentR1Error as error:
+        found.append(refused(stage, error))
+    return found
+
+
+def rescore_command(
+    run: Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)],
+    reward: Annotated[str, typer.Option(help="module.function, looked up beside the recipe first.")],
+    step: Annotated[int | None, typer.Option(help="Only the episodes of this training step.")] = None,
+    largest: Annotated[int, typer.Option(min=0, help="Episodes to list: those that change most.")] = 10,
+    allow_services: Annotated[bool, typer.Option("--allow-services", help="The reward may ask a judge.")] = False,
+    trust_records: Annotated[
+        bool, typer.Option("--trust-records", help="Do not try the run's own reward on the records first.")
+    ] = False,
+) -> None:
+    """Score the stored episodes of a run with another reward, and show what would have changed."""
+    from agent_r1.runs.reader import RunReader
+
+    directory = RunReader.open(run)
+    config = parse_config(directory.settings)
+
+    from agent_r1.doctor.rescore import rescore, with_reward
+    from agent_r1.doctor.tables import show_rescored
+
+    other = with_reward(config, reward)
+    options = {"step": step, "allow_services": allow_services, "trust_records": trust_records}
+    found = _run(rescore(directory, other, **options), config)  # type: ignore[arg-type]
+    show_rescored(found, console, reward=other.task.reward, largest=largest)
+
+
+def _run(work: Any, config: RunConfig) -> Any:
+    from agent_r1.cli.log import logging_to
+    from agent_r1.cli.signals import interruptible
+
+    with report_signals(), logging_to(Path(os.devnull)):
+        return interruptible(work, config, console, lambda: "nothing was written")
+
+
+def replay_command(
+    run: Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)],
+    first: Annotated[int, typer.Option("--from", min=1, help="The first step to train again.")],
+    into: Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")] = None,
+) -> None:
+    """Train again from the stored episodes of a run, without sampling, and compare the weights. Exit code 1 if they
+    differ."""
+    from agent_r1.runs.reader import RunReader
+
+    directory = RunReader.open(run)
+    config = parse_config(directory.settings)
+
+    from agent_r1.build.plan import build_plan
+    from agent_r1.cli.display import Display
+    from agent_r1.config import recipe_name
+    from agent_r1.doctor.replay_run import plan_replay, replay
+    from agent_r1.doctor.tables import show_comparisons
+    from agent_r1.runs.run_dir import RunDir, new_run_path
+
+    plan = build_plan(config, resume=True)
+    route = plan_replay(directory, config, plan, first=first)  # finds what is missing before a directory exists
+    place = into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay")
+    made = RunDir.create(place, config)
+    console.print(f"steps {route.start + 1} to {route.last} of {directory}, into {made}", soft_wrap=True, markup=False)
+    with made.locked(), Display(console, "replaying", total=route.last, done=route.start) as display:
+        found = _run(replay(route, directory, config, plan, made, display), config)
+    show_comparisons(found, console)
+    if not all(each.is_equal for each in found):
+        raise typer.Exit(1)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor_command,
+    "rescore": rescore_command,
+    "replay": replay_command,
+}

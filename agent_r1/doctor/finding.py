@@ -1,0 +1,41 @@
+"""What a check found: a light, what it looked at, what it saw, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agent_r1.errors import AgentR1Error
+
+
+class Level(StrEnum):
+    GREEN = "green"  # as it should be, or nothing to look at
+    YELLOW = "yellow"  # it will run, but look at it
+    RED = "red"  # it will fail, or learn nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    level: Level
+    name: str  # what was looked at
+    evidence: str  # what was seen, with numbers
+    fix: str = ""  # what to do; empty if nothing
+
+
+def green(name: str, evidence: str) -> Finding:
+    return Finding(level=Level.GREEN, name=name, evidence=evidence)
+
+
+def yellow(name: str, evidence: str, fix: str) -> Finding:
+    return Finding(level=Level.YELLOW, name=name, evidence=evidence, fix=fix)
+
+
+def red(name: str, evidence: str, fix: str) -> Finding:
+    return Finding(level=Level.RED, name=name, evidence=evidence, fix=fix)
+
+
+def refused(name: str, error: AgentR1Error) -> Finding:
+    """An error that would stop a run. Its last sentence says what to do, if it has several."""
+    lines = " ".join(str(error).split())
+    evidence, dot, fix = lines.rpartition(". ")
+    return red(name, evidence, fix) if dot else red(name, lines, "Correct this first; other checks need it")
