@@ -19,7 +19,7 @@ from agent_r1.envs.processes import EnvPool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.flows.context import ContextPolicy
-from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow, flow_class
+from agent_r1.flows.flow import AgentFlowBase, flow_class
 from agent_r1.guard import explain
 from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
@@ -105,7 +105,7 @@ class _Players:
 
     @property
     def calls_tools(self) -> bool:
-        return issubclass(self.env, ToolEnv) and not issubclass(self.flow, SingleStepFlow)
+        return issubclass(self.env, ToolEnv) and self.flow.uses_env
 
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
         if template is not None and self.calls_tools and takes_setting(self.env, "tool_format"):
@@ -199,7 +199,7 @@ def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
     workers = config.task.workers
     if workers is None:
         return None
-    if issubclass(flow, SingleStepFlow):
+    if not flow.uses_env:
         raise ConfigError(
             f"task.workers has no effect with task.flow={config.task.flow}, which has no env: leave it out"
         )
