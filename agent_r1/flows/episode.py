@@ -25,7 +25,7 @@ from agent_r1.flows.recording import attach_transition
 from agent_r1.guard import CANCEL_SECONDS, Signal
 from agent_r1.seeds import stable_seed
 from agent_r1.text import sanitize
-from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.conversations import Conversations, Exchange
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, pictures_of, without_repeats
@@ -67,6 +67,7 @@ class Response:
     prompt_tokens: int
     is_cut: bool  # a token limit ended it
     extends: bool  # the prompt continues an earlier exchange with its exact ids
+    exchange: Exchange  # that later calls may continue
     number: int  # of the call; see `Episode.position`
 
 
@@ -135,6 +136,7 @@ class Episode:
         observation: Observation,
         *,
         tools: ToolSchemas | None = None,
+        after: Sequence[Exchange] = (),  # exchanges that the observation follows, the longest first
         max_tokens: int | None = None,  # fewer than the limit
         stop_texts: Sequence[str] = (),  # the response ends with the token that completes one of them
     ) -> Response:
@@ -149,13 +151,13 @@ class Episode:
                 raise await self._steps_limit(observation, tools or [], None)
             self.opening = self.opening or _sanitize_messages(observation.messages or [])
             self._check_size(observation)
-            pending = self._conversations.begin(observation, tools or ())
+            pending = self._conversations.begin(observation, tools or (), among=after)
             prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
             number, own = self._calls, self.limits.max_response_tokens
             wanted = own if max_tokens is None else min(own, max_tokens)
             completion, text = await self._sample(prompt, wanted, None, stop_texts)
             self.num_actions += 1
-            self._conversations.finish(pending, completion.token_ids, text)
+            exchange = self._conversations.finish(pending, completion.token_ids, text)
             is_cut, full = completion.stop == "length", len(prompt.ids) + len(completion.token_ids)
             if is_cut and (wanted == own or full >= self.limits.max_context_tokens):
                 self.reach_limit(self._cut_limit(len(prompt.ids), len(completion.token_ids)))
@@ -166,6 +168,7 @@ class Episode:
                 prompt_tokens=len(prompt.ids),
                 is_cut=is_cut,
                 extends=pending.earlier is not None,
+                exchange=exchange,
                 number=number,
             )
 

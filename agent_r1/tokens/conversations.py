@@ -74,9 +74,14 @@ class Conversations:
         self.finish(self._pending, response_ids, text)
         self._pending = None
 
-    def begin(self, observation: Observation, tools: ToolSchemas = ()) -> Pending:
-        """Find the exchange that the prompt continues, and its exact ids."""
-        earlier, new = self._continue(observation, tools)
+    def begin(
+        self, observation: Observation, tools: ToolSchemas = (), *, among: Iterable[Exchange] | None = None
+    ) -> Pending:
+        """Find the exchange that the prompt continues, and its exact ids.
+
+        `among`: the exchanges that it follows, the longest first, if the caller knows them.
+        """
+        earlier, new = self._continue(observation, tools, among)
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
         return Pending(
             ids=new[:] if earlier is None else earlier.ids[: earlier.size] + new,
@@ -86,8 +91,8 @@ class Conversations:
             new=new,
         )
 
-    def finish(self, pending: Pending, response_ids: Sequence[int], text: str) -> None:
-        """Record the response to a prompt, as `record` does."""
+    def finish(self, pending: Pending, response_ids: Sequence[int], text: str) -> Exchange:
+        """Record the response to a prompt, as `record` does, and return the exchange."""
         earlier = pending.earlier
         # One list per conversation, unless it branches: memory grows linearly, and nothing old is copied.
         ids = [] if earlier is None else earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids
@@ -103,10 +108,14 @@ class Conversations:
             text=text,
         )
         insort(self._exchanges, made, key=_exchange_length)
+        return made
 
-    def _continue(self, observation: Observation, tools: ToolSchemas) -> tuple[Exchange | None, list[int]]:
+    def _continue(
+        self, observation: Observation, tools: ToolSchemas, among: Iterable[Exchange] | None
+    ) -> tuple[Exchange | None, list[int]]:
         """Find the exchange that the observation continues, and the ids that follow it; without one, all ids."""
-        for exchange in islice(self._candidates(observation, tools), MAX_TRIES):
+        found = self._candidates(observation, tools) if among is None else among
+        for exchange in islice(found, MAX_TRIES):
             before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
             if observation.token_ids is not None:
                 new: list[int] | None = observation.token_ids[exchange.size :]

@@ -1,0 +1,1 @@
+"""The gateway: train agents that were written elsewhere. See docs/gateway.md."""
