@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-# Recipes and templates, backends (only runs that choose vLLM import it), how kinds of models take pictures, serving,
-# and what measures or estimates runs.
-OUTSIDE_CORE = ("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "serve/", "bench/", "plan/")
+# Recipes and templates, backends (only runs that choose vLLM import it), how kinds of models take pictures, serving and
+# its wire format, and what measures or estimates runs.
+OUTSIDE_CORE = ("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "wire/", "serve/", "bench/", "plan/")
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
 ]
@@ -105,11 +105,12 @@ RUNS = [f"agent_r1.runs.{path.stem}" for path in sorted((PACKAGE / "runs").glob(
     ("modules", "heavy"),
     [
         (["agent_r1", "agent_r1.flows.flow", "agent_r1.data.rows"], ["torch", "transformers"]),
+        (["agent_r1.wire.chat_request", "agent_r1.wire.reply"], ["torch", "transformers", "starlette"]),
         (RUNS, ["torch", "transformers"]),
         (["agent_r1.serve.view.server", "agent_r1.serve.view.commands"], ["torch", "transformers"]),
         (["agent_r1.cli"], ["torch"]),
     ],
-    ids=["acting", "runs", "viewer", "command line"],
+    ids=["acting", "wire", "runs", "viewer", "command line"],
 )
 def test_light_packages_import_without_torch(modules: list[str], heavy: list[str]) -> None:
     code = f"import sys, {', '.join(modules)}; loaded = {set(heavy)} & set(sys.modules); assert not loaded, loaded"
