@@ -10,6 +10,7 @@ from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
+from agent_r1.build.gateway import build_gateway
 from agent_r1.build.resolve import check_callable, import_recipe, make_importable, recipe_folder, resolve
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import RewriteContext, SummaryContext
@@ -78,6 +79,8 @@ def warm_start_code(config: RunConfig) -> list[str]:
     """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
     names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools, *task.resources]
+    if config.gateway is not None:
+        names.append(config.gateway.agent)
     if isinstance(context, SummaryContext):
         names.append(context.demo_summary)
     if isinstance(context, RewriteContext):
@@ -166,7 +169,8 @@ class _Players:
 def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
     """Return the factory of flows and envs, and the resources that must be open while they play."""
     task, tools = config.task, _tools(config)
-    default_env, default_flow = _lookup(task.env, config, env_class), _lookup(task.flow, config, flow_class)
+    default_env = _lookup(task.env, config, env_class)
+    default_flow, served = build_gateway(config) if config.gateway else (_lookup(task.flow, config, flow_class), [])
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
@@ -181,7 +185,7 @@ def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
         make_env=make_env if pool is None else pool.env,
         make_context=make_context,
     )
-    return players, [*_resources(config), *tools, *([] if pool is None else [_EnvProcesses(pool)])]
+    return players, [*_resources(config), *tools, *served, *([] if pool is None else [_EnvProcesses(pool)])]
 
 
 def _lookup(name: str, config: RunConfig, registered: Callable[[str], Any]) -> Any:

@@ -56,7 +56,8 @@ class TaskConfig(Section):
     reward: str  # a function reward(row, trajectory) -> float or dict of named parts
     reward_seconds: float = Field(default=30.0, gt=0)
     success_reward: float = 1.0  # an episode counts as a success when its outcome reward reaches this
-    flow: str = "agent_env_loop"  # agent_env_loop, single_step, or a class; a row's agent_name takes precedence
+    # agent_env_loop, single_step, gateway (with a section gateway), or a class; a row's agent_name takes precedence
+    flow: str = "agent_env_loop"
     env: str = "tool"  # a registered env, or a class of the recipe
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
@@ -323,6 +324,20 @@ class EvalConfig(Section):
     top_k: int = Field(default=0, ge=0)
 
 
+class GatewayConfig(Section):
+    """The user's agent, which calls the policy through an API; for task.flow=gateway."""
+
+    agent: str | None = None  # a function agent(row, client) of the recipe, sync or async
+    command: str | list[str] | None = None  # instead of agent: a program, with placeholders such as {prompt}
+    stdin: Literal["none", "row", "prompt"] = "none"  # what the program reads: nothing, the row as JSON, the prompt
+    env: dict[str, str] = {}  # further environment variables of the program
+    output_chars: int = Field(default=10_000, ge=100)  # kept of the program's stdout, and of its stderr
+    on_failure: Literal["fail", "score"] = "fail"  # what an agent's failure does: fail the episode, or nothing
+    shows_ground_truth: bool = False  # to the agent, for example because it grades its own answer
+    tool_format: str = "auto"  # auto: the chat template's
+    tool_role: str | None = None  # of messages with results; None: the format's own
+
+
 class VerlConfig(Section):
     """Where a run with `backend: verl` trains and samples."""
 
@@ -362,6 +377,7 @@ class RunConfig(Section):
     lora: LoRAConfig | None = None  # None: all weights are trained
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    gateway: GatewayConfig | None = None  # needed by task.flow=gateway
     verl: VerlConfig | None = None  # None: defaults, with backend=verl
 
     _correct = model_validator(mode="before")(_correct_async)

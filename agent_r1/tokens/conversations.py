@@ -9,7 +9,7 @@ prompt continues the exchange that is its longest exact prefix; without one it i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -83,10 +83,11 @@ class Conversations:
         """
         earlier, new = self._continue(observation, tools, among)
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
+        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
         return Pending(
             ids=new[:] if earlier is None else earlier.ids[: earlier.size] + new,
             observation=_snapshot(observation, earlier),
-            tools=next((known for known in known_tools if known == tools), None) or deepcopy(tools),
+            tools=own_tools,
             earlier=earlier,
             new=new,
         )
@@ -114,8 +115,8 @@ class Conversations:
         self, observation: Observation, tools: ToolSchemas, among: Iterable[Exchange] | None
     ) -> tuple[Exchange | None, list[int]]:
         """Find the exchange that the observation continues, and the ids that follow it; without one, all ids."""
-        found = self._candidates(observation, tools) if among is None else among
-        for exchange in islice(found, MAX_TRIES):
+        candidates = self._candidates(observation, tools) if among is None else among
+        for exchange in islice(candidates, MAX_TRIES):
             before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
             if observation.token_ids is not None:
                 new: list[int] | None = observation.token_ids[exchange.size :]

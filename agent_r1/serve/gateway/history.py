@@ -1,7 +1,7 @@
 """The messages of a session as a tree: which part of a client's history is known, and how it was shown to the model.
 
-Clients send the whole conversation with every call, and rarely as they got it: arguments with other blanks, None instead
-of "", a text as a list of parts. A message is therefore compared by its canonical form. A message that is known is
+Clients send the whole conversation with every call, and rarely as they got it: arguments with other blanks, None
+instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
 replaced by the one that was rendered when it came first, so what was sampled is never tokenised again.
 
     system - user - ANSWER - tool - ANSWER - user          capitals: sampled here
@@ -122,14 +122,20 @@ class History:
         since = path[sampled[-1] + 1 :] if sampled else path  # the latest answer of ours
         foreign = [node for node in since if node.entry.message.get("role") == "assistant"]
         if foreign:
-            if any(sibling.is_sampled for sibling in foreign[0].siblings()):
-                return Kind.REWRITTEN_ANSWER
-            known = any(node.entry.key in self._sampled for node in foreign)
-            return Kind.REWRITTEN_CONTEXT if known else Kind.FOREIGN
+            return self._classify_foreign(foreign)
         if not sampled:
             return Kind.NEW
         continued = any(len(node.siblings()) > 1 for node in since) or path[-1].children
         return Kind.BRANCHED if continued else Kind.CONTINUED
+
+    def _classify_foreign(self, foreign: Sequence[Node]) -> Kind:
+        """How answers that are not ours in this place came about."""
+        first, known = foreign[0], [node.entry.key in self._sampled for node in foreign]
+        ours = [node for node in first.siblings() if node.is_sampled]
+        moved = known[0] and all(node.entry.key != first.entry.key for node in ours)  # given elsewhere
+        if ours and not moved:
+            return Kind.REWRITTEN_ANSWER
+        return Kind.REWRITTEN_CONTEXT if any(known) else Kind.FOREIGN
 
 
 def _path(node: Node) -> list[Node]:

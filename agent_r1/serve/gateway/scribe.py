@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from agent_r1.flows.context import strip_reasoning
 from agent_r1.flows.episode import Response
 from agent_r1.serve.gateway.history import Entry, canonical_key, content_text
-from agent_r1.serve.gateway.neutral import Answer, ApiError, Call, Request
 from agent_r1.tokens.formats.base import Event, ParsedCall, ParseFailure, ToolCallFormat
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message
+from agent_r1.wire.api_error import invalid
+from agent_r1.wire.chat_answer import CallOut, ChatAnswer, Choice, FinishReason, TokenLogprob, Usage, new_id, now
+from agent_r1.wire.chat_request import ChatRequest
+from agent_r1.wire.reply import read_reply
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a client is told."""
+
+    answer: ChatAnswer
+    stop_text: str | None = None  # the client's own stop text, if it ended the response
+
+    @property
+    def choice(self) -> Choice:
+        return self.answer.choices[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A response of the policy, read."""
 
-    answer: Answer
+    said: Said
     entry: Entry  # as the client will repeat it
-    events: list[Event]  # all calls in the text, also those that cannot be read
+    events: list[Event]  # the calls that the client is told of, and those that cannot be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +52,7 @@ class Scribe:
         """The messages in the form that the chat template gets. Formats without a role for results join them."""
         entries: list[Entry] = []
         names: dict[str, tuple[str, str]] = {}  # the client's id of a call -> its name, and its id in the prompt
-        for is_tool, group in groupby(map(_check_role, messages), key=lambda each: each["role"] == "tool"):
+        for is_tool, group in groupby(messages, key=lambda each: each["role"] == "tool"):
             if is_tool:
                 entries += self._result_entries(list(group), names)
             else:
@@ -76,7 +86,7 @@ class Scribe:
         contents = [content_text(message.get("content")) for message in messages]
         if role != "tool":
             if not all(isinstance(content, str) for content in contents):
-                raise ApiError(400, "the model's template takes results of tools as text only", param="messages")
+                raise invalid("the model's chat template takes results of tools as text only", "messages")
             known = [ParsedCall(name=names.get(each, ("unknown", ""))[0], arguments={}, span=(0, 0)) for each in ids]
             [joined] = self.tool_format.result_messages(contents, known, role)
             key = "\n".join(map(canonical_key, messages))
@@ -91,55 +101,47 @@ class Scribe:
 
     # policy -> client
 
-    def read(self, response: Response, request: Request) -> Read:
+    def read(self, response: Response, request: ChatRequest) -> Read:
         """Parse what the policy said. A response cut in half calls nothing."""
-        text, tools = response.text, {tool["function"]["name"]: tool["function"] for tool in request.tools}
-        content, events = self.tool_format.parse(text) if tools else (strip_reasoning(text), [])
-        parsed = [event for event in events if isinstance(event, ParsedCall)]
-        if response.is_cut or not parsed:
-            # Calls that cannot be read stay in the text, where client and model can see them.
-            content, parsed = (strip_reasoning(text) if response.is_cut or events else content), []
-        parsed = parsed[:1] if request.one_call else parsed
-        calls = tuple(
-            Call(
-                call_id=f"call_{secrets.token_hex(12)}",
-                name=call.name,
-                arguments=self.tool_format.convert_arguments(call.arguments, _parameters(tools.get(call.name))),
-            )
-            for call in parsed
-        )
-        stopped = next((stop for stop in request.stop_texts if _ended_by(self.renderer, response, stop)), None)
-        answer = Answer(
-            answer_id=secrets.token_hex(12),
-            created=int(time.time()),
-            content=content,
-            reasoning=_reasoning(text),
+        text, tools = response.text, [] if response.is_cut else shown_tools(request)
+        reply = read_reply(text, self.tool_format, tools, parallel=request.parallel_tool_calls)
+        # Ids of models repeat from answer to answer, and clients keep calls by their ids.
+        calls = tuple(replace(call, call_id=new_id("call")) for call in reply.calls)
+        finish: FinishReason = "length" if response.is_cut else "tool_calls" if calls else "stop"
+        choice = Choice(
+            text=reply.text,
             calls=calls,
-            finish="length" if response.is_cut else "tool_calls" if calls else "stop",
-            stop_text=stopped,
-            prompt_tokens=response.prompt_tokens,
-            completion_tokens=len(response.token_ids),
-            tokens=self._tokens(response) if request.wants_logprobs else (),
+            finish_reason=finish,
+            reasoning=reply.reasoning,
+            logprobs=self._logprobs(response) if request.logprobs else None,
         )
-        key = canonical_key({"role": "assistant", "content": content, "tool_calls": [_echo(call) for call in calls]})
+        answer = ChatAnswer(
+            model=request.model,
+            choices=(choice,),
+            usage=Usage(prompt_tokens=response.prompt_tokens, completion_tokens=len(response.token_ids)),
+            answer_id=new_id("chatcmpl"),
+            created=now(),
+        )
         entry = Entry(
-            key=key,
+            key=canonical_key({"role": "assistant", "content": reply.text, "tool_calls": [_echo(c) for c in calls]}),
             message=self.tool_format.assistant_message(text) if tools else {"role": "assistant", "content": text},
             call_ids=tuple(call.call_id for call in calls),
-            reasoning=answer.reasoning,
+            reasoning=reply.reasoning,
         )
-        return Read(answer=answer, entry=entry, events=events)
+        events = _told(self.tool_format.parse(text)[1], len(calls)) if tools else []
+        stops = [stop for stop in request.sampling.stop if _ended_by(self.renderer, response, stop)]
+        return Read(said=Said(answer=answer, stop_text=stops[0] if stops else None), entry=entry, events=events)
 
-    def _tokens(self, response: Response) -> tuple[tuple[str, float], ...]:
-        pieces = (self.renderer.decode([token]) for token in response.token_ids)
-        return tuple(zip(pieces, response.logprobs, strict=True))
+    def _logprobs(self, response: Response) -> tuple[TokenLogprob, ...]:
+        pieces = [self.renderer.decode([token]) for token in response.token_ids]
+        return tuple(
+            TokenLogprob(token=piece, logprob=logprob, text_bytes=tuple(piece.encode("utf-8", "replace")))
+            for piece, logprob in zip(pieces, response.logprobs, strict=True)
+        )
 
 
-def _check_role(message: Message) -> Message:
-    role = ROLES.get(str(message.get("role")))
-    if role is None:
-        raise ApiError(400, f"messages: unknown role {message.get('role')!r}", param="messages")
-    return {**message, "role": role}
+def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    return [] if request.tool_choice == "none" else request.tools
 
 
 def _parsed(call: Mapping[str, Any]) -> Event:
@@ -155,17 +157,13 @@ def _prompt_id(event: Event, index: int) -> str:
     return (event.call_id if isinstance(event, ParsedCall) else "") or f"call{index:05d}"
 
 
-def _echo(call: Call) -> Message:
+def _echo(call: CallOut) -> Message:
     return {"function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _parameters(function: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {} if function is None else function.get("parameters") or {}
-
-
-def _reasoning(text: str) -> str:
-    thought, closed, _ = text.partition("</think>")
-    return thought.rpartition("<think>")[2].strip() if closed else ""
+def _told(events: list[Event], calls: int) -> list[Event]:
+    parsed = [event for event in events if isinstance(event, ParsedCall)]
+    return [event for event in events if event in parsed[:calls] or not isinstance(event, ParsedCall)]
 
 
 def _ended_by(renderer: Renderer, response: Response, stop: str) -> bool:

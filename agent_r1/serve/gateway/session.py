@@ -17,10 +17,11 @@ from agent_r1.errors import DataError
 from agent_r1.flows.episode import Episode, EpisodeLimit
 from agent_r1.flows.recording import attach_transition
 from agent_r1.serve.gateway.history import Entry, History, Kind, Known, Node, content_text
-from agent_r1.serve.gateway.neutral import Answer, ApiError, Request
-from agent_r1.serve.gateway.scribe import Read, Scribe
+from agent_r1.serve.gateway.scribe import Said, Scribe, shown_tools
 from agent_r1.tokens.formats.base import Event, ParsedCall
-from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
+from agent_r1.types import CallFault, Observation, StopReason, ToolCallRecord, Transition
+from agent_r1.wire.api_error import ApiError, context_length_exceeded, invalid, unsupported
+from agent_r1.wire.chat_request import ChatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ COUNTS = ("gateway/calls", *COUNTED.values(), "gateway/retries", "gateway/undeli
 class Reply:
     """An answer that is being made or was made, for clients that ask again."""
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[Said]
     delivered: bool = False
 
 
@@ -62,6 +63,7 @@ class Session:
 
     def __init__(self, episode: Episode, scribe: Scribe) -> None:
         self.is_sealed = False
+        self.fault: Exception | None = None  # ours, which fails the episode
         self._episode, self._scribe = episode, scribe
         self._history = History()
         self._replies: dict[str, Reply] = {}
@@ -73,13 +75,14 @@ class Session:
     def counts(self) -> Counter[str]:
         return self._episode.counts
 
-    async def answer(self, request: Request, *, fingerprint: str, is_retry: bool) -> Answer:
+    async def answer(self, request: ChatRequest, *, fingerprint: str, is_retry: bool) -> Said:
         """Answer a call, or repeat the answer to it.
 
         Equal bodies have equal fingerprints. An equal body alone is no retry, since an agent may ask twice on purpose,
         unless its sender left before it had the answer.
         """
         self._check_open()
+        check_supported(request)
         reply = self._replies.get(fingerprint)
         if reply is not None and not _failed(reply) and (is_retry or (reply.task.done() and not reply.delivered)):
             self.counts["gateway/retries"] += 1
@@ -87,16 +90,20 @@ class Session:
             # A task of its own: a client that leaves does not cancel it, since it may come back for the answer.
             reply = Reply(task=asyncio.create_task(self._sample(request)))
             self._replies[fingerprint] = reply
-        return await asyncio.shield(reply.task)
+        try:
+            return await asyncio.shield(reply.task)
+        except asyncio.CancelledError:
+            self._check_open()  # by `seal`, while it was being sampled
+            raise
 
-    def count_tokens(self, request: Request) -> int:
+    def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of a prompt, rendered from scratch. Samples nothing."""
         self._check_open()
         messages = [entry.message for entry in self._scribe.entries(request.messages)]
         try:
-            return len(self._scribe.renderer.render(Observation(messages=messages), request.tools))
+            return len(self._scribe.renderer.render(Observation(messages=messages), shown_tools(request)))
         except (DataError, ValueError, TypeError) as error:
-            raise ApiError(400, str(error), param="messages") from error
+            raise invalid(str(error), "messages") from error
 
     def delivered(self, fingerprint: str) -> None:
         """Note that the client has the answer."""
@@ -121,8 +128,17 @@ class Session:
         if self.is_sealed:
             raise ApiError(410, "the episode of this session has ended", code="session_closed")
 
-    async def _sample(self, request: Request) -> Answer:
+    async def _sample(self, request: ChatRequest) -> Said:
         self.counts["gateway/calls"] += 1
+        try:
+            return await self._respond(request)
+        except ApiError:
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            raise
+
+    async def _respond(self, request: ChatRequest) -> Said:
         known = self._history.look_up(self._scribe.entries(request.messages))
         self._note_results(known)
         try:
@@ -130,24 +146,22 @@ class Session:
             after = [node.exchange for node in known.answers if node.exchange is not None]
             response = await self._episode.respond(
                 observation,
-                tools=request.tools,
+                tools=shown_tools(request),
                 after=after,
-                max_tokens=request.max_tokens,
-                stop_texts=request.stop_texts,
+                max_tokens=request.sampling.max_tokens,
+                stop_texts=request.sampling.stop,
             )
         except EpisodeLimit as limit:
             raise self._refusal(limit) from None
         except (DataError, ValueError, TypeError) as error:
-            raise ApiError(400, str(error), code="invalid_messages", param="messages") from error
+            raise invalid(str(error), "messages") from error
         kind = Kind.RERENDERED if known.answers and not response.extends else known.kind
         if kind in COUNTED:
             self.counts[COUNTED[kind]] += 1
         read = self._scribe.read(response, request)
         node = self._history.add_answer(known.end, read.entry, response.exchange, response.number)
-        self._turns[node] = Turn(
-            number=response.number, kind=kind, events=_told(read, request), answered=time.monotonic()
-        )
-        return read.answer
+        self._turns[node] = Turn(number=response.number, kind=kind, events=read.events, answered=time.monotonic())
+        return read.said
 
     def _refusal(self, limit: EpisodeLimit) -> ApiError:
         self.counts["gateway/refused"] += 1
@@ -157,7 +171,7 @@ class Session:
             for turn in self._turns.values():
                 self._attach(turn)
         if limit.stop is StopReason.MAX_TOKENS:
-            return ApiError(400, f"the context is too long: {limit}", code="context_length_exceeded", param="messages")
+            return context_length_exceeded(f"the context is too long: {limit}")
         return ApiError(400, f"the episode's budget is used up: {limit}", code="max_steps_exceeded")
 
     def _note_results(self, known: Known) -> None:
@@ -184,15 +198,20 @@ class Session:
         )
 
 
+def check_supported(request: ChatRequest) -> None:
+    """Refuse what would not be trained as it was asked. How to sample is the run's business, and `seed` is too."""
+    if request.n > 1:
+        raise unsupported("n", "n > 1 is not supported: every answer is a step of the episode. Call several times")
+    if request.response_format is not None:
+        raise unsupported("response_format", "response_format is not supported: the policy samples freely")
+    if request.tool_choice == "required":
+        raise unsupported("tool_choice", "tool_choice can be auto or none: the policy samples freely")
+    if request.top_logprobs:
+        raise unsupported("top_logprobs", "top_logprobs is not supported: only sampled tokens have log-probs here")
+
+
 def _failed(reply: Reply) -> bool:
     return reply.task.done() and (reply.task.cancelled() or reply.task.exception() is not None)
-
-
-def _told(read: Read, request: Request) -> list[Event]:
-    """The calls that the client was told of, and those that could not be read."""
-    parsed = [event for event in read.events if isinstance(event, ParsedCall)]
-    kept = parsed[: len(read.answer.calls)]
-    return [event for event in read.events if event in kept or not isinstance(event, ParsedCall)]
 
 
 def _records(turn: Turn) -> list[ToolCallRecord]:
@@ -201,16 +220,15 @@ def _records(turn: Turn) -> list[ToolCallRecord]:
     for event in turn.events:
         if isinstance(event, ParsedCall):
             entry = next(results, None)
-            result, error, fault = "" if entry is None else _text(entry), None, None
-            arguments = event.arguments
+            result = "" if entry is None else _text(entry)
+            record = ToolCallRecord(name=event.name, arguments=event.arguments, result=result, text_span=event.span)
         else:
-            result, error, arguments = event.message, event.message, {}
-            fault = "malformed" if event.malformed else "misplaced"
-        records.append(
-            ToolCallRecord(
-                name=event.name, arguments=arguments, result=result, error=error, fault=fault, text_span=event.span
+            fault: CallFault = "malformed" if event.malformed else "misplaced"
+            said = event.message
+            record = ToolCallRecord(
+                name=event.name, arguments={}, result=said, error=said, fault=fault, text_span=event.span
             )
-        )
+        records.append(record)
     return records
 
 
