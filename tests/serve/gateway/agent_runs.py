@@ -55,7 +55,7 @@ def play(agent: Play | Agent, script: Script, *, rows: Sequence[TaskRow] = (), *
     return asyncio.run(play_async(agent, script, rows=rows, **settings))
 
 
-async def play_async(
+async def play_async(  # noqa: PLR0913 (what the tests vary)
     agent: Play | Agent,
     script: Script,
     *,

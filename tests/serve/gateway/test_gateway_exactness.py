@@ -24,6 +24,8 @@ from tests.serve.gateway.agent_runs import (
     search,
 )
 
+NOBODY = {"role": "assistant", "content": "Nobody."}
+
 
 def extends(trajectory: Trajectory, later: int, earlier: int) -> bool:
     """Whether the prompt of one step begins with exactly the prompt and the response of another."""
@@ -195,8 +197,6 @@ def test_sub_agents_are_branches_of_one_trajectory_and_one_segment_each() -> Non
 
 
 def test_steps_are_in_the_order_in_which_calls_began() -> None:
-    async def slow_first(call: Any) -> None: ...
-
     class Slow:
         """Answers the first call last."""
 
