@@ -3,9 +3,9 @@
     bash .ci/agents                                # installs the frameworks into an environment of their own, once
     PYTHON -m benchmarks.foreign_agents            # that environment's PYTHON; writes results/foreign_agents.json
 
-All runs begin with the same warm start and see the same rows with the same seeds. `--steps`, `--rows` and `--seeds` make
-it shorter. Besides the curves, the result has the share of episodes of the first step that are id for id those of the
-native flow: prompts, responses and log-probs.
+All runs begin with the same warm start and see the same rows with the same seeds. `--steps`, `--rows` and `--seeds`
+make it shorter. Besides the curves, the result has the share of episodes of the first step whose prompts and responses
+are id for id those of the native flow.
 """
 
 from __future__ import annotations
