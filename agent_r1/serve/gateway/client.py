@@ -26,6 +26,7 @@ class ClientSettings:
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # text that differs in every request
             "AGENT_R1_MODEL": self.model,
             **({"AGENT_R1_ROW": self.row_file} if self.row_file else {}),
         }

@@ -140,6 +140,15 @@ class Scribe:
         )
 
 
+def said_message(said: Said) -> Message:
+    """An answer as a client sends it back."""
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in said.choice.calls
+    ]
+    return {"role": "assistant", "content": said.choice.text, **({"tool_calls": calls} if calls else {})}
+
+
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [] if request.tool_choice == "none" else request.tools
 

@@ -27,8 +27,10 @@ from agent_r1.errors import RolloutError
 from agent_r1.guard import trace
 from agent_r1.resources import Resource
 from agent_r1.serve.connections import bounded_protocol
+from agent_r1.serve.gateway.anthropic_api import AnthropicMessages
 from agent_r1.serve.gateway.client import MODEL, ClientSettings
 from agent_r1.serve.gateway.dialects import ChatCompletions, Dialect
+from agent_r1.serve.gateway.responses_api import Responses
 from agent_r1.serve.gateway.session import Session
 from agent_r1.wire.api_error import SERVER, ApiError
 from agent_r1.wire.chat_answer import SSE_HEADERS, to_json
@@ -43,7 +45,13 @@ READ_SECONDS = 60.0  # to send a body
 MAX_ENDED = 10_000  # sessions remembered as ended; older ones are unknown
 _PATH = re.compile(r"(?:/s/(?P<session>[\w-]{1,128}))?/v1/(?P<endpoint>[\w/]{1,64})")
 
-DIALECTS: dict[str, Dialect] = {"chat/completions": ChatCompletions()}
+COUNT = "messages/count_tokens"
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": ChatCompletions(),
+    "responses": Responses(),
+    "messages": AnthropicMessages(),
+    COUNT: AnthropicMessages(counts_only=True),
+}
 
 
 class GatewayServer(Resource):
@@ -165,6 +173,8 @@ def _api_key(request: Request) -> str:
 
 async def _answer(session: Session, dialect: Dialect, endpoint: str, body: bytes, request: Request) -> Response:
     asked = dialect.read(parse_object(body))
+    if endpoint == COUNT:
+        return JSONResponse({"input_tokens": session.count_tokens(asked)})
     repeated = request.headers.get("idempotency-key")
     fingerprint = hashlib.sha256(b"\0".join((endpoint.encode(), (repeated or "").encode(), body))).hexdigest()
     is_retry = repeated is not None or request.headers.get("x-stainless-retry-count", "0") != "0"

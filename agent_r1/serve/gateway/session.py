@@ -17,9 +17,10 @@ from agent_r1.errors import DataError
 from agent_r1.flows.episode import Episode, EpisodeLimit
 from agent_r1.flows.recording import attach_transition
 from agent_r1.serve.gateway.history import Entry, History, Kind, Known, Node, content_text
-from agent_r1.serve.gateway.scribe import Said, Scribe, shown_tools
+from agent_r1.serve.gateway.responses_api import response_id
+from agent_r1.serve.gateway.scribe import Said, Scribe, said_message, shown_tools
 from agent_r1.tokens.formats.base import Event, ParsedCall
-from agent_r1.types import CallFault, Observation, StopReason, ToolCallRecord, Transition
+from agent_r1.types import CallFault, Message, Observation, StopReason, ToolCallRecord, Transition
 from agent_r1.wire.api_error import ApiError, context_length_exceeded, invalid, unsupported
 from agent_r1.wire.chat_request import ChatRequest
 
@@ -69,6 +70,7 @@ class Session:
         self._replies: dict[str, Reply] = {}
         self._turns: dict[Node, Turn] = {}
         self._refused = 0
+        self._told: dict[str, list[Message]] = {}  # the conversation up to an answer, by the answer's id
         episode.counts.update(dict.fromkeys(COUNTS, 0))
 
     @property
@@ -139,7 +141,8 @@ class Session:
             raise
 
     async def _respond(self, request: ChatRequest) -> Said:
-        known = self._history.look_up(self._scribe.entries(request.messages))
+        messages, asked = self._conversation(request), request.extensions
+        known = self._history.look_up(self._scribe.entries(messages))
         self._note_results(known)
         try:
             observation = Observation(messages=known.messages)
@@ -161,7 +164,20 @@ class Session:
         read = self._scribe.read(response, request)
         node = self._history.add_answer(known.end, read.entry, response.exchange, response.number)
         self._turns[node] = Turn(number=response.number, kind=kind, events=read.events, answered=time.monotonic())
+        kept = messages[1:] if asked.get("instructed") else messages  # instructions are those of one request
+        self._told[response_id(read.said)] = [*kept, said_message(read.said)]
         return read.said
+
+    def _conversation(self, request: ChatRequest) -> list[Message]:
+        """The messages of a request, after those of the response that it continues, if it names one."""
+        previous = request.extensions.get("previous")
+        if previous is None:
+            return request.messages
+        if previous not in self._told:
+            message = f"previous_response_id: this session has given no response {previous[:80]!r}"
+            raise ApiError(404, message, code="previous_response_not_found", param="previous_response_id")
+        first = 1 if request.extensions.get("instructed") else 0
+        return [*request.messages[:first], *self._told[previous], *request.messages[first:]]
 
     def _refusal(self, limit: EpisodeLimit) -> ApiError:
         self.counts["gateway/refused"] += 1
