@@ -96,7 +96,7 @@ def _no_env(row: TaskRow) -> Any:
     raise AssertionError("the gateway needs no env")
 
 
-def openai_client(client: ClientSettings, **settings: Any) -> AsyncOpenAI:
+def openai_client(client: ClientSettings, **settings: Any) -> Any:
     return AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, **({"max_retries": 0} | settings))
 
 

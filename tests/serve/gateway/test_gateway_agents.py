@@ -136,7 +136,8 @@ def test_a_sync_function_runs_in_a_thread() -> None:
         from openai import OpenAI
 
         with OpenAI(base_url=client.base_url, api_key=client.api_key) as api:
-            made = api.chat.completions.create(model="m", messages=[ASK])  # type: ignore[list-item]
+            asked: Any = [ASK]
+            made = api.chat.completions.create(model="m", messages=asked)
         return str(made.choices[0].message.content)
 
     [trajectory] = play(agent, ["one"])

@@ -74,7 +74,7 @@ def test_a_retry_of_a_call_that_is_still_sampled_waits_for_it() -> None:
 def test_the_official_clients_own_retry_after_a_time_out_is_one_step() -> None:
     async def agent(row: TaskRow, client: ClientSettings) -> str:
         async with openai_client(client, timeout=0.25, max_retries=4) as api:
-            made = await api.chat.completions.create(model="m", messages=[ASK])  # type: ignore[list-item]
+            made = await api.chat.completions.create(model="m", messages=[ASK])
         return str(made.choices[0].message.content)
 
     [trajectory] = play(agent, ["one", "two", "three"], delay=0.8)

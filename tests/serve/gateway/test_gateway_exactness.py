@@ -255,7 +255,9 @@ def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
         async with openai_client(client) as api:
             options: Any = {"model": "m", "messages": [ASK], "tools": [SEARCH]}
             stream = await api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-            text, calls, usage, finish = "", [], None, None
+            calls: list[Any] = []
+            usage: Any = None
+            text, finish = "", None
             async for chunk in stream:
                 usage = chunk.usage or usage
                 for choice in chunk.choices:
