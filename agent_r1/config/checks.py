@@ -45,8 +45,9 @@ def _check_gateway(config: RunConfig) -> None:
         return
     if (gateway.agent is None) == (gateway.command is None):
         raise ConfigError("gateway needs exactly one of gateway.agent (a function) and gateway.command (a program)")
+    changed = gateway.model_dump(exclude_defaults=True)
     for name in ("stdin", "env", "output_chars"):
-        if gateway.agent is not None and name in gateway.model_fields_set:
+        if gateway.agent is not None and name in changed:
             raise ConfigError(f"gateway.{name} has no effect on a function: leave it out, or set gateway.command")
     for name, given in {"tools": task.tools, "env_kwargs": task.env_kwargs}.items():
         if given:

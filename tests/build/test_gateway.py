@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_r1.build.plan import build_plan
-from agent_r1.config import load_config
+from agent_r1.config import load_config, parse_config
 from agent_r1.errors import ConfigError
 from agent_r1.runs.trajectories import RecordFile
 from tests.conftest import Cli
@@ -54,6 +54,11 @@ def test_a_function_replaces_a_command(tmp_path: Path) -> None:
     config = load_config(f"{MINI}/gateway.yaml", ["gateway.agent=task.reward"])
     assert config.gateway is not None
     assert (config.gateway.agent, config.gateway.command) == ("task.reward", None)
+
+
+def test_the_settings_that_a_run_keeps_are_accepted_again() -> None:
+    config = load_config(f"{MINI}/gateway.yaml", ["gateway.agent=task.reward"])
+    assert parse_config(config.model_dump()) == config
 
 
 def test_a_program_is_trained_from_the_command_line(cli: Cli, cache: None, tmp_path: Path) -> None:
