@@ -118,11 +118,9 @@ class Session:
             return
         self.is_sealed = True
         for reply in self._replies.values():
-            self.counts["gateway/undelivered"] += not reply.delivered and reply.task.done() and not _failed(reply)
-            if not reply.task.done():
+            self.counts["gateway/undelivered"] += reply.task.done() and not _failed(reply) and not reply.delivered
+            if not reply.task.done() and reply.task is not asyncio.current_task():
                 reply.task.cancel()
-            else:
-                _failed(reply)  # its exception has been seen
         for turn in self._turns.values():
             self._attach(turn)
 
@@ -183,9 +181,7 @@ class Session:
         self.counts["gateway/refused"] += 1
         self._refused += 1
         if self._refused >= MAX_REFUSED:
-            self.is_sealed = True
-            for turn in self._turns.values():
-                self._attach(turn)
+            self.seal()
         if limit.stop is StopReason.MAX_TOKENS:
             return context_length_exceeded(f"the context is too long: {limit}")
         return ApiError(400, f"the episode's budget is used up: {limit}", code="max_steps_exceeded")
