@@ -21,7 +21,9 @@ async def solve(row: TaskRow, client: ClientSettings) -> str:
     table = row.env_kwargs["tools_kwargs"]["lookup"]["table"]
     messages: list[dict[str, Any]] = list(row.prompt)
     headers = {"Authorization": f"Bearer {client.api_key}"}
-    async with httpx.AsyncClient(base_url=client.base_url, headers=headers, timeout=None, trust_env=False) as api:
+    # Without certificates, which take long to load: the address is on this machine.
+    local: Any = {"timeout": None, "trust_env": False, "verify": False}
+    async with httpx.AsyncClient(base_url=client.base_url, headers=headers, **local) as api:
         while True:
             body = {"model": client.model, "messages": messages, "tools": TOOLS}
             answer = (await api.post("/chat/completions", json=body)).raise_for_status().json()

@@ -1,4 +1,4 @@
-"""Agents that no one here wrote: each plays the quickstart through the gateway, id for id as the native flow does.
+"""Agents that no one here wrote: each plays the quickstart through the gateway, id for id as the native flow.
 
 The frameworks are in an environment of their own; `bash .ci/agents` installs it and runs these tests.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agent_r1.runs.trajectories import RecordFile
+from agent_r1.types import Trajectory
 
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("AGENT_R1_AGENTS_PYTHON", "")
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="AGENT_R1_AGENTS_PYTHON does not name an interpreter: run bash .ci/agents"),
 ]
 
-Ids = list[list[tuple[list[int], list[int]]]]
+Ids = dict[str, list[tuple[list[int], list[int]]]]  # of prompts and responses, by episode
 
 
 def run(python: str, *words: str | Path) -> None:
@@ -36,9 +37,17 @@ def run(python: str, *words: str | Path) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
 
 
-def episodes(run: Path) -> Ids:
-    played = RecordFile(run / "trajectories" / "train_000001.jsonl").trajectories()
-    return [[(step.prompt_ids, step.response_ids) for step in trajectory.steps] for trajectory in played]
+def episodes(run: Path) -> list[Trajectory]:
+    return list(RecordFile(run / "trajectories" / "train_000001.jsonl").trajectories())
+
+
+def ids(played: list[Trajectory]) -> Ids:
+    return {each.trajectory_id: [(step.prompt_ids, step.response_ids) for step in each.steps] for each in played}
+
+
+def readable(trajectory: Trajectory) -> bool:
+    """Whether all calls can be read. The native flow explains to the model what is wrong with the others."""
+    return all(call.error is None for step in trajectory.steps for call in step.calls)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ids
         run(sys.executable, "sft", "quickstart", "sft.count=1200", "--run", folder / "start")
         words = ["quickstart", "sft.demos=null", "sft.trajectories=null", f"model.path={folder / 'start'}", *SMALL]
         run(sys.executable, "train", *words, "--run", folder / "run")
-        yield folder / "start", episodes(folder / "run")
+        yield folder / "start", ids([each for each in episodes(folder / "run") if readable(each)])
 
 
 @pytest.mark.parametrize("framework", ["openai_agents", "langgraph", "pydantic_ai"])
@@ -58,10 +67,11 @@ def test_a_framework_plays_as_the_native_flow_id_for_id(
     framework: str, native: tuple[Path, Ids], tmp_path: Path
 ) -> None:
     start, expected = native
-    recipe = [ROOT / "benchmarks" / "foreign", f"gateway.agent=frameworks.{framework}", f"model.path={start}", *SMALL]
+    recipe: list[str | Path] = [ROOT / "benchmarks" / "foreign", f"gateway.agent=frameworks.{framework}", f"model.path={start}", *SMALL]
     run(PYTHON, "train", *recipe, "--run", tmp_path / "run")
-    assert sum(len(steps) > 1 for steps in expected) > len(expected) / 2  # it does call tools
-    assert episodes(tmp_path / "run") == expected
+    assert sum(len(steps) > 1 for steps in expected.values()) >= 8  # of 16 episodes; it does call tools
+    found = ids(episodes(tmp_path / "run"))
+    assert {name: found[name] for name in expected} == expected
     [trained] = [record for record in records(tmp_path / "run") if record["kind"] == "train"]
     assert trained["stop/error"] == 0
     assert trained["gateway/conversations"] == 1
