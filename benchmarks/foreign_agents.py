@@ -4,7 +4,7 @@
     PYTHON -m benchmarks.foreign_agents            # that environment's PYTHON; writes results/foreign_agents.json
 
 All runs begin with the same warm start and see the same rows with the same seeds. `--steps`, `--rows` and `--seeds`
-make it shorter. Besides the curves, the result has the share of episodes of the first step whose prompts and responses
+make it shorter, and `--add` adds runs of other agents to the results. Besides the curves, the result has the share of episodes of the first step whose prompts and responses
 are id for id those of the native flow. The others have a call that cannot be read: the native flow explains to the
 model what is wrong with it, while a framework takes it for the answer.
 """
@@ -12,6 +12,7 @@ model what is wrong with it, while a framework takes it for the answer.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -65,14 +66,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="rows per step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--agents", nargs="+", default=list(AGENTS), choices=list(AGENTS))
+    parser.add_argument("--eval-rows", type=int, default=200)
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--add", action="store_true", help="keep the runs that the results have")
     parser.add_argument("--start", type=Path, help="a warm start of the quickstart; by default, one is made")
     parser.add_argument("--out", type=Path, default=RESULTS / "foreign_agents.json")
     given = parser.parse_args()
-    settings = [f"trainer.steps={given.steps}", f"rollout.rows_per_step={given.rows}", "trainer.save_every=1000"]
-    command = f"python -m benchmarks.foreign_agents --steps {given.steps} --rows {given.rows}"
-    seeds = " ".join(map(str, given.seeds))
-    head = {"command": f"{command} --seeds {seeds}", "packages": versions(), **machine()}
-    runs: list[dict[str, Any]] = []
+    settings = [
+        f"trainer.steps={given.steps}",
+        f"rollout.rows_per_step={given.rows}",
+        f"eval.rows={given.eval_rows}",
+        f"trainer.eval_every={given.eval_every}",
+        "trainer.save_every=1000",
+    ]
+    head = {"command": "python -m benchmarks.foreign_agents", "packages": versions(), **machine()}
+    runs: list[dict[str, Any]] = json.loads(given.out.read_text())["runs"] if given.add else []
     with tempfile.TemporaryDirectory() as temporary:
         folder, start = Path(temporary), given.start
         if start is None:
@@ -84,7 +92,7 @@ def main() -> None:
                 episodes = first_episodes(run)
                 reference = episodes if name == "native" else reference
                 same = [ours == theirs for ours, theirs in zip(episodes, reference, strict=bool(reference))]
-                runs.append(result | {"identical_to_native": fmean(same) if same else None})
+                runs.append(result | {"settings": settings, "identical_to_native": fmean(same) if same else None})
                 keep(given.out, head | {"runs": runs})
 
 

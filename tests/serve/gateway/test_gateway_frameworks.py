@@ -67,8 +67,8 @@ def test_a_framework_plays_as_the_native_flow_id_for_id(
     framework: str, native: tuple[Path, Ids], tmp_path: Path
 ) -> None:
     start, expected = native
-    recipe: list[str | Path] = [ROOT / "benchmarks" / "foreign", f"gateway.agent=frameworks.{framework}", f"model.path={start}", *SMALL]
-    run(PYTHON, "train", *recipe, "--run", tmp_path / "run")
+    recipe: list[str | Path] = [ROOT / "benchmarks" / "foreign", f"gateway.agent=frameworks.{framework}"]
+    run(PYTHON, "train", *recipe, f"model.path={start}", *SMALL, "--run", tmp_path / "run")
     assert sum(len(steps) > 1 for steps in expected.values()) >= 8  # of 16 episodes; it does call tools
     found = ids(episodes(tmp_path / "run"))
     assert {name: found[name] for name in expected} == expected
