@@ -5,8 +5,8 @@
 
 All runs begin with the same warm start and see the same rows with the same seeds. `--steps`, `--rows` and `--seeds`
 make it shorter, and `--add` adds runs of other agents to the results. Besides the curves, the result has the share of
-episodes of the first step whose prompts and responses are id for id those of the native flow. The others have a call that
-cannot be read: the native flow explains to the model what is wrong with it, a framework takes it for the answer.
+episodes of the first step whose prompts and responses are id for id those of the native flow. The others have a call
+that cannot be read: the native flow explains to the model what is wrong with it, a framework takes it for the answer.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from agent_r1.tokens.conversations import Exchange
+from agent_r1.tokens.placeholders import picture_name
 from agent_r1.types import Message
 
 Key = str
@@ -174,7 +175,7 @@ def canonical_key(message: Message) -> Key:
     if role == "assistant" and isinstance(content, str):
         content = content.strip()  # many clients strip what they show
     calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
-    return json.dumps([role, content, calls], sort_keys=True, default=repr)
+    return json.dumps([role, content, calls], sort_keys=True, default=picture_name)
 
 
 def content_text(content: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -42,16 +42,19 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scribe:
+    """Reads and writes for one session."""
+
     renderer: Renderer
     tool_format: ToolCallFormat
     tool_role: str | None = None  # of messages with results; None: the format's own
+    known_calls: dict[str, tuple[str, str]] = field(default_factory=dict)  # our id -> name, and id in the prompt
 
     # client -> history
 
     def entries(self, messages: Sequence[Message]) -> list[Entry]:
         """The messages in the form that the chat template gets. Formats without a role for results join them."""
         entries: list[Entry] = []
-        names: dict[str, tuple[str, str]] = {}  # the client's id of a call -> its name, and its id in the prompt
+        names = dict(self.known_calls)  # and calls that only the client knows
         for is_tool, group in groupby(messages, key=lambda each: each["role"] == "tool"):
             if is_tool:
                 entries += self._result_entries(list(group), names)
@@ -73,7 +76,7 @@ class Scribe:
                 for index, event in enumerate(parsed)
             ]
             for index, (call, event) in enumerate(zip(calls, parsed, strict=True)):
-                names[str(call.get("id", ""))] = event.name, _prompt_id(event, index)
+                names.setdefault(str(call.get("id", "")), (event.name, _prompt_id(event, index)))
         reasoning = str(message.get("reasoning_content") or "")
         if reasoning:
             shown["reasoning_content"] = reasoning
@@ -128,7 +131,11 @@ class Scribe:
             call_ids=tuple(call.call_id for call in calls),
             reasoning=reply.reasoning,
         )
-        events = _told(self.tool_format.parse(text)[1], len(calls)) if tools else []
+        found = self.tool_format.parse(text)[1] if tools else []
+        places = [index for index, event in enumerate(found) if isinstance(event, ParsedCall)][: len(calls)]
+        for call, index in zip(calls, places, strict=True):
+            self.known_calls[call.call_id] = call.name, _prompt_id(found[index], index)
+        events = [each for i, each in enumerate(found) if i in places or not isinstance(each, ParsedCall)]
         stops = [stop for stop in request.sampling.stop if _ended_by(self.renderer, response, stop)]
         return Read(said=Said(answer=answer, stop_text=stops[0] if stops else None), entry=entry, events=events)
 
@@ -168,11 +175,6 @@ def _prompt_id(event: Event, index: int) -> str:
 
 def _echo(call: CallOut) -> Message:
     return {"function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _told(events: list[Event], calls: int) -> list[Event]:
-    parsed = [event for event in events if isinstance(event, ParsedCall)]
-    return [event for event in events if event in parsed[:calls] or not isinstance(event, ParsedCall)]
 
 
 def _ended_by(renderer: Renderer, response: Response, stop: str) -> bool:

@@ -54,6 +54,7 @@ class Turn:
     number: int  # of the call in the episode
     kind: Kind
     events: list[Event]
+    call_ids: tuple[str, ...]  # of the calls among them, as the client knows them
     answered: float  # when the client got the answer
     results: list[Entry] = field(default_factory=list)  # what the first call that continued it added
     seconds: float = 0.0  # until then
@@ -161,7 +162,13 @@ class Session:
             self.counts[COUNTED[kind]] += 1
         read = self._scribe.read(response, request)
         node = self._history.add_answer(known.end, read.entry, response.exchange, response.number)
-        self._turns[node] = Turn(number=response.number, kind=kind, events=read.events, answered=time.monotonic())
+        self._turns[node] = Turn(
+            number=response.number,
+            kind=kind,
+            events=read.events,
+            call_ids=read.entry.call_ids,
+            answered=time.monotonic(),
+        )
         kept = messages[1:] if asked.get("instructed") else messages  # instructions are those of one request
         self._told[response_id(read.said)] = [*kept, said_message(read.said)]
         return read.said
@@ -227,11 +234,15 @@ def _failed(reply: Reply) -> bool:
 
 
 def _records(turn: Turn) -> list[ToolCallRecord]:
-    results = iter([entry for entry in turn.results if entry.message.get("role") == "tool"])
+    """The calls of a step. Clients may answer them in any order; those that give them other ids keep the order."""
+    results = [entry for entry in turn.results if entry.message.get("role") == "tool"]
+    named = {entry.call_ids: entry for entry in results}
+    ids = [(each,) for each in turn.call_ids]
+    left = iter([named.get(each) for each in ids] if any(each in named for each in ids) else results)
     records = []
     for event in turn.events:
         if isinstance(event, ParsedCall):
-            entry = next(results, None)
+            entry = next(left, None)
             result = "" if entry is None else _text(entry)
             record = ToolCallRecord(name=event.name, arguments=event.arguments, result=result, text_span=event.span)
         else:

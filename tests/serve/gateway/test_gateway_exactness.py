@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from agent_r1.engines.base import Completion
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.serve.gateway.client import ClientSettings
+from agent_r1.tokens.formats.infer import template_format
 from agent_r1.types import StopReason, TaskRow, Trajectory
 from tests.serve.gateway.agent_runs import (
     ASK,
@@ -23,6 +25,7 @@ from tests.serve.gateway.agent_runs import (
     result,
     search,
 )
+from tests.tokens.small_tokenizers import FAMILIES, renderer_of
 
 NOBODY = {"role": "assistant", "content": "Nobody."}
 
@@ -70,6 +73,41 @@ def test_a_model_may_call_several_tools_at_once_and_again() -> None:
     [trajectory] = play(look_up, [search("A") + "\n" + search("B"), search("A"), "done"])
     assert [[call.result for call in step.calls] for step in trajectory.steps] == [["A: yes", "B: yes"], ["A: yes"], []]
     assert segments(trajectory) == [[0, 1, 2]]
+
+
+def test_results_are_kept_with_their_calls_in_whatever_order_they_come() -> None:
+    async def agent(row: TaskRow, client: ClientSettings) -> None:
+        said = await chat(client, [ASK], tools=[SEARCH])
+        one, two = said.tool_calls
+        await chat(client, [ASK, echo(said), result(two, "second"), result(one, "first")], tools=[SEARCH])
+
+    [trajectory] = play(agent, [search("A") + "\n" + search("B"), "done"])
+    assert [call.result for call in trajectory.steps[0].calls] == ["first", "second"]
+    shown = renderer().decode(trajectory.steps[1].prompt_ids)
+    assert shown.index("second") < shown.index("first")  # the model sees what the client sent
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_known_template_plays_calls_with_exact_ids_or_says_that_it_cannot(family: str) -> None:
+    """With calls as each family writes them, ids of calls included; the second prompt shows the result."""
+    model = renderer_of(family)
+    tool_format = template_format(model).choose("auto")
+    call = tool_format.write_call("search", {"query": "A"})
+
+    async def agent(row: TaskRow, client: ClientSettings) -> None:
+        said = await chat(client, [ASK], tools=[SEARCH])
+        assert [each.function.name for each in said.tool_calls] == ["search"]
+        await chat(client, [ASK, echo(said), result(said.tool_calls[0], "yes, A")], tools=[SEARCH])
+
+    def sampled(text: str) -> Completion:
+        ids = model.encode_response(text)
+        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
+
+    [trajectory] = play(agent, [sampled(call), sampled("done")], model=model)
+    assert trajectory.stop is StopReason.ANSWERED, trajectory.error
+    assert "yes, A" in model.decode(trajectory.steps[1].prompt_ids)
+    kind = trajectory.steps[1].info["history"]
+    assert (kind, extends(trajectory, 1, 0)) in (("continued", True), ("rerendered", False))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +242,6 @@ def test_steps_are_in_the_order_in_which_calls_began() -> None:
             self.later = asyncio.Event()
 
         async def generate(self, prompt: Any, sampling: Any, *, session: str) -> Any:
-            from agent_r1.engines.base import Completion
-
             text = "slow" if "slow" in renderer().decode(prompt.ids) else "quick"
             if text == "slow":
                 await self.later.wait()
