@@ -3,6 +3,7 @@ agents (Claude Code, Codex), written by hand from the public documentation of th
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -11,10 +12,14 @@ import httpx
 import openai
 import pytest
 
+from agent_r1.engines.base import Completion
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.serve.gateway.client import ClientSettings
+from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import StopReason, TaskRow, Trajectory
+from tests.pictures import PICTURE
 from tests.serve.gateway.agent_runs import ASK, SEARCH, encode, openai_client, play, renderer, search
+from tests.vision.tiny_models import make_model, make_tokenizer
 
 FUNCTION = SEARCH["function"]
 TOOL = {"name": "search", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
@@ -347,3 +352,57 @@ def test_what_the_responses_api_cannot_do_here_is_named(option: dict[str, Any], 
 
     [trajectory] = play(agent, ["one"])
     assert result(trajectory) == [400, param]
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_pictures_are_shown_to_models_that_take_them_and_stay_exact(api: str) -> None:
+    tokenizer = make_tokenizer("qwen2_5_vl")
+    model = Renderer(tokenizer, pictures=make_model("qwen2_5_vl", tokenizer)[1])
+    shown = base64.b64encode(PICTURE.encoded).decode()
+    url = f"data:image/png;base64,{shown}"
+    text = {"chat": "text", "responses": "input_text", "messages": "text"}[api]
+    part: dict[str, Any] = {
+        "chat": {"type": "image_url", "image_url": {"url": url}},
+        "responses": {"type": "input_image", "image_url": url},
+        "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": shown}},
+    }[api]
+
+    async def agent(row: TaskRow, client: ClientSettings) -> int:
+        path, history = {"chat": ("chat/completions", "messages"), "responses": ("responses", "input")}.get(
+            api, ("messages", "messages")
+        )
+        asked: list[Any] = [{"role": "user", "content": [part, {"type": text, "text": "What is it?"}]}]
+        async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": client.api_key}) as http:
+            for _ in range(2):
+                body = {"model": "m", "max_output_tokens" if api == "responses" else "max_tokens": 50, history: asked}
+                sent = await http.post(f"{client.base_url}/{path}", json=body)
+                asked += [{"role": "assistant", "content": "Grey."}, {"role": "user", "content": "Sure?"}]
+        return sent.status_code
+
+    said = model.encode_response("Grey.")
+    completion = Completion(token_ids=said, logprobs=[0.0] * len(said), stop="stop")
+    [trajectory] = play(agent, [completion, completion], model=model)
+    assert result(trajectory) == 200
+    [picture] = trajectory.steps[0].pictures
+    assert trajectory.steps[1].pictures == (picture,)
+    assert picture.encoded == PICTURE.encoded
+    assert kinds(trajectory) == ["new", "continued"]
+    assert len(merge_steps([trajectory])) == 1
+
+
+def test_a_picture_for_a_model_that_takes_text_only_is_refused() -> None:
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE.encoded).decode()}"
+
+    async def agent(row: TaskRow, client: ClientSettings) -> int:
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        async with httpx.AsyncClient(trust_env=False) as http:
+            seen = {"model": "m", "messages": [{"role": "user", "content": content}]}
+            refused = await http.post(f"{client.base_url}/chat/completions", json=seen)
+            await http.post(f"{client.base_url}/chat/completions", json={"model": "m", "messages": [ASK]})
+        return refused.status_code
+
+    [trajectory] = play(agent, ["one"])
+    assert result(trajectory) == 400
