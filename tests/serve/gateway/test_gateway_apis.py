@@ -364,17 +364,17 @@ def test_pictures_are_shown_to_models_that_take_them_and_stay_exact(api: str) ->
     shown = base64.b64encode(PICTURE.encoded).decode()
     url = f"data:image/png;base64,{shown}"
     text = {"chat": "text", "responses": "input_text", "messages": "text"}[api]
-    part: dict[str, Any] = {
+    parts: dict[str, dict[str, Any]] = {
         "chat": {"type": "image_url", "image_url": {"url": url}},
         "responses": {"type": "input_image", "image_url": url},
         "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": shown}},
-    }[api]
+    }
 
     async def agent(row: TaskRow, client: ClientSettings) -> int:
         path, history = {"chat": ("chat/completions", "messages"), "responses": ("responses", "input")}.get(
             api, ("messages", "messages")
         )
-        asked: list[Any] = [{"role": "user", "content": [part, {"type": text, "text": "What is it?"}]}]
+        asked: list[Any] = [{"role": "user", "content": [parts[api], {"type": text, "text": "What is it?"}]}]
         async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": client.api_key}) as http:
             for _ in range(2):
                 body = {"model": "m", "max_output_tokens" if api == "responses" else "max_tokens": 50, history: asked}
