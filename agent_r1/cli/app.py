@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.commands.data import app as data
+from agent_r1.cli.commands.serve import ApiKey, serve_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
 from agent_r1.cli.search_command import app as search
@@ -66,6 +67,7 @@ RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=
 app.add_typer(bench, name="bench", no_args_is_help=True)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
+app.command("serve")(serve_command)
 
 
 def _print_version(asked: bool) -> None:
@@ -305,12 +307,28 @@ def show_command(
 
 @app.command("chat")
 def chat_command(
-    run: RunArg,
+    run: Annotated[Path | None, typer.Argument(help="A run directory.", autocompletion=complete_run)] = None,
     overrides: Overrides = None,
-    row: Annotated[int, typer.Option(help="Index of the test row to load.")] = 0,
+    row: Annotated[int | None, typer.Option(help="Index of the test row to load; default: 0.")] = None,
     ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Instead of a run: the address of any OpenAI-compatible server.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --url: the model; default: the server's first.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
-    """Talk to a trained agent and watch its tool calls."""
+    """Talk to a trained agent and watch its tool calls; with --url, to a server."""
+    if url is not None:
+        from agent_r1.cli.commands.remote_chat import check_options, run_remote_chat
+
+        check_options(run=run, overrides=overrides or (), row=row)
+        run_remote_chat(url, console, model=model, key=api_key, ask=ask)
+        return
+    if run is None:
+        raise ConfigError("which run? Name a run directory, or a server with --url")
+    if model is not None:
+        raise ConfigError(f"--model {model} has no effect without --url: the run has its model")
+
     from agent_r1.runs.run_dir import RunDir
 
     if words := " ".join(word for word in overrides or [] if "=" not in word):
@@ -320,7 +338,7 @@ def chat_command(
 
     from agent_r1.cli.commands.chat import run_chat
 
-    run_chat(config, directory, console, row=row, ask=ask)
+    run_chat(config, directory, console, row=row or 0, ask=ask)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

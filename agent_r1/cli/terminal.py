@@ -48,6 +48,14 @@ def tell(line: Text) -> None:
     Terminal(stderr=True).print(line, soft_wrap=True)
 
 
+def read_line(console: Console) -> str:
+    """Read what the user says in a chat."""
+    text = console.input("[bold blue]you[/]   ").strip()
+    if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
+        console.print(Text(text), soft_wrap=True)
+    return text
+
+
 class _Steady(io.TextIOWrapper):
     """A standard stream that never raises. After the first failed write, it drops all output."""
 

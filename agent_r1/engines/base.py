@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -128,6 +128,22 @@ class Engine(Sampler, Protocol):
 
     async def close(self) -> None:
         """Free all resources. May be called twice."""
+        ...
+
+
+# Gets new tokens and their log-probs, on the event loop. Must return soon.
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """An engine that reports tokens before a response is complete."""
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, *, session: str, on_tokens: OnTokens) -> Completion:
+        """Like `generate`; `on_tokens` gets the tokens of the completion piece by piece, before this returns.
+
+        `on_tokens` may call `abort` for its session.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agent_r1.engines.base import Completion, Prompt, Sampling
+from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling
 from agent_r1.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -51,8 +51,26 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._delay = delay
         self._turns: Counter[str] = Counter()
+        self._aborted: set[str] = set()
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
+        respond = self._begin(prompt, sampling, session)
+        if self._delay:
+            await asyncio.sleep(self._delay)
+        return respond()
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, *, session: str, on_tokens: OnTokens) -> Completion:
+        """Report the tokens one by one, `delay` apart, until the session is aborted."""
+        completion = self._begin(prompt, sampling, session)()
+        for index, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            if session in self._aborted:
+                return _first_tokens(completion, index)
+            await asyncio.sleep(self._delay)
+            on_tokens([token], [logprob])
+        return completion
+
+    def _begin(self, prompt: Prompt, sampling: Sampling, session: str) -> Callable[[], Completion]:
+        """Record a request; returns what computes its completion."""
         call = ScriptedCall(
             prompt_ids=list(prompt.ids),
             sampling=sampling,
@@ -63,9 +81,7 @@ class ScriptedEngine:
         index, version = len(self.calls), self.version
         self.calls.append(call)
         self._turns[session] += 1
-        if self._delay:
-            await asyncio.sleep(self._delay)
-        return _truncate(self._completion(self._response(call, index), sampling), sampling, version)
+        return lambda: _truncate(self._completion(self._response(call, index), sampling), sampling, version)
 
     def release(self, session: str) -> None:
         self.released.append(session)
@@ -74,7 +90,9 @@ class ScriptedEngine:
         self.version = version
 
     def abort(self, session: str | None = None) -> None:
-        """Does nothing: a script aborts a response by giving a `Completion` with `stop="abort"`."""
+        """Ends responses that are streamed. A script aborts others by giving a `Completion` with `stop="abort"`."""
+        if session is not None:
+            self._aborted.add(session)
 
     async def close(self) -> None:
         """Does nothing."""
@@ -102,6 +120,11 @@ class ScriptedEngine:
         else:
             ids = list(response)
         return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
+
+
+def _first_tokens(completion: Completion, count: int) -> Completion:
+    ids, logprobs = completion.token_ids[:count], completion.logprobs[:count]
+    return Completion(token_ids=ids, logprobs=logprobs, stop="abort", versions=((0, count),) if count else ())
 
 
 def _truncate(completion: Completion, sampling: Sampling, version: int) -> Completion:

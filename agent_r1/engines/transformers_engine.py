@@ -208,6 +208,7 @@ class TransformersEngine(RequestEngine):
             if _ends(request, token, len(request.logprobs)):
                 request.live = False
                 self._answer(request)
+        self._report()
         self._deliver()
 
     def _generate(self, prompts: Sequence[list[int]], most: int, choose: Callable[[Tensor], list[int] | None]) -> None:

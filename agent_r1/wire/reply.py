@@ -11,7 +11,7 @@ from typing import Any
 from agent_r1.tokens.formats import ParsedCall, ToolCallFormat
 from agent_r1.wire.chat_answer import CallOut, new_id
 
-_THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +59,5 @@ def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
         return "", text
     whole = f"<think>{text}" if opened and not text.lstrip().startswith("<think>") else text
     thoughts = [thought.strip() for thought in _THINKING.findall(whole)]
-    return "\n".join(filter(None, thoughts)), _THINKING.sub("", whole).strip()
+    spoken = _THINKING.sub("", whole)
+    return "\n".join(filter(None, thoughts)), spoken.lstrip() if whole.lstrip().startswith("<think>") else spoken

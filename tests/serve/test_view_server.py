@@ -21,8 +21,9 @@ from starlette.testclient import TestClient
 
 from agent_r1.runs.outcomes import EvalRecord, Subject
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.serve.listening import is_loopback
 from agent_r1.serve.view.library import Library
-from agent_r1.serve.view.server import COOKIE, HEADERS, is_loopback, make_app, static_files
+from agent_r1.serve.view.server import COOKIE, HEADERS, make_app, static_files
 from tests.serve.small_runs import HOSTILE, LONG, make_episode, make_groups, make_run, make_step
 
 STATIC = Path(__file__).parents[2] / "agent_r1" / "serve" / "view" / "static"

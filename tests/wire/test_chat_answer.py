@@ -114,7 +114,8 @@ def test_a_call_that_cannot_be_read_stays_in_the_text() -> None:
         ("hm</think>\n4", True, "hm", "4"),
         ("<think>hm", False, "hm", ""),
         ("hm", True, "hm", ""),
-        (" a <think> b", False, "b", "a"),
+        (" a <think> b", False, "b", " a "),
+        (" <think>b</think> c ", False, "b", "c "),
     ],
 )
 def test_thinking_is_kept_apart(text: str, opened: bool, thoughts: str, rest: str) -> None:

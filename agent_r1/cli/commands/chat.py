@@ -6,7 +6,6 @@ another. Every question starts with a fresh environment; only the conversation i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from copy import copy
@@ -22,6 +21,7 @@ from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
 from agent_r1.build.task import build_task
 from agent_r1.cli.log import logging_to
+from agent_r1.cli.terminal import read_line
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError
@@ -174,7 +174,7 @@ def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
             if ask is not None:
                 running.run(answer(chat, ask or chat.question, console))
                 return
-            while (text := _read_line(console)) not in ("/quit", "/exit"):
+            while (text := read_line(console)) not in ("/quit", "/exit"):
                 if text.startswith("/"):
                     _command(chat, text, console)
                 else:
@@ -185,13 +185,6 @@ def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
             console.print()  # the shell's prompt starts on its own line
         finally:
             running.run(chat.close())
-
-
-def _read_line(console: Console) -> str:
-    text = console.input("[bold blue]you[/]   ").strip()
-    if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
-        console.print(Text(text), soft_wrap=True)
-    return text
 
 
 async def answer(chat: Chat, text: str, console: Console) -> None:

@@ -222,5 +222,6 @@ class LocalEngine(RequestEngine):
         if broken:  # the cache may hold what caused it, or what followed
             self._scheduler.forget()
             self._on_worker(self._runner.clear_cache)
+        self._report()
         for request in finished:
             self._answer(request)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_r1.engines.base import Completion, Prompt, Sampling
+from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.errors import DataError, RolloutError
@@ -71,6 +71,8 @@ class RequestEngine(ABC):
         if threads is not None:
             self._on_worker(lambda: torch.set_num_threads(threads))
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._listeners: dict[Request, OnTokens] = {}
+        self._heard: dict[Request, int] = {}  # tokens that the listener of a request has got
         self._answers: deque[tuple[Request, Completion]] = deque()  # completed, not yet delivered
         self._driver: asyncio.Task[None] | None = None
         self._version: int | None = 0  # None: `load_weights` has failed
@@ -99,6 +101,15 @@ class RequestEngine(ABC):
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
         """Sample one response. Log-probs are those of the distribution it was drawn from; see `sampling.sample`."""
+        return await self._request(prompt, sampling, session, None)
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, *, session: str, on_tokens: OnTokens) -> Completion:
+        """Like `generate`; `on_tokens` gets the new tokens after every step. If it raises, only this request fails."""
+        return await self._request(prompt, sampling, session, on_tokens)
+
+    async def _request(
+        self, prompt: Prompt, sampling: Sampling, session: str, on_tokens: OnTokens | None
+    ) -> Completion:
         self._check(prompt, sampling, self._queue.known_tokens(session))
         if self._driver is not None and self._driver.get_loop() is not asyncio.get_running_loop():
             raise RolloutError(f"this {type(self).__name__} is running in another event loop; use one engine per loop")
@@ -118,6 +129,8 @@ class RequestEngine(ABC):
             request.positions_AL = self.pictures.positions(np.array(prompt.ids, np.int64), request.pictures)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._futures[request] = future
+        if on_tokens is not None:
+            self._listeners[request] = on_tokens
         self._queue.submit(request)
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
@@ -127,6 +140,21 @@ class RequestEngine(ABC):
             self._futures.pop(request, None)
             self._queue.cancel(request)
             raise
+        finally:
+            self._listeners.pop(request, None)
+            self._heard.pop(request, None)
+
+    def _report(self) -> None:
+        """Tell listeners what was sampled. Called after each step, before its requests are answered."""
+        for request, on_tokens in list(self._listeners.items()):
+            heard = self._heard.get(request, 0)
+            if request not in self._futures or len(request.logprobs) == heard:
+                continue
+            self._heard[request] = len(request.logprobs)
+            try:
+                on_tokens(request.tokens[request.prompt_length + heard :], request.logprobs[heard:])
+            except Exception as error:  # noqa: BLE001 (must not end the other requests)
+                self._fail(request, error)
 
     def release(self, session: str) -> None:
         self._queue.release(session)

@@ -42,6 +42,7 @@ HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 MAX_BODY_BYTES = 20_000_000
 READ_SECONDS = 60.0  # to send a body
+STALL_SECONDS = 30.0  # a client that reads nothing for so long is disconnected
 MAX_ENDED = 10_000  # sessions remembered as ended; older ones are unknown
 _PATH = re.compile(r"(?:/s/(?P<session>[\w-]{1,128}))?/v1/(?P<endpoint>[\w/]{1,64})")
 
@@ -70,7 +71,12 @@ class GatewayServer(Resource):
         listener.bind((HOST, 0))
         config = uvicorn.Config(
             self._app,
-            http=bounded_protocol(seconds=max(READ_SECONDS, self._seconds), max_connections=MAX_CONNECTIONS),
+            http=bounded_protocol(
+                seconds=max(READ_SECONDS, self._seconds),  # an agent may be busy between two calls
+                busy_seconds=READ_SECONDS + self._seconds,
+                stall_seconds=STALL_SECONDS,
+                max_connections=MAX_CONNECTIONS,
+            ),
             interface="asgi3",
             proxy_headers=False,
             ws="none",

@@ -33,7 +33,8 @@ def run_view(
         _say(console, f"{shown(export)}: {kept['runs']} runs, {kept['episodes']} of {kept['total']} episodes, {size}")
         return
 
-    from agent_r1.serve.view.server import is_loopback, serve
+    from agent_r1.serve.listening import is_loopback
+    from agent_r1.serve.view.server import serve
 
     def announce(link: str) -> None:
         count = len(library.runs())

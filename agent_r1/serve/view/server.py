@@ -11,10 +11,8 @@ What agents write is hostile input, and so is every other page in the user's bro
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.resources import files
 from typing import Any
@@ -27,7 +25,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.errors import AgentR1Error
+from agent_r1.serve.listening import LOOPBACK_NAMES, bind, is_loopback, link_name
 from agent_r1.serve.view.api import Api
 from agent_r1.serve.view.library import Library, NotFound
 
@@ -51,7 +50,6 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 COOKIE = "agent-r1-view"
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = 30.0
 
@@ -133,13 +131,6 @@ def make_app(library: Library, *, token: str | None = None) -> Guard:
     return Guard(Starlette(routes=routes), token=token)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def serve(library: Library, *, host: str, port: int, announce: Callable[[str], None]) -> None:
     """Serve until interrupted. `announce` gets the link once the page can be opened. Port 0 is a free port."""
     from agent_r1.serve.connections import bounded_protocol
@@ -155,29 +146,10 @@ def serve(library: Library, *, host: str, port: int, announce: Callable[[str], N
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    with _bind(host, port) as listener:
+    with bind(host, port) as listener:
         listener.listen(config.backlog)
-        name = _link_name(host)
+        name = link_name(host)
         query = "" if token is None else f"?{urlencode({'token': token})}"
         announce(f"http://{name}:{listener.getsockname()[1]}/{query}")
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
-
-
-def _link_name(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, because asyncio turns off delays (TCP_NODELAY) only for sockets that say that they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen at {host}, port {port}: {error}. Choose another with --port") from error
-    return listener

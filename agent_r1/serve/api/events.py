@@ -1,0 +1,74 @@
+"""What a mode reports while it answers; `api_app.py` writes it as one answer or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agent_r1.wire.chat_answer import Choice, TokenLogprob, Usage
+from agent_r1.wire.chat_request import ChatRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """More of a response. Pieces of one choice add up to its text."""
+
+    index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """Something beside the text: what an agent's tools did."""
+
+    event: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A choice is complete; its text is the sum of its deltas."""
+
+    index: int
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The last event."""
+
+    usage: Usage
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+Event = Delta | Happened | Finished | Ended
+Events = AsyncGenerator[Event, None]
+
+
+async def follow(work: asyncio.Future[Any], events: asyncio.Queue[Event | None]) -> Events:
+    """Yield what `work` puts into the queue until it is done, and raise what it raises. Closing this cancels it."""
+    work.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        work.result()
+    finally:
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+        with suppress(asyncio.CancelledError):
+            work.exception()  # looked at, so that asyncio does not report it
+
+
+class Mode(Protocol):
+    """How requests are answered."""
+
+    extensions: tuple[str, ...]  # further fields of a request that it reads
+
+    async def start(self, request: ChatRequest) -> Events:
+        """Check a request, raising ApiError, and return its events. Closing the generator ends all its work."""
+        ...
