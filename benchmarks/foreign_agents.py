@@ -92,7 +92,8 @@ def main() -> None:
                 episodes = first_episodes(run)
                 reference = episodes if name == "native" else reference
                 same = [ours == theirs for ours, theirs in zip(episodes, reference, strict=bool(reference))]
-                runs.append(result | {"settings": settings, "identical_to_native": fmean(same) if same else None})
+                shares = {"identical_to_native": fmean(same) if same else None, "commit": head["commit"]}
+                runs.append(result | shares | {"settings": settings})
                 keep(given.out, head | {"runs": runs})
 
 
