@@ -34,7 +34,7 @@ class Kind(StrEnum):
     REWRITTEN_ANSWER = "rewritten_answer"  # the client changed an answer of ours
     REWRITTEN_CONTEXT = "rewritten_context"  # our answers after messages that were changed or dropped
     FOREIGN = "foreign"  # answers that we never gave
-    RERENDERED = "rerendered"  # known, but the chat template does not let a prompt be continued
+    RERENDERED = "rerendered"  # known, but shown otherwise: other tools, or a template that cannot be continued
 
     @property
     def starts_segment(self) -> bool:

@@ -157,7 +157,7 @@ class Session:
             raise self._refusal(limit) from None
         except (DataError, ValueError, TypeError) as error:
             raise invalid(str(error), "messages") from error
-        kind = Kind.RERENDERED if known.answers and not response.extends else known.kind
+        kind = known.kind if known.kind.starts_segment or response.extends else Kind.RERENDERED
         if kind in COUNTED:
             self.counts[COUNTED[kind]] += 1
         read = self._scribe.read(response, request)

@@ -209,6 +209,20 @@ def test_reasoning_that_a_client_drops_stays_in_the_prompt_and_edited_reasoning_
     assert extends(trajectory, 2, 0)
 
 
+def test_other_tools_start_a_segment() -> None:
+    """The tools are at the beginning of the prompt, so nothing after them can be continued."""
+
+    async def agent(row: TaskRow, client: ClientSettings) -> None:
+        said = await chat(client, [ASK], tools=[SEARCH])
+        more = {**SEARCH, "function": {**SEARCH["function"], "name": "buy"}}
+        await chat(client, [ASK, echo(said), result(said.tool_calls[0], "yes")], tools=[SEARCH, more])
+
+    [trajectory] = play(agent, [search("A"), "done"])
+    assert trajectory.steps[1].info["history"] == "rerendered"
+    assert segments(trajectory) == [[0], [1]]
+    assert trajectory.counts["gateway/rerendered"] == 1
+
+
 def test_sub_agents_are_branches_of_one_trajectory_and_one_segment_each() -> None:
     """Main asks, two sub-agents run at once with conversations of their own, main goes on."""
 
