@@ -10,10 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agent_r1.api.agent import Agent, Answer
+    from agent_r1.api.results import EvalResult, Transcript
+    from agent_r1.api.run import Run, load_run
+    from agent_r1.api.settings import Config
+    from agent_r1.api.training import evaluate, train
     from agent_r1.envs.base import AgentEnv
     from agent_r1.envs.check import check_env, check_tool
     from agent_r1.envs.text_env import Reply, TextEnv
     from agent_r1.envs.tool_env import ToolEnv
+    from agent_r1.errors import AgentR1Error, ConfigError, DataError
     from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
     from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
     from agent_r1.flows.replay import replay
@@ -24,6 +30,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "api.agent": ["Agent", "Answer"],
+    "api.results": ["EvalResult", "Transcript"],
+    "api.run": ["Run", "load_run"],
+    "api.settings": ["Config"],
+    "api.training": ["evaluate", "train"],
+    "errors": ["AgentR1Error", "ConfigError", "DataError"],
     "envs.base": ["AgentEnv"],
     "envs.check": ["check_env", "check_tool"],
     "envs.text_env": ["Reply", "TextEnv"],
@@ -39,17 +51,25 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Action",
+    "Agent",
     "AgentEnv",
     "AgentEnvLoop",
     "AgentFlowBase",
+    "AgentR1Error",
+    "Answer",
     "BaseTool",
+    "Config",
+    "ConfigError",
+    "DataError",
     "Episode",
     "EpisodeLimit",
+    "EvalResult",
     "FromRow",
     "Limits",
     "Observation",
     "Reply",
     "Resource",
+    "Run",
     "SingleStepFlow",
     "StopReason",
     "TaskRow",
@@ -58,11 +78,15 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "Trajectory",
+    "Transcript",
     "Transition",
     "check_env",
     "check_tool",
+    "evaluate",
+    "load_run",
     "replay",
     "tool",
+    "train",
 ]
 
 

@@ -19,7 +19,8 @@ from types import UnionType
 from typing import Any, Literal
 
 from agent_r1.errors import brief
-from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, image_part
+from agent_r1.vision.contents import read_pictures
+from agent_r1.vision.pictures import Picture
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as chat templates take them
 PerToken = list[list[float]]  # one trajectory: [step][response token]
@@ -115,27 +116,6 @@ def check_messages(messages: list[Message], start: int = 0) -> None:
         check_type(name, message, dict | Mapping, "a dict with a role and a content")
         check_type(f"{name}['role']", message.get("role"), str, "a text")
         check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
-
-
-def read_pictures(messages: list[Message], start: int = 0) -> list[Message]:
-    """The messages with every picture, in any spelling, as {"type": "image", "image": Picture}."""
-    read = [_with_pictures(message, f"message {index}") for index, message in enumerate(messages[start:], start)]
-    changed = any(now is not before for now, before in zip(read, messages[start:], strict=True))
-    return [*messages[:start], *read] if changed else messages
-
-
-def _with_pictures(message: Message, place: str) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return message
-    parts, count = [], 0
-    for index, part in enumerate(content):
-        read = image_part(part, what=f"part {index} of {place}") if isinstance(part, Mapping) else None
-        parts.append(part if read is None else read)
-        count += read is not None
-    if count > MAX_PER_MESSAGE:
-        raise ValueError(f"{place} has {count} pictures; at most {MAX_PER_MESSAGE} are accepted")
-    return {**message, "content": parts} if count else message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,9 @@ Every run starts with an empty cache, so its time includes creating and warm-sta
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +22,65 @@ SEEDS = (0, 1, 2)
 PICTURE = Path(__file__).parents[1] / "docs" / "quickstart.png"
 
 
-def play(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
-    environment = {"AGENT_R1_CACHE": str(folder / f"cache-{seed}")}
-    run, seconds = Job(name="run", seed=seed, words=("train", recipe), environment=environment).run(folder)
-    evaluated = held_out(run)
+def play(recipe: str, seed: int, folder: Path, splits: tuple[str, ...] = ()) -> dict[str, Any]:
+    """One run, which is evaluated on other `splits` too, at its end."""
+    environment, began = {"AGENT_R1_CACHE": str(folder / f"cache-{seed}")}, _cpu_seconds()
+    job = Job(name="run", seed=seed, words=("train", recipe), splits=splits, environment=environment)
+    run, seconds = job.run(folder)
+    cpu_seconds, evaluated = round(_cpu_seconds() - began, 1), held_out(run)
     return {
         "seed": seed,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "before": evaluated[0][1],
         "after": evaluated[-1][1],
         "after_stderr": evaluated[-1][2],
         "held_out": evaluated,
         "training": [(record["step"], record["success"]) for record in run.read_metrics("train")],
+        "splits": {
+            name: [each["success"], each["success_stderr"]] for name, each in job.judge(run.path, folder).items()
+        },
     }
 
 
-def draw(runs: list[dict[str, Any]]) -> None:
+def _cpu_seconds() -> float:
+    """Of all commands that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def draw(runs: Sequence[dict[str, Any]], picture: Path, others: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+    """`others`: runs to compare with, by their labels."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.6))
-    for run, color in zip(runs, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+    labelled = [(f"seed {run['seed']}", run) for run in runs] + list(others)
+    for (label, run), color in zip(labelled, ("tab:blue", "tab:orange", "tab:green", "black"), strict=False):
         axes.plot(*zip(*run["training"], strict=True), color=color, alpha=0.25)
         steps, success, error = zip(*run["held_out"], strict=True)
-        axes.errorbar(steps, success, yerr=error, color=color, marker="o", capsize=3, label=f"seed {run['seed']}")
+        axes.errorbar(steps, success, yerr=error, color=color, marker="o", capsize=3, label=label)
     axes.axhline(0.9, color="gray", linestyle=":", linewidth=1)
     axes.set(xlabel="GRPO step", ylabel="success on held-out rows", ylim=(0, 1.02))
-    axes.legend(loc="lower right")
+    axes.legend(loc="center right" if others else "lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"seed {run['seed']}: {run['before']:.1%} -> {run['after']:.1%} in {run['seconds']:.0f} s" for run in runs
+    )
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [play("quickstart", seed, Path(folder)) for seed in SEEDS]
     keep(RESULTS / "quickstart.json", {"command": "python -m benchmarks.quickstart", **machine(), "runs": runs})
-    draw(runs)
-    for run in runs:
-        print(f"seed {run['seed']}: {run['before']:.1%} -> {run['after']:.1%} in {run['seconds']:.0f} s")
+    draw(runs, PICTURE)
+    print(summary(runs))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,14 @@ class Job:
         self._command(folder, *self.words, f"seed={self.seed}", "--run", str(path))
         return RunDir.open(path), round(time.perf_counter() - began, 1)
 
-    def judged(self, run: Path, folder: Path, seconds: float | None) -> dict[str, Any]:
+    def judge(self, run: Path, folder: Path) -> dict[str, Any]:
+        """Evaluate a run on the other splits."""
         for split in self.splits:
             self._command(folder, "eval", str(run), "--split", split, "--name", split)
+        return {split: _split(run / "evals" / f"{split}.json") for split in self.splits}
+
+    def judged(self, run: Path, folder: Path, seconds: float | None) -> dict[str, Any]:
+        self.judge(run, folder)
         result = self._result(run) | {"seconds": seconds}
         first, last = result["held_out"][0], result["held_out"][-1]
         print(f"{self.name:22s} seed {self.seed}: {first['success']:6.1%} -> {last['success']:6.1%}", flush=True)

@@ -6,7 +6,7 @@ the model's chat template is at hand, so a dry run is quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent_r1.build.checks import check_device, check_disjoint, check_players, check_requirements, check_start
 from agent_r1.build.models.find import find_model
@@ -15,6 +15,7 @@ from agent_r1.build.task import Task, build_task
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm
+from agent_r1.runs.observer import Observer
 from agent_r1.tokens.formats import AUTO
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
 from agent_r1.types import TaskRow
@@ -29,6 +30,7 @@ class Plan:
     train_rows: list[TaskRow]
     test_rows: list[TaskRow]
     tool_format: str  # which tool calls are read and why; "" for an env without tools
+    observer: Observer = field(default_factory=Observer)
 
 
 def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
@@ -50,7 +52,16 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
         train_rows=train_rows,
         test_rows=test_rows,
         tool_format=_describe_tool_format(config, task, template),
+        observer=_trackers(config),
     )
+
+
+def _trackers(config: RunConfig) -> Observer:
+    if not config.track:
+        return Observer()
+    from agent_r1.track.observer import Tracking
+
+    return Tracking(config.track, config.model_dump(mode="json"))
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:

@@ -64,5 +64,6 @@ def trainer_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
         "max_error_fraction": config.rollout.max_error_fraction,
         "dump_every": config.trainer.dump_every,
         "keep_checkpoints": config.trainer.keep_checkpoints,
+        "observer": plan.observer,
         "code": code_digest(named_code(config), recipe=config.recipe),
     }

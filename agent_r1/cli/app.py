@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from agent_r1 import __version__
 from agent_r1.cli.bench_command import app as bench
 from agent_r1.cli.commands.data import app as data
+from agent_r1.cli.commands.publish import export_command, push_command
 from agent_r1.cli.commands.serve import ApiKey, serve_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
@@ -306,11 +307,14 @@ def show_command(
 
 
 @app.command("chat")
-def chat_command(
+def chat_command(  # noqa: PLR0913 (the options of the command)
     run: Annotated[Path | None, typer.Argument(help="A run directory.", autocompletion=complete_run)] = None,
     overrides: Overrides = None,
     row: Annotated[int | None, typer.Option(help="Index of the test row to load; default: 0.")] = None,
     ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Show a picture with the first question; repeatable.")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Instead of a run: the address of any OpenAI-compatible server.")
     ] = None,
@@ -322,6 +326,8 @@ def chat_command(
         from agent_r1.cli.commands.remote_chat import check_options, run_remote_chat
 
         check_options(run=run, overrides=overrides or (), row=row)
+        if image:
+            raise ConfigError("--image has no effect with --url: pictures can be shown to the agent of a run only")
         run_remote_chat(url, console, model=model, key=api_key, ask=ask)
         return
     if run is None:
@@ -338,7 +344,11 @@ def chat_command(
 
     from agent_r1.cli.commands.chat import run_chat
 
-    run_chat(config, directory, console, row=row or 0, ask=ask)
+    run_chat(config, directory, console, row=row or 0, ask=ask, images=image or [])
+
+
+app.command("export")(export_command)
+app.command("push")(push_command)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

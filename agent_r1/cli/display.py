@@ -23,6 +23,7 @@ from agent_r1.runs.trajectories import transcript
 from agent_r1.text import visible
 from agent_r1.types import Group as EpisodeGroup
 from agent_r1.types import Trajectory
+from agent_r1.vision.contents import text_of
 
 BARS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 20.0  # without a terminal, print progress within a step after this time
@@ -203,7 +204,7 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
     table = Table.grid(padding=(0, 1))
     for message in trajectory.opening or group.row.prompt:
         if message["role"] == "user":
-            table.add_row(Text("user", style="bold blue"), Text(visible(shorten(str(message["content"])))))
+            table.add_row(Text("user", style="bold blue"), Text(visible(shorten(text_of(message["content"])))))
     for speaker, text in transcript(trajectory):
         style = "bold yellow" if speaker in ("tool", "env") else "bold green"
         table.add_row(Text(speaker, style=style), Text(visible(shorten(text))))

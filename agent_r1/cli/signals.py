@@ -1,6 +1,7 @@
 """Run the work of a command: react to Ctrl-C, SIGTERM and SIGHUP, to a full disk, and to environments that block.
 
-The first signal saves and stops, a second stops at once, a third always works.
+The first signal saves and stops, a second stops at once, a third always works. Only the main thread gets signals; work
+in another thread is stopped by `stop_work`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ T = TypeVar("T")
 SAME_SECONDS = 1.0  # signals this close together count as one: terminals and launchers may both send it
 BLOCKED_SECONDS = 20.0
 _PACKAGE = Path(__file__).parents[1]
+_at_work: dict[int, Callable[[], object]] = {}  # by thread: how to stop what `interruptible` runs there
+
+
+def stop_work(thread: threading.Thread) -> bool:
+    """Let the work of another thread save and stop, as the first Ctrl-C does; False if it has none at the moment."""
+    stop = _at_work.get(thread.ident or 0)
+    return stop is not None and stop() is not None
 
 
 def interruptible(
@@ -58,18 +66,14 @@ def interruptible(
 
     def stop(number: int) -> None:
         handler = signal.getsignal(number)  # `second`, or what it has put in its place
-        loop.remove_signal_handler(number)
-        signal.signal(number, handler)
+        if loop.remove_signal_handler(number):  # not in another thread
+            signal.signal(number, handler)
         if not received:  # a second cancel would interrupt saving
             task.cancel() if crew is None else crew.request_stop(number)
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
-            continue
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-            loop.add_signal_handler(number, stop, number)
-            signal.signal(number, second)  # the loop still gets the signal when it runs again
+    _listen(loop, stop, second)
+    _at_work[threading.get_ident()] = lambda: loop.call_soon_threadsafe(stop, signal.SIGINT)
     try:
         with (
             started_here(),
@@ -87,8 +91,18 @@ def interruptible(
             raise  # raised by a library for another reason
         raise DiskError(f"{error}\n{kept()}") from error
     finally:
+        del _at_work[threading.get_ident()]
         _close(loop)
         second.restore()
+
+
+def _listen(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], second: _Second) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
+            continue
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
+            loop.add_signal_handler(number, stop, number)
+            signal.signal(number, second)  # the loop still gets the signal when it runs again
 
 
 def _heard_by(crew: RankCrew | None) -> list[int]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent_r1.ranks.rank_crew import RankCrew
 
 # The settings of an existing run that may be changed when it continues.
-RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device")
+RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device", "track")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from agent_r1.config.checks import check_together
 from agent_r1.config.errors import explain
 from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
-from agent_r1.config.recipes import RECIPES, recipe_file
+from agent_r1.config.recipes import PYTHON, RECIPES, recipe_file
 from agent_r1.config.schema import RunConfig
 from agent_r1.errors import ConfigError
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe and apply overrides of the form `section.key=value`.
+def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read a recipe, add `settings` (sections with values), and apply overrides of the form `section.key=value`.
 
     `recipe` is a bundled name, NAME/PRESET, a YAML file, or a folder with `base.yaml`; `+PRESET` adds presets.
     """
     path, presets = recipe_file(recipe), split_presets(recipe)[1]
     try:
-        layers = [*read_layers(path, presets), read_overrides(overrides)]
+        layers = [*read_layers(path, presets), OmegaConf.create(dict(settings or {})), read_overrides(overrides)]
         stages = merge_layers(layers)
         tree = plain(stages[-1], resolve=True)
     except ConfigError:
@@ -32,7 +33,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot combine the settings of {path} and the overrides: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is not a setting: name the recipe as the first argument")
-    name = recipe if path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
+    name = recipe if recipe == PYTHON or path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
     config = parse_config(tree | {"recipe": name})
     check_idle(layers, stages)
     played = config.rollout.rows_per_step * config.rollout.group_size

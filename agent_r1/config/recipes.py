@@ -10,10 +10,14 @@ from agent_r1.errors import ConfigError, did_you_mean, nearest
 from agent_r1.places import anchored
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+PYTHON = "(python)"  # the empty recipe of runs that were described in Python; no file or folder is called so
+_PYTHON_FILE = RECIPES.parent / "api" / "python" / "base.yaml"
 
 
 def recipe_file(recipe: str) -> Path:
     """Return the YAML file of a recipe; with several presets, that of the first."""
+    if recipe == PYTHON:
+        return _PYTHON_FILE
     recipe, _ = split_presets(recipe)
     name, _, preset = recipe.partition("/")
     bundled = RECIPES / name / f"{preset or 'base'}.yaml"

@@ -34,6 +34,7 @@ def _default_kind(value: Any) -> Any:
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
+Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -376,6 +377,7 @@ class RunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     lora: LoRAConfig | None = None  # None: all weights are trained
     trainer: TrainerConfig = TrainerConfig()
+    track: list[Tracker] = []  # where metrics, evaluations and transcripts go beside the run directory
     eval: EvalConfig = EvalConfig()
     gateway: GatewayConfig | None = None  # needed by task.flow=gateway
     verl: VerlConfig | None = None  # None: defaults, with backend=verl

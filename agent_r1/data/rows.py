@@ -17,13 +17,13 @@ from typing import Any
 from agent_r1.data.files import json_lines, parquet_rows, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
-from agent_r1.types import Message, TaskRow, read_pictures
-from agent_r1.vision.pictures import as_picture
+from agent_r1.types import Message, TaskRow
+from agent_r1.vision.contents import read_pictures
+from agent_r1.vision.row_images import take_images
 
 Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
-IMAGE_MARK = "<image>"  # in the text of a prompt: the next picture of the column `images`
 _COLUMNS = {field.name for field in fields(TaskRow)}
 
 
@@ -41,12 +41,14 @@ def load_rows(
         # Iterating over a mapping or a pandas frame would give keys or column names.
         if not isinstance(raw, Iterable) or isinstance(raw, str | Mapping) or hasattr(raw, "iterrows"):
             raise DataError(f"{where} returned {type(raw).__name__} for split {split!r}: return a list of rows")
+        folder = beside
     else:
-        raw, where = _read(source, split, beside), source
+        raw, folder = _read(source, split, beside)
+        where = source
     rows = []
     for index, item in enumerate(islice(raw, count)):
         record = {name: getattr(item, name) for name in _COLUMNS} if isinstance(item, TaskRow) else item
-        row = row_from_record(record, place=f"row {index} of {where}")
+        row = row_from_record(record, place=f"row {index} of {where}", folder=folder)
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} has no rows for split {split!r}")
@@ -54,8 +56,11 @@ def load_rows(
     return rows
 
 
-def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
-    """Return a published-style record (a dict, from parquet or JSON) as a `TaskRow`."""
+def row_from_record(record: Mapping[str, Any], *, place: str, folder: Path | None = None) -> TaskRow:
+    """Return a published-style record (a dict, from parquet or JSON) as a `TaskRow`.
+
+    Relative paths of pictures start in the folder.
+    """
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
     if record.get("prompt") is None:
@@ -65,12 +70,9 @@ def row_from_record(record: Mapping[str, Any], *, place: str) -> TaskRow:
     agent_name, row_id = record.get("agent_name"), record.get("row_id")
     if agent_name is not None and not isinstance(agent_name, str):
         raise DataError(f"{place}: agent_name must be the name of a flow, got {agent_name!r:.60}")
-    messages, images = _messages(record["prompt"], place), record.get("images")
-    if images is not None and len(images):
-        messages = _with_images(messages, images, place)
-        record = {key: value for key, value in record.items() if key != "images"}
+    record, messages = take_images(record, _messages(record["prompt"], place), place=place, folder=folder)
     try:
-        messages = read_pictures(messages)
+        messages = read_pictures(messages, folder=folder)
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
     extra = dict(_mapping(record.get("extra_info"), "extra_info", place))
@@ -98,9 +100,10 @@ def rows_for_step(rows: Sequence[TaskRow], *, step: int, count: int, seed: int) 
     return chosen
 
 
-def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
+def _read(source: str, split: str, beside: Path | None) -> tuple[Iterable[Any], Path | None]:
+    """Return the records and the folder that they lie in."""
     if source.startswith("hf:"):
-        return _read_hub(source.removeprefix("hf:"), split)
+        return _read_hub(source.removeprefix("hf:"), split), None
     path = Path(source.replace("{split}", split)).expanduser()
     places = [anchored(path)] if beside is None or path.is_absolute() else [beside / path, anchored(path)]
     found = next((place for place in places if place.exists()), None)
@@ -109,7 +112,8 @@ def _read(source: str, split: str, beside: Path | None) -> Iterable[Any]:
     path = _split_file(found, split) if found.is_dir() else found
     if not path.name.endswith(FORMATS):
         raise DataError(f"{path} is none of {', '.join(FORMATS)}")
-    return map(_without_nulls, parquet_rows(path)) if path.suffix == ".parquet" else json_lines(path)
+    records = map(_without_nulls, parquet_rows(path)) if path.suffix == ".parquet" else json_lines(path)
+    return records, path.parent
 
 
 def _split_file(folder: Path, split: str) -> Path:
@@ -154,29 +158,17 @@ def _messages(prompt: Any, place: str) -> list[Message]:
     messages: list[Any] = list(prompt) if is_list else [None]
     if not all(map(_is_message, messages)):
         raise DataError(f"{place}: prompt must be text or a list of {{role, content}}, got {str(prompt)[:120]}")
-    return [{"content": None, **message} if "tool_calls" in message else dict(message) for message in messages]
+    return [
+        {"content": None, **_in_lists(message)} if "tool_calls" in message else _in_lists(message)
+        for message in messages
+    ]
 
 
-def _with_images(messages: list[Message], images: Iterable[Any], place: str) -> list[Message]:
-    """Put the pictures of a column `images` where the prompt says `<image>`, as published rows have them."""
-    pictures = [as_picture(image, what=f"{place}: image {index}") for index, image in enumerate(images)]
-    marks = sum(
-        str(message["content"]).count(IMAGE_MARK) for message in messages if isinstance(message["content"], str)
+def _in_lists(message: Mapping[str, Any]) -> Message:
+    content = message.get("content")
+    return (
+        dict(message) if content is None or isinstance(content, str | list) else {**message, "content": list(content)}
     )
-    if marks != len(pictures):
-        raise DataError(f"{place} has {len(pictures)} images, and its prompt says {IMAGE_MARK} {marks} times")
-    left = iter(pictures)
-    shown: list[Message] = []
-    for message in messages:
-        if not isinstance(message["content"], str) or IMAGE_MARK not in message["content"]:
-            shown.append(message)
-            continue
-        first, *others = message["content"].split(IMAGE_MARK)
-        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-        for text in others:
-            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": text}]
-        shown.append({**message, "content": [part for part in parts if part.get("text") != ""]})
-    return shown
 
 
 def _is_message(message: Any) -> bool:

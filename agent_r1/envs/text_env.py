@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from agent_r1.types import (
     check_reward,
     check_type,
 )
+from agent_r1.vision.contents import shown_content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,14 @@ class Reply:
     """The answer of an environment."""
 
     text: str = ""  # shown to the policy next; after the end, kept in the trajectory
+    images: Sequence[Any] = ()  # shown after the text: PIL images, arrays, bytes, paths or data URLs
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_type("Reply.text", self.text, str, "a text")
+        check_type("Reply.images", self.images, list | tuple, "a list of pictures")
         check_reward("Reply.reward", self.reward)
         check_bool("Reply.done", self.done)
         check_type("Reply.info", self.info, Mapping, "a dict")
@@ -53,8 +56,9 @@ class TextEnv(AgentEnv):
     system: ClassVar[str] = ""  # system message; "" for none
 
     @abstractmethod
-    def begin(self, row: TaskRow) -> str | Awaitable[str]:
-        """Start the episode and return the first text. Decides what the policy sees of the row's prompt."""
+    def begin(self, row: TaskRow) -> str | Reply | Awaitable[str | Reply]:
+        """Start the episode and return the first text, or a `Reply` with a text and pictures. Decides what the policy
+        sees of the row's prompt."""
 
     @abstractmethod
     def reply(self, said: str) -> Reply | Awaitable[Reply]:
@@ -63,9 +67,14 @@ class TextEnv(AgentEnv):
     async def reset(self, row: TaskRow) -> Observation:
         shown = self.begin(row)
         first = await shown if inspect.isawaitable(shown) else shown
-        check_type(f"what {type(self).__name__}.begin returns", first, str, "a text")
+        source = f"what {type(self).__name__}.begin returns"
+        check_type(source, first, str | Reply, "a text or a Reply")
+        given = first if isinstance(first, Reply) else Reply(text=first)
+        if given.reward or given.done or given.info:
+            raise ValueError(f"{source} is shown before the first action: it has no reward, done or info")
         system = [{"role": "system", "content": self.system}] if self.system else []
-        self._messages: list[Message] = [*system, {"role": "user", "content": first}]
+        content = shown_content(given.text, given.images, what=source)
+        self._messages: list[Message] = [*system, {"role": "user", "content": content}]
         return Observation(messages=self._messages)
 
     async def step(self, action: Action) -> Transition:
@@ -73,7 +82,8 @@ class TextEnv(AgentEnv):
         reply = await answered if inspect.isawaitable(answered) else answered
         check_type(f"what {type(self).__name__}.reply returns", reply, Reply, "a Reply")
         said = {"role": "assistant", "content": action.text}
-        self._messages = [*self._messages, said, {"role": "user", "content": reply.text}]
+        content = shown_content(reply.text, reply.images, what="a Reply")
+        self._messages = [*self._messages, said, {"role": "user", "content": content}]
         return Transition(
             observation=None if reply.done else Observation.grown(self._messages, by=2),
             reward=reply.reward,

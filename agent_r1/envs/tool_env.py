@@ -43,6 +43,7 @@ from agent_r1.types import (
     Transition,
     check_type,
 )
+from agent_r1.vision.contents import shown_content
 from agent_r1.vision.pictures import Picture
 
 
@@ -150,7 +151,8 @@ class ToolEnv(AgentEnv):
             self._messages = None
             info = {"answer": said, **reply.info}
             return Transition(reward=reply.reward, terminated=True, feedback=reply.text, info=info)
-        observation = self._continue(action, [{"role": "user", "content": reply.text}])
+        content = shown_content(reply.text, reply.images, what="a Reply")
+        observation = self._continue(action, [{"role": "user", "content": content}])
         return Transition(observation=observation, reward=reply.reward, feedback=reply.text, info=reply.info)
 
     def _continue(self, action: Action, answers: Sequence[Message]) -> Observation:

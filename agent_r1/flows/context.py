@@ -4,7 +4,7 @@ An env always gives the complete conversation. A policy chooses what to show of 
 ids shown and sampled are recorded. Showing everything needs no policy.
 
     Window        the opening and the last exchanges
-    DropResults   everything, with a placeholder for older results
+    DropResults   everything, with a placeholder for older results, or for their pictures if they have any
     Notes         the opening, the earlier exchanges most relevant to the latest observation, the last exchanges
     Summary       the opening, the model's own summary of the rest, the last exchanges
     Rewrite       whatever a function returns
@@ -32,6 +32,7 @@ from agent_r1.errors import DataError
 from agent_r1.flows.relevance import count_words, score_texts
 from agent_r1.tokens.control_tokens import is_from_tool
 from agent_r1.types import Message, Observation
+from agent_r1.vision.pictures import is_image
 
 Exchange = list[Message]
 
@@ -110,8 +111,14 @@ class DropResults(ContextPolicy):
         return ContextView(messages=opening + _flatten(exchanges), hidden=hidden)
 
     def _drop_result(self, message: Message) -> Message:
-        in_parts = isinstance(message.get("content"), list)  # some templates accept nothing else
-        return {**message, "content": [_text_part(self.placeholder)] if in_parts else self.placeholder}
+        content = message.get("content")
+        if not isinstance(content, list):
+            return {**message, "content": self.placeholder}
+        dropped = _text_part(self.placeholder)
+        if not any(map(is_image, content)):
+            return {**message, "content": [dropped]}  # some templates accept nothing but parts
+        # The text of a picture is its caption, which takes few tokens beside it.
+        return {**message, "content": [dropped if is_image(part) else part for part in content]}
 
 
 @dataclass(kw_only=True)
@@ -249,7 +256,7 @@ def _message_text(message: Message) -> str:
     """All text of a message, including its calls."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    texts = ["[image]" if is_image(part) else str(part.get("text", "")) for part in parts if isinstance(part, dict)]
     calls = [json.dumps(call.get("function", call)) for call in message.get("tool_calls") or []]
     return " ".join(filter(None, [*texts, *calls]))
 

@@ -11,9 +11,8 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +20,13 @@ from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generat
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
-from agent_r1.flows.recording import attach_transition
+from agent_r1.flows.recording import attach_transition, sanitize_messages, text_size
 from agent_r1.guard import CANCEL_SECONDS, Signal
 from agent_r1.seeds import stable_seed
-from agent_r1.text import sanitize
 from agent_r1.tokens.conversations import Conversations, Exchange
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
-from agent_r1.vision.pictures import Picture, pictures_of, without_repeats
+from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +147,8 @@ class Episode:
         with self._one_call():
             if self.num_actions + len(self._acting) > self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], None)
-            self.opening = self.opening or _sanitize_messages(observation.messages or [])
+            self.opening = self.opening or sanitize_messages(observation.messages or [])
+            await _check_pictures(observation)
             self._check_size(observation)
             pending = self._conversations.begin(observation, tools or (), among=after)
             prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
@@ -204,10 +203,12 @@ class Episode:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
-            self.opening = self.opening or _sanitize_messages(observation.messages)
+            self.opening = self.opening or sanitize_messages(observation.messages)
+        await _check_pictures(observation)
         if context is not None:
             view = await self._view(observation, context, _Writer(self, tools))
             observation, hidden = Observation(messages=view.messages), view.hidden
+            await _check_pictures(observation)  # the policy may show others
         prompt = self._render(observation, tools)
         completion, text = await self._sample(prompt, self.limits.max_response_tokens, hidden)
         self.num_actions += 1
@@ -345,8 +346,15 @@ class Episode:
         (known, size), messages = self._measured, observation.messages
         if messages[: len(known)] != known:
             known, size = [], 0
-        self._measured = list(messages), size + _text_size(messages[len(known) :])
+        self._measured = list(messages), size + text_size(messages[len(known) :])
         return self._measured[1]
+
+
+async def _check_pictures(observation: Observation) -> None:
+    """Fail this episode for a damaged picture. Inside the engine or the learner, it would fail the run."""
+    new = [picture for picture in pictures_of(observation.messages or ()) if not picture.is_sound]
+    if new:
+        await asyncio.to_thread(check_all, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,21 +386,3 @@ class _SummaryPrompt(Exception):
     def __init__(self, prompt: Prompt) -> None:
         super().__init__()
         self.prompt = prompt
-
-
-def _text_size(value: object) -> int:
-    """The characters of all strings in a nested value, including contents in parts and tool calls."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict | Mapping):  # dict first: nearly every mapping is one, and this check is much faster
-        return sum(map(_text_size, value.values()))
-    return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 0
-
-
-def _sanitize_messages(value: Any) -> Any:
-    """A copy of messages for people, whose text can be printed and stored."""
-    if isinstance(value, str):
-        return sanitize(value)
-    if isinstance(value, Mapping):
-        return {key: _sanitize_messages(item) for key, item in value.items()}
-    return [_sanitize_messages(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)

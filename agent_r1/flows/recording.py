@@ -1,9 +1,10 @@
-"""What an environment answered, attached to a step in a form that a trajectory file can hold."""
+"""What an environment shows and answers, in a form that a trajectory file can hold."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -62,3 +63,21 @@ def _is_short(value: object) -> bool:
     if type(value) is str:
         return len(value) <= 500 and value.isascii()
     return value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 64)
+
+
+def text_size(value: object) -> int:
+    """The characters of all strings in a nested value, including contents in parts and tool calls."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict | Mapping):  # dict first: nearly every mapping is one, and this check is much faster
+        return sum(map(text_size, value.values()))
+    return sum(map(text_size, value)) if isinstance(value, list | tuple) else 0
+
+
+def sanitize_messages(value: Any) -> Any:
+    """A copy of messages for people, whose text can be printed and stored."""
+    if isinstance(value, str):
+        return sanitize(value)
+    if isinstance(value, Mapping):
+        return {key: sanitize_messages(item) for key, item in value.items()}
+    return [sanitize_messages(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)

@@ -27,6 +27,8 @@ from agent_r1.learn.advantages import (
 )
 from agent_r1.learn.credit import Credit, Scored, ScoredGroups
 from agent_r1.learn.rewards import differ_by_rounding
+from agent_r1.types import Trajectory
+from agent_r1.vision.pictures import Picture, added_pictures
 
 Scale = Literal["group", "batch", "none"]  # the standard deviation that differences are divided by
 Level = Literal["step", "token"]  # what counts as one decision
@@ -142,9 +144,20 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
     steps = item.trajectory.steps
     observation = ""
     if anchor == "observation" and not steps[k].is_summary:
-        before = next((step.feedback for step in reversed(steps[:k]) if not step.is_summary), "")
-        observation = str(steps[k].info.get("anchor", before))
+        observation = str(steps[k].info.get("anchor", _answer_to_last_action(item.trajectory, k)))
     return observation or tuple(steps[k].prompt_ids)
+
+
+def _answer_to_last_action(trajectory: Trajectory, k: int) -> str:
+    """What the action before step k was answered: the text, and the names of the pictures."""
+    before = next((step for step in reversed(trajectory.steps[:k]) if not step.is_summary), None)
+    if before is None:
+        return ""
+    pictures: list[Picture] = [picture for call in before.calls for picture in call.pictures]
+    if not pictures:
+        now = trajectory.steps[k]
+        pictures = added_pictures(before.prompt_ids + before.response_ids, now.prompt_ids, now.pictures)
+    return "\n".join([before.feedback, *(picture.name for picture in pictures)])
 
 
 def _decision_credits(

@@ -227,8 +227,7 @@ class Learner:
 
     @property
     def _packing(self) -> dict[str, Any]:
-        form = self.policy.pictures
-        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": form}
+        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": self.policy.pictures}
 
     def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
@@ -242,10 +241,8 @@ class Learner:
         return column_R
 
     def _passes(self, credited: Sequence[CreditedTrajectory], batches: Sequence[MiniBatch]) -> Iterator[MiniBatch]:
-        """Yield the mini-batches of all epochs: in the given order first, then reshuffled, with the same old log-probs.
-
-        The order is a function of the seed, the update and the epoch, so that resuming repeats it.
-        """
+        """Yield the mini-batches of all epochs: in the given order first, then in an order that is a function of seed,
+        update and epoch, so that resuming repeats it. The old log-probs stay the same."""
         yield from batches
         known = Columns.join([batch.columns for batch in batches]) if len(batches) > 1 else None
         for epoch in range(1, self.num_epochs):

@@ -3,24 +3,32 @@
 Weights, gradients and optimizer state are counted; they are the same in every step. What a pack adds (activations, the
 attention of its segments, the logits of a chunk) depends on the model, the kernels and the compiler, so on a GPU it is
 measured: packs of different sizes go through the real forward and backward passes, and a line through the peaks of the
-two largest gives the number of tokens that fit. Larger packs are refused, or made smaller if the caller allows it;
-activation checkpointing can be left to the same measurement.
+two largest gives the number of tokens that fit. If the model takes pictures, packs full of them are measured too.
+Larger packs are refused, or made smaller if the caller allows it; activation checkpointing can be left to the same
+measurement.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.model.sharding import local
 from agent_r1.learn.sizes import RESERVE
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
+from agent_r1.vision.eyes import MAX_CACHED_BYTES
+from agent_r1.vision.picture_format import PictureFormat
+from agent_r1.vision.pictures import Picture
 
 PROBE_TOKENS = 4096  # of the larger of the first two packs: more than a chunk of the head
 # Tokens of a third pack, as a share of those that seem to fit. In small packs, what costs the same for any size, such
@@ -31,6 +39,8 @@ SEGMENT_TOKENS = 512
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
+PICTURE_PIXELS = 28  # on a side of what becomes one token, roughly
+Layout = Literal["text", "shared", "pictures"]  # of the packs of a measurement
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
 SAVINGS = (
     "learner.activation_checkpointing=true, learner.mlp_chunk_tokens=4096, learner.optimizer_state=8bit, "
@@ -173,10 +183,12 @@ def measure(learner: Learner) -> Measured:
     enough = max(PROBE_TOKENS, 4 * (learner.policy.mlp_chunk_tokens or 0))  # in chunks, both of them
     large = max(4, min(enough, learner.max_tokens_per_pack))  # at least two sizes with something to predict
     small = large // 2
-    layouts = [False] if learner.prefix_sharing == "off" or small < GROUP_ROWS else [False, True]
-    first = [_peak(learner, small, shared) for shared in layouts]  # also makes gradients that later packs add to
-    points = [[_peak(learner, tokens, shared) for tokens in (small, large)] for shared in layouts]
-    lines = [_far_line(learner, low, high, shared) for (low, high), shared in zip(points, layouts, strict=True)]
+    layouts: list[Layout] = ["text"]
+    layouts += [] if learner.prefix_sharing == "off" or small < GROUP_ROWS else ["shared"]
+    layouts += [] if learner.policy.pictures is None else ["pictures"]
+    first = [_peak(learner, small, layout) for layout in layouts]  # also makes gradients that later packs add to
+    points = [[_peak(learner, tokens, layout) for tokens in (small, large)] for layout in layouts]
+    lines = [_far_line(learner, low, high, layout) for (low, high), layout in zip(points, layouts, strict=True)]
     slope, once = max(lines)
     available = _available(learner)
     learner.zero_grad()
@@ -192,20 +204,20 @@ def measure(learner: Learner) -> Measured:
     )
 
 
-def _far_line(learner: Learner, low: _Pass, high: _Pass, shared: bool) -> tuple[float, float]:
+def _far_line(learner: Learner, low: _Pass, high: _Pass, layout: Layout) -> tuple[float, float]:
     """(slope, value at 0) of the line through the peaks of the two largest of three packs. Ranks agree on the third."""
     slope, once = line_through((low.rows, low.peak), (high.rows, high.peak))
     fitting = min(learner.ranks.gather(int(FAR * (_available(learner) - once) / slope)))
     far = min(fitting, learner.max_tokens_per_pack) // SEGMENT_TOKENS * SEGMENT_TOKENS
     if far <= high.rows:
         return slope, once
-    last = _peak(learner, far, shared)
+    last = _peak(learner, far, layout)
     return line_through((high.rows, high.peak), (last.rows, last.peak))
 
 
 def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
     """(slope, value at 0) of the line through two (tokens, bytes) points; it never falls, nor starts below 0."""
-    slope = max(1.0, (large[1] - small[1]) / (large[0] - small[0]))
+    slope = max(1.0, (large[1] - small[1]) / max(1, large[0] - small[0]))  # equal if a pack holds one large picture
     return slope, max(0.0, small[1] - slope * small[0])
 
 
@@ -216,9 +228,14 @@ class _Pass:
     seconds: float
 
 
-def _peak(learner: Learner, rows: int, shared: bool) -> _Pass:
-    device = learner.policy.device
-    batch = synthetic_batch(rows, learner.policy.vocabulary_size, with_values=learner.critic is not None, shared=shared)
+def _peak(learner: Learner, rows: int, layout: Layout) -> _Pass:
+    device, policy = learner.policy.device, learner.policy
+    with_values = learner.critic is not None
+    if layout == "pictures" and policy.pictures is not None:
+        batch = picture_batch(rows, policy.pictures, with_values=with_values)
+    else:
+        batch = synthetic_batch(rows, policy.vocabulary_size, with_values=with_values, shared=layout == "shared")
+    _forget_pictures(learner)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before, began = torch.cuda.memory_allocated(device), time.perf_counter()
@@ -228,12 +245,27 @@ def _peak(learner: Learner, rows: int, shared: bool) -> _Pass:
 
 
 def _available(learner: Learner) -> int:
-    """Memory for packs: what is free with gradients in place, minus optimizer state that the first step allocates."""
+    """Memory for packs: what is free with gradients in place, minus optimizer state that the first step allocates and
+    features of pictures that are kept, here and in an engine beside us."""
     device = learner.policy.device
+    _forget_pictures(learner)
+    features = sum(model.kept_features for model in _models(learner))
+    features += MAX_CACHED_BYTES if learner.policy.pictures is not None else 0  # the engine's
     torch.cuda.empty_cache()  # memory cached for CUDA graphs, such as an engine's, is not for packs
     free, total = torch.cuda.mem_get_info(device)
     missing = sum(optimizer.state_bytes for optimizer in learner.optimizers if not optimizer.has_state)
-    return int(free - missing - RESERVE * total)
+    return int(free - missing - features - RESERVE * total)
+
+
+def _models(learner: Learner) -> list[PolicyModel]:
+    critic = learner.critic
+    own = [critic.backbone] if critic is not None and not critic.shared else []
+    return [learner.policy, *([] if learner.reference is None else [learner.reference]), *own]
+
+
+def _forget_pictures(learner: Learner) -> None:
+    for model in _models(learner):
+        model.forget_pictures()
 
 
 def _elsewhere(device: torch.device) -> int:
@@ -258,13 +290,43 @@ def synthetic_batch(num_rows: int, vocabulary: int, *, with_values: bool, shared
     return [_credited(index, tokens, prompt, with_values) for index, (tokens, prompt) in enumerate(ids)]
 
 
+def picture_batch(num_rows: int, form: PictureFormat, *, with_values: bool) -> list[CreditedTrajectory]:
+    """Segments with `num_rows` rows in total and as many pictures as fit into each. They are all different, so the
+    tower looks at every one of them."""
+    segment = min(SEGMENT_TOKENS, num_rows) - 2  # rows for pictures
+    side = math.isqrt(SEGMENT_TOKENS // 2) * PICTURE_PIXELS
+    while side > PICTURE_PIXELS and form.tokens(_plain_picture(0, side)) > segment:
+        side //= 2
+    size = form.tokens(_plain_picture(0, side))
+    each = max(1, segment // size)
+    made = []
+    for index in range(max(1, num_rows // (each * size + 2))):
+        shown = [_plain_picture(index * each + number, side) for number in range(each)]
+        ids = [token for picture in shown for token in form.ids(picture)]
+        made.append(_credited(index, [*ids, 1, 2], len(ids), with_values, tuple(shown)))
+    return made
+
+
+def _plain_picture(number: int, side: int) -> Picture:
+    pixels = np.zeros((side, side, 3), np.uint8)
+    pixels.reshape(-1)[:3] = number % 256, number // 256 % 256, number // 65536
+    return Picture.from_pixels(pixels)
+
+
 def _synthetic_ids(index: int, length: int) -> list[int]:
     return [index + 7919 * position for position in range(length)]  # a prime: spread over any vocabulary
 
 
-def _credited(index: int, ids: list[int], prompt: int, with_values: bool) -> CreditedTrajectory:
+def _credited(
+    index: int, ids: list[int], prompt: int, with_values: bool, pictures: tuple[Picture, ...] = ()
+) -> CreditedTrajectory:
     numbers = [1.0] * (len(ids) - prompt)
-    step = Step(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_logprobs=[-1.0] * len(numbers))
+    step = Step(
+        prompt_ids=ids[:prompt],
+        response_ids=ids[prompt:],
+        response_logprobs=[-1.0] * len(numbers),
+        pictures=pictures,
+    )
     return CreditedTrajectory(
         trajectory=Trajectory(
             row_id="memory", trajectory_id=f"memory-{index}", steps=[step], stop=StopReason.ANSWERED, outcome_reward=0.0

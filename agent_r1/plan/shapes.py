@@ -101,7 +101,10 @@ def find_shape(model: str) -> Shape:
     from transformers import AutoConfig  # knows each architecture's defaults
 
     try:
-        return read_shape(model, AutoConfig.from_pretrained(str(Path(model).expanduser())).get_text_config())
+        config = AutoConfig.from_pretrained(str(Path(model).expanduser()))
+        sees = getattr(config, "vision_config", None) is not None
+        name = f"{model} (its decoder; the vision tower is not counted)" if sees else model
+        return read_shape(name, config.get_text_config())
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"--model {model}: cannot read the sizes of a dense decoder: {error}") from error
 

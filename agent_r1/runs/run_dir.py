@@ -7,6 +7,7 @@
     checkpoints/step_000010/         Hugging Face format plus trainer state
     reference/                       the policy before its first step, if a KL penalty or adapters need it
     evals/NAME.json                  evaluations made later, row by row
+    trackers.json                    the id of the run in each of its trackers
     curve.png  run.log  rank_1.log   logs: of the run, and of each further rank
 
 Other programs and tests read these files with `reader.py`, never log lines. This module writes them.
@@ -68,7 +69,8 @@ class RunDir(RunReader):
         try:
             run._check_free()  # another process may have been first
             shutil.rmtree(run.reference, ignore_errors=True)
-            (run.path / "tokens.json").unlink(missing_ok=True)
+            for name in ("tokens.json", "trackers.json"):
+                (run.path / name).unlink(missing_ok=True)
             run.update_config(config)
         except BaseException:
             held.release()

@@ -19,7 +19,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
 from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
-from agent_r1.vision.pictures import Picture
+from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
+from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
 FORMAT = 2  # of a record; 1 had no format field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
-PICTURES = "pictures"  # the folder beside the files with every picture that a prompt showed, by its name
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
 Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its row's prompt and ground truth
 
@@ -57,7 +58,7 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
     """`pictures`: the folder with the pictures that the record names."""
 
     def find(names: Sequence[str]) -> tuple[Picture, ...]:
-        return tuple(_stored_picture(pictures, name) for name in names)
+        return tuple(load_picture(pictures, name) for name in names)
 
     try:
         if record.get("format", 1) > FORMAT:
@@ -85,7 +86,7 @@ def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | N
     """Write one line per trajectory, with its row's prompt and ground truth, and the index beside the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     groups = list(groups)
-    _store_pictures(path.parent / PICTURES, groups)
+    store_pictures(path.parent / PICTURES, chain.from_iterable(map(_pictures_of, groups)))
     with path.open("wb") as file, _index_path(path).open("wb") as index:
         for group in groups:
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
@@ -236,10 +237,23 @@ def read_trajectories(source: Path, stem: str = "*") -> Iterator[Trajectory]:
 def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) pairs of the whole episode, for terminals."""
     lines: list[tuple[str, str]] = []
-    for step in trajectory.steps:
+    for index, step in enumerate(trajectory.steps):
         lines.append(("memo" if step.is_summary else "agent", step.action_text))
-        lines += [(answerer(step), step.feedback)] if step.feedback else []
+        seen = [picture_mark(picture) for picture in answer_pictures(trajectory, index)]
+        if answer := "\n".join(filter(None, [step.feedback, *seen])):
+            lines.append((answerer(step), answer))
     return lines
+
+
+def answer_pictures(trajectory: Trajectory, index: int) -> list[Picture]:
+    """Return the pictures of the answer to a step: those of its calls, or those that the next prompt adds."""
+    step, later = trajectory.steps[index], trajectory.steps[index + 1 :]
+    if any(call.pictures for call in step.calls):
+        return [picture for call in step.calls for picture in call.pictures]
+    ids, known = (
+        (later[0].prompt_ids, later[0].pictures) if later else (trajectory.next_prompt_ids, trajectory.next_pictures)
+    )
+    return added_pictures(step.prompt_ids + step.response_ids, ids, known)
 
 
 def answerer(step: Step) -> str:
@@ -287,25 +301,15 @@ def _named_pictures(record: Record) -> Record:
     return record | {"pictures": [picture.name for picture in pictures]} if pictures else record
 
 
-def _store_pictures(folder: Path, groups: Iterable[Group]) -> None:
-    """Store each picture once per run."""
-    for trajectory in (each for group in groups for each in group.trajectories):
-        shown = {p.name: p for step in trajectory.steps for p in step.pictures}
-        shown |= {p.name: p for step in trajectory.steps for call in step.calls for p in call.pictures}
-        shown |= {p.name: p for p in trajectory.next_pictures}
-        for picture in shown.values():
-            path = folder / f"{picture.name}{picture.suffix}"
-            if not path.exists():
-                folder.mkdir(exist_ok=True)
-                with write_atomically(path) as part:
-                    part.write_bytes(picture.encoded)
-
-
-def _stored_picture(folder: Path | None, name: str) -> Picture:
-    found = next(folder.glob(f"{name}.*"), None) if folder is not None and name.isalnum() else None
-    if found is None:
-        raise ValueError(f"its picture {name} is not in {folder}")
-    return Picture.stored(found)
+def _pictures_of(group: Group) -> Iterator[Picture]:
+    """Everything that the group's records name."""
+    yield from pictures_of(group.row.prompt)
+    for trajectory in group.trajectories:
+        yield from pictures_of(trajectory.opening)
+        for step in trajectory.steps:
+            yield from step.pictures
+            yield from chain.from_iterable(call.pictures for call in step.calls)
+        yield from trajectory.next_pictures
 
 
 def _step_from_json(record: Mapping[str, Any], find: Callable[[Sequence[str]], tuple[Picture, ...]]) -> Step:

@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket, so that a taken address fails before a model is loaded. Port 0 is a free port."""
+    """Return a bound socket. Port 0 is a free port. Raises ConfigError if the address is taken or not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named, because asyncio turns off delays (TCP_NODELAY) only for sockets that say that they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

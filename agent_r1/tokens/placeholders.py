@@ -45,7 +45,8 @@ class Placeholders:
         if places != len(pictures):
             raise DataError(
                 f"the chat template wrote {places} placeholders for {len(pictures)} pictures: it does not show "
-                "pictures of some role. Show them in a user message, or set another template (model.chat_template)"
+                "pictures of some role. Show them in a user message (for results of tools: "
+                "task.env_kwargs.tool_role=user), or set another template (model.chat_template)"
             )
         shown = iter(pictures)
         filled: list[int] = []

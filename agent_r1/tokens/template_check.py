@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -9,11 +11,14 @@ from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer, ToolSchemas
 from agent_r1.types import Message, Observation
+from agent_r1.vision.pictures import Picture
 
 PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
 }
+# A grey square.
+PROBE_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAAEElEQVR42mNsYIAAJgaKGAAmCACQtTEKkQAAAABJRU5ErkJggg=="
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,7 @@ class TemplateReport:
     extends_after_tool: bool  # so is a tool's result
     tool_role: bool  # messages of role "tool" are shown to the model
     tools_shown: bool  # tool schemas are shown to the model
+    tool_pictures: bool  # pictures of role "tool" are shown to a model that takes pictures
     problems: tuple[str, ...]  # in words; empty if all of the above hold
 
 
@@ -56,6 +62,7 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     extends_tool = renders and stops and (extends(said, result) or extends(called, result))
     tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
     tools_shown = attempt(user) != attempt(user, tools=())
+    pictures, tool_pictures = _shows_pictures(renderer, attempt, result, said, called)
     checks = {
         "the tokenizer writes a space before every piece of text (Llama-2 style), so nothing can be appended": joins,
         "the template cannot render a user message, or there is none": renders,
@@ -64,6 +71,8 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         "a tool's result cannot be appended: each turn is rendered from scratch": extends_tool,
         'role "tool" is not shown: put results into user messages, or use a tool template': tool_role,
         "tools are not shown: describe them in the system message, or use a tool template": tools_shown,
+        "pictures are not shown, not even those of users: use another template": pictures,
+        'pictures of role "tool" are not shown: set task.env_kwargs.tool_role=user': tool_pictures or not pictures,
     }
     return TemplateReport(
         usable=joins and renders and stops,
@@ -71,5 +80,22 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
         extends_after_tool=extends_tool,
         tool_role=tool_role,
         tools_shown=tools_shown,
+        tool_pictures=tool_pictures,
         problems=tuple(problem for problem, holds in checks.items() if not holds),
     )
+
+
+def _shows_pictures(
+    renderer: Renderer, attempt: Callable[..., list[int]], result: Message, *replies: Message
+) -> tuple[bool, bool]:
+    """Whether pictures of users and of tools are shown. A model of text has none."""
+    if renderer.pictures is None:
+        return True, True
+    picture = Picture.from_bytes(b64decode(PROBE_PNG))
+    content = [{"type": "text", "text": "Seen?"}, {"type": "image", "image": picture}]
+    user: Message = {"role": "user", "content": content}
+
+    def shows(*messages: Message) -> bool:
+        return any(token < 0 for token in attempt(*messages))
+
+    return shows(user), any(shows(user, reply, {**result, "content": content}) for reply in replies)

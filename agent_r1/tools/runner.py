@@ -21,7 +21,7 @@ from agent_r1.guard import TimedOut, guarded
 from agent_r1.tools.base import BaseTool, ToolCall, ToolError, ToolResult
 from agent_r1.tools.schema import BadArguments
 from agent_r1.types import CallFault
-from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, as_picture
+from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, as_picture, check_all
 
 
 class _TimedOut(ToolError):
@@ -84,8 +84,7 @@ def _read_pictures(images: Sequence[Any]) -> tuple[Picture, ...]:
     if len(images) > MAX_PER_MESSAGE:
         raise DataError(f"the tool returned {len(images)} pictures; at most {MAX_PER_MESSAGE} are accepted")
     pictures = tuple(as_picture(image, what=f"picture {index} of the result") for index, image in enumerate(images))
-    for picture in pictures:
-        _ = picture.pixels  # decoded now, so that a damaged file is this call's error
+    check_all(pictures)  # now, so that a damaged file is this call's error
     return pictures
 
 

@@ -49,6 +49,7 @@ class AsyncParts(Protocol):
     def learn(self, groups: list[Group]) -> tuple[list[CreditedTrajectory], Metrics]: ...
     async def swap_weights(self, version: int) -> None: ...
     def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None: ...
+    def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None: ...
     async def evaluate(self, step: int) -> None: ...
     def save(self, step: int) -> None: ...
 
@@ -201,9 +202,11 @@ async def train_async(
         metrics |= {"time/collect": now - began, "time/wait": taken - began, "time/update": updated - taken}
         metrics |= {"time/paused": evaluating + now - stopped} | parts.ledger.metrics
         metrics |= staleness_metrics(list(groups.values()), step - 1)
-        parts.report(step, in_order(groups | rollout.dropped), credited, metrics)
+        played = in_order(groups | rollout.dropped)
+        parts.report(step, played, credited, metrics)
         parts.ledger.commit()
         finished, updating = step, False
+        parts.tell(step, played, metrics)
 
     try:
         while not last:

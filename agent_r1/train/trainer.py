@@ -21,6 +21,7 @@ from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
 from agent_r1.rollout.row_queue import RowQueue
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite
+from agent_r1.runs.observer import Observer
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
 from agent_r1.text import first_names
@@ -77,6 +78,7 @@ class Trainer:
     keep_checkpoints: int
     code: str  # digest of the recipe's code when the run began or was resumed
     crew: Crew = field(default_factory=Crew)
+    observer: Observer = field(default_factory=Observer)
     last_evaluation: Evaluation | None = None
     _rng: dict[str, Any] | None = None  # before the unfinished step, which is repeated after a save
 
@@ -185,6 +187,8 @@ class Trainer:
             self.run.write_evaluation(step, self.last_evaluation)
         self._rng = None
         self.progress.evaluation(step, self.last_evaluation.metrics)
+        if self.crew.ranks.is_main:
+            self.observer.evaluation(step, self.last_evaluation)
 
     def save(self, step: int) -> None:
         save_checkpoint(
@@ -208,6 +212,11 @@ class Trainer:
             self.run.append_metrics("train", step, metrics)
         self._rng = None
         self.progress.step(step, metrics)
+
+    def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None:
+        """Tell the observer of a finished step. What it raises ends the run, but not before the step is saved."""
+        if self.crew.ranks.is_main:
+            self.observer.step(step, groups, metrics)
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue exactly from a checkpoint."""

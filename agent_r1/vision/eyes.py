@@ -77,6 +77,11 @@ class Eyes:
         body = self._model.model
         return [body.vision_model, body.connector] if self.form.kind in IDEFICS else [body.visual]
 
+    @property
+    def learns(self) -> bool:
+        """Whether the tower is trained."""
+        return any(parameter.requires_grad for part in self.tower for parameter in part.parameters())
+
     def freeze(self) -> None:
         for part in self.tower:
             part.requires_grad_(False)
@@ -86,9 +91,9 @@ class Eyes:
         self._known.clear()
 
     def features(self, pictures: Sequence[Picture]) -> Tensor:
-        """[F, D], or wider with features for deeper layers. Kept unless the tower is being trained."""
-        learns = torch.is_grad_enabled() and any(p.requires_grad for part in self.tower for p in part.parameters())
-        if learns:
+        """[F, D], or wider with features for deeper layers. Kept unless the tower is trained: each update changes
+        them."""
+        if self.learns:
             return torch.cat(self._look(pictures))
         new = [picture for picture in pictures if picture.name not in self._known]
         self.recalled += len(pictures) - len(new)
@@ -119,7 +124,13 @@ class Eyes:
         return hidden_ND
 
     def _look(self, pictures: Iterable[Picture]) -> list[Tensor]:
-        """The features of each picture."""
+        """The features of each picture, without the TF32 that cuDNN's convolutions use for float32 by default."""
+        cudnn = torch.backends.cudnn
+        kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+        with cudnn.flags(**kept, allow_tf32=False):
+            return self._features(pictures)
+
+    def _features(self, pictures: Iterable[Picture]) -> list[Tensor]:
         seen = list(pictures)
         self.looked += len(seen)
         weight = next(self.tower[0].parameters())

@@ -110,7 +110,7 @@ class QwenPictures(PictureFormat):
     def size(self, picture: Picture) -> tuple[int, int]:
         """Height and width after resizing: multiples of a token's side, about as many pixels as before."""
         unit, height, width = self.patch * self.merge, picture.height, picture.width
-        tall, wide = (max(unit, round(side / unit) * unit) for side in (height, width))
+        tall, wide = (round(side / unit) * unit for side in (height, width))  # 0 is below any minimum
         if tall * wide > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
             tall, wide = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))

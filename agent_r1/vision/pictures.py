@@ -12,57 +12,63 @@ Needs numpy and Pillow, which are imported on first use; knows no models.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from agent_r1.errors import DataError, brief
+from agent_r1.places import anchored
+from agent_r1.vision.decoding import (
+    MAX_BYTES,
+    ROTATED,
+    TURNED,
+    check_size,
+    decode,
+    explained,
+    from_base64,
+    on_white,
+    open_picture,
+    upright,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from PIL import Image
 
-MAX_BYTES = 32 * 2**20  # of an encoded picture
-MAX_PIXELS = 50_000_000  # of a decoded one: a small file can describe a huge picture
-MAX_SIDE = 16_384
-MAX_ASPECT = 200  # longer side over shorter one; models resize thinner pictures to nothing
 MAX_PER_MESSAGE = 64
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of encoded pictures; the first picture of an animation is shown
-ROTATED = ("JPEG", "WEBP")  # formats of cameras, which store how they were held
 
 INDEX_BITS = 15
 MAX_TOKENS = 1 << INDEX_BITS  # of one picture
-_NAME = re.compile(r"[0-9a-f]{32}")
+PICTURE_NAME = re.compile(r"[0-9a-f]{32}")
 _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.IGNORECASE)
 
 
 class Picture:
     """An RGB picture, named by its content."""
 
-    __slots__ = ("__dict__", "encoded", "height", "name", "width")
+    __slots__ = ("_is_sound", "encoded", "height", "name", "width")
 
     def __init__(self, *, name: str, width: int, height: int, encoded: bytes) -> None:
         self.name = name
         self.width = width
         self.height = height
         self.encoded = encoded  # a file in one of `FORMATS`
+        self._is_sound = False  # whether its pixels have been decoded once
 
     @classmethod
     def from_bytes(cls, data: bytes, *, what: str = "the picture") -> Picture:
-        """Read an encoded picture. Only its header is read now; pixels that cannot be decoded fail in `pixels`."""
+        """Read an encoded picture. Only its header is read now; pixels that cannot be decoded fail in `check`."""
         if len(data) > MAX_BYTES:
             raise DataError(f"{what} has {len(data)} bytes; at most {MAX_BYTES} are accepted")
-        image = _open(data, what)
-        _check_size(image.width, image.height, what)
-        turned = image.format in ROTATED and image.getexif().get(0x0112, 1) >= 5  # orientations 5 to 8 swap the sides
+        image = open_picture(data, what)
+        check_size(image.width, image.height, what)
+        with explained(what):
+            turned = image.format in ROTATED and image.getexif().get(0x0112) in TURNED
         width, height = (image.height, image.width) if turned else (image.width, image.height)
         return cls(name=_digest(data), width=width, height=height, encoded=data)
 
@@ -78,15 +84,13 @@ class Picture:
                 f"{list(pixels_HWC.shape)}"
             )
         height, width = pixels_HWC.shape[:2]
-        _check_size(width, height, "the picture")
+        check_size(width, height, "the picture")
         file = io.BytesIO()
         Image.fromarray(pixels_HWC).save(file, "PNG", compress_level=1)
         # Named by its pixels: encoders differ between versions.
         name = _digest(f"{width}x{height}:".encode() + np.ascontiguousarray(pixels_HWC).tobytes())
         made = cls(name=name, width=width, height=height, encoded=file.getvalue())
-        pixels = np.ascontiguousarray(pixels_HWC).copy()
-        pixels.flags.writeable = False
-        made.__dict__["pixels"] = pixels
+        made._is_sound = True
         return made
 
     @classmethod
@@ -95,14 +99,31 @@ class Picture:
         read = _from_file(path, "the picture")
         return cls(name=path.stem, width=read.width, height=read.height, encoded=read.encoded)
 
-    @cached_property
+    def image(self) -> Image.Image:
+        """Decode the picture: RGB, upright, on white where it is transparent. Not kept: it may be a hundred times as
+        large as the file."""
+        image: Image.Image = decode(self.encoded, f"picture {self.name}")
+        if image.size != (self.width, self.height):
+            raise DataError(f"{self!r} decodes to {image.width} x {image.height} pixels")
+        self._is_sound = True
+        return image
+
+    @property
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """The pixels as an array [height, width, 3], upright, on white where they are transparent."""
+        """The decoded pixels as an array [height, width, 3]."""
         import numpy as np
 
-        pixels = np.asarray(_upright_rgb(self.encoded, f"picture {self.name}"))
-        pixels.flags.writeable = False
-        return pixels
+        return np.array(self.image())
+
+    def check(self) -> None:
+        """Raise DataError if the picture cannot be decoded. Decodes it only the first time."""
+        if not self._is_sound:
+            self.image()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether `check` has nothing left to do."""
+        return self._is_sound
 
     @property
     def key(self) -> int:
@@ -112,14 +133,8 @@ class Picture:
     @property
     def suffix(self) -> str:
         """The suffix of a file with the encoded picture."""
-        kind = _open(self.encoded, self.name).format or "PNG"
+        kind = open_picture(self.encoded, self.name).format or "PNG"
         return f".{kind.lower()}"
-
-    def image(self) -> Image.Image:
-        """The picture as a new PIL image."""
-        from PIL import Image
-
-        return Image.fromarray(self.pixels)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Picture) and other.name == self.name
@@ -131,7 +146,7 @@ class Picture:
         return self.name
 
     def __repr__(self) -> str:
-        return f"Picture({self.width}x{self.height}, {self.name[:8]})"
+        return f"Picture({self.width}x{self.height}, {self.name[:12]})"
 
     def __copy__(self) -> Picture:
         return self
@@ -147,19 +162,22 @@ def _unpickled(name: str, width: int, height: int, encoded: bytes) -> Picture:
     return Picture(name=name, width=width, height=height, encoded=encoded)
 
 
-def as_picture(value: Any, *, what: str = "the picture") -> Picture:
-    """Accept a Picture, a PIL image, an array, bytes, a path, a `file:` or `data:` URL, or a record {bytes, path}."""
+def as_picture(value: Any, *, what: str = "the picture", folder: Path | None = None) -> Picture:
+    """Accept a Picture, a PIL image, an array, bytes, a path, a `file:` or `data:` URL, or a record {bytes, path}.
+
+    Relative paths start in the folder, or where the program was started.
+    """
     if isinstance(value, Picture):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         return Picture.from_bytes(bytes(value), what=what)
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):  # as the datasets library stores them
-        data = value.get("bytes")
-        return Picture.from_bytes(data, what=what) if data is not None else as_picture(value.get("path"), what=what)
+        given = value.get("path") if value.get("bytes") is None else value["bytes"]
+        return as_picture(given, what=what, folder=folder)
     if isinstance(value, Path):
-        return _from_file(value, what)
+        return _from_file(value, what, folder)
     if isinstance(value, str):
-        return _from_text(value, what)
+        return _from_text(value, what, folder)
     if hasattr(value, "convert") and hasattr(value, "size"):  # a PIL image
         return _from_image(value, what)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -171,24 +189,28 @@ def as_picture(value: Any, *, what: str = "the picture") -> Picture:
     )
 
 
-def image_part(part: Mapping[str, Any], *, what: str) -> dict[str, Any] | None:
+def image_part(part: Any, *, what: str, folder: Path | None = None) -> dict[str, Any] | None:
     """A part of a content with its picture read: {"type": "image", "image": Picture}; None if it is not a picture.
 
     OpenAI's spelling is {"type": "image_url", "image_url": {"url": ...}}, Hugging Face's {"type": "image", ...} with
     the picture under image, url, path or base64.
     """
+    if not isinstance(part, Mapping):
+        return None
     if part.get("type") == "image_url" or "image_url" in part:
         given = part.get("image_url")
         source = given.get("url") if isinstance(given, Mapping) else given
     elif part.get("type") == "image" or "image" in part:
         source = next((part[key] for key in ("image", "url", "path", "base64") if part.get(key) is not None), None)
         if "base64" in part and source is part["base64"]:
-            source = _from_base64(str(source), what)
+            source = from_base64(str(source), what)
     else:
         return None
     if source is None:
         raise DataError(f"{what} has the type {part.get('type')!r} but no picture")
-    return {"type": "image", "image": as_picture(source, what=what)}
+    if isinstance(source, Picture) and part.get("type") == "image" and "image" in part:
+        return part if isinstance(part, dict) else dict(part)  # read before
+    return {"type": "image", "image": as_picture(source, what=what, folder=folder)}
 
 
 def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
@@ -197,12 +219,12 @@ def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            found += [part["image"] for part in content if isinstance(part, Mapping) and is_image(part)]
+            found += [part["image"] for part in content if is_image(part)]
     return found
 
 
-def is_image(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("image"), Picture)
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("image"), Picture)
 
 
 # ids
@@ -235,6 +257,21 @@ def by_key(pictures: Iterable[Picture]) -> dict[int, Picture]:
     return found
 
 
+def added_pictures(before: Sequence[int], after: Sequence[int], pictures: Sequence[Picture]) -> list[Picture]:
+    """The pictures that the ids `after` show, in order, behind the ids `before`. If they do not continue those, the
+    pictures that `before` does not show."""
+    known, size = by_key(pictures), len(before)
+    if list(after[:size]) == list(before):
+        return [known[key_of(token)] for token in after[size:] if token < 0 and index_of(token) == 0]
+    seen = {key_of(token) for token in before if token < 0}
+    return [picture for picture in pictures if picture.key not in seen]
+
+
+def check_all(pictures: Iterable[Picture]) -> None:
+    for picture in pictures:
+        picture.check()
+
+
 def without_repeats(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
     return tuple(dict.fromkeys(pictures))
 
@@ -242,19 +279,22 @@ def without_repeats(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
 # reading
 
 
-def _from_text(text: str, what: str) -> Picture:
+def _from_text(text: str, what: str, folder: Path | None) -> Picture:
     if match := _DATA_URL.match(text):
-        return Picture.from_bytes(_from_base64(text[match.end() :], what), what=what)
-    if _NAME.fullmatch(text):
+        return Picture.from_bytes(from_base64(text[match.end() :], what), what=what)
+    if PICTURE_NAME.fullmatch(text):
         raise DataError(f"{what} is only named ({text}): its pixels are in the pictures folder of the run")
-    url = urlparse(text)
-    if url.scheme in ("http", "https"):
+    scheme = text.partition(":")[0].lower()
+    if scheme in ("http", "https"):
         raise DataError(f"{what} is at {text[:200]}: pictures are not fetched from the network. Download it first")
-    return _from_file(Path(unquote(url.path) if url.scheme == "file" else text).expanduser(), what)
+    return _from_file(Path(unquote(urlparse(text).path) if scheme == "file" else text), what, folder)
 
 
-def _from_file(path: Path, what: str) -> Picture:
+def _from_file(path: Path, what: str, folder: Path | None = None) -> Picture:
     try:
+        path = anchored(path) if folder is None else folder / path.expanduser()
+        if not path.is_file():  # nor a device, which may never end
+            raise FileNotFoundError("there is no such file")
         if path.stat().st_size > MAX_BYTES:
             raise DataError(f"{what}: {path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are accepted")
         return Picture.from_bytes(path.read_bytes(), what=f"{what} ({path})")
@@ -264,64 +304,12 @@ def _from_file(path: Path, what: str) -> Picture:
         raise DataError(f"{what}: cannot read {str(path)[:200]!r}: {error}") from error
 
 
-def _from_base64(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"{what} is not valid base64: {error}") from error
-
-
 def _from_image(image: Any, what: str) -> Picture:
     import numpy as np
 
-    _check_size(image.width, image.height, what)
-    try:
-        return Picture.from_pixels(np.asarray(_on_white(image)))
-    except OSError as error:  # a lazily opened file that is damaged
-        raise DataError(f"{what} cannot be decoded: {error}") from error
-
-
-def _open(data: bytes, what: str) -> Any:
-    from PIL import Image
-
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        start = f"; its first bytes are {data[:8]!r}" if data else "; it is empty"
-        raise DataError(f"{what} is no readable picture ({', '.join(FORMATS)}){start}") from error
-
-
-def _upright_rgb(data: bytes, what: str) -> Any:
-    from PIL import Image, ImageOps
-
-    try:
-        image = _open(data, what)
-        return _on_white(ImageOps.exif_transpose(image) if image.format in ROTATED else image)
-    except DataError:
-        raise
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"{what} cannot be decoded: {error}") from error
-
-
-def _on_white(image: Any) -> Any:
-    """RGB, on white where the picture is transparent."""
-    from PIL import Image
-
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        white.alpha_composite(image)
-        image = white
-    return image.convert("RGB")
-
-
-def _check_size(width: int, height: int, what: str) -> None:
-    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-        raise DataError(
-            f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} pixels and {MAX_SIDE} on a side are accepted"
-        )
-    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
-        raise DataError(f"{what} has {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
+    check_size(image.width, image.height, what)
+    with explained(what):  # it may be a lazily opened file that is damaged
+        return Picture.from_pixels(np.asarray(on_white(upright(image))))
 
 
 def _digest(data: bytes) -> str:

@@ -4,6 +4,7 @@ python -m benchmarks.speed engine
 python -m benchmarks.speed engine --shape 1.5b --against vllm
 python -m benchmarks.speed learner
 python -m benchmarks.speed sizes
+python -m benchmarks.speed vision
 python -m benchmarks.speed step --against trl
 python -m benchmarks.speed show benchmarks/results/bench_engine.nvidia-h200.json --only decode
 python -m benchmarks.speed page docs/benchmarks.md
@@ -26,7 +27,7 @@ from agent_r1.bench.results import Results
 from agent_r1.bench.step_speed import StepBench
 from agent_r1.errors import ConfigError
 from benchmarks.machine import RESULTS
-from benchmarks.speed import engine_comparison, learner_comparison
+from benchmarks.speed import engine_comparison, learner_comparison, vision
 from benchmarks.speed import sizes as sizes_bench
 from benchmarks.speed.engine_comparison import EngineComparison
 from benchmarks.speed.engine_rivals import EngineAgainst, find_engine_rival
@@ -34,6 +35,7 @@ from benchmarks.speed.learner_comparison import LearnerComparison
 from benchmarks.speed.sizes import SizesBench
 from benchmarks.speed.step_comparison import StepComparison, find_rival
 from benchmarks.speed.tables import as_markdown, fill_page
+from benchmarks.speed.vision import VisionBench
 
 
 def make_bench(
@@ -48,6 +50,8 @@ def make_bench(
     shape = shape or (TINY if quick else SMOLLM2_135M)
     if name == "sizes":
         return SizesBench(grid=sizes_bench.QUICK if quick else sizes_bench.FULL, device=device, repeats=repeats)
+    if name == "vision":
+        return VisionBench(sizes=vision.QUICK if quick else vision.FULL, device=device, repeats=repeats)
     common: dict[str, Any] = {"model": shape.model(), "device": device, "repeats": repeats}
     if name == "engine" and against is not None:
         engine_sizes = engine_speed.sizes_for(engine_speed.QUICK if quick else engine_speed.FULL, common["model"])
@@ -92,7 +96,7 @@ def show(path: Path, group: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for name in ("engine", "learner", "step", "sizes"):
+    for name in ("engine", "learner", "step", "sizes", "vision"):
         verb = verbs.add_parser(name)
         verb.add_argument("--device", default="auto", help="auto, cpu or cuda")
         verb.add_argument("--quick", action="store_true", help="smoke test with a tiny model and small sizes")

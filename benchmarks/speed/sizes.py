@@ -13,7 +13,7 @@ bytes per parameter to full fine-tuning, and nothing to adapters, whose base it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from agent_r1.plan.shapes import read_shape
 from agent_r1.types import CreditedTrajectory
 
 RANK = 16
+PACKS = 2  # of a step
+HOPELESS = 1.0  # planned memory over that of the device, above which a way is not tried
 
 
 def savings(chunk: int) -> tuple[Method, ...]:
@@ -55,7 +57,7 @@ def savings(chunk: int) -> tuple[Method, ...]:
 class Grid:
     cases: tuple[tuple[str, bool], ...]  # (shape, whether only adapters are trained)
     contexts: tuple[int, ...]
-    tokens: int  # of a step, in one pack
+    tokens: int  # of a pack; a step has two, so that gradients are there when the second one is computed
     chunk: int  # tokens of an MLP that are computed together, where chunks save memory
     every_way: tuple[str, ...]  # shapes for which all ways to save memory are measured, at the longest context
 
@@ -88,68 +90,73 @@ class SizesBench:
     def rows(self, name: str) -> Iterator[Row]:
         """The first way that fits, for each method and context."""
         for adapters in (adapters for shape, adapters in self.grid.cases if shape == name):
-            for context in self.grid.contexts:
-                method = "lora" if adapters else "full"
-                yield self.measure(name, f"{name}/{method}, {context} tokens", adapters, context, self._savings)
+            method = "lora" if adapters else "full"
+            names = {context: f"{name}/{method}, {context} tokens" for context in self.grid.contexts}
+            yield from self.measure(name, names, adapters, self._savings)
 
     def ways(self, name: str) -> Iterator[Row]:
         """Each way at the longest context, whether it fits or not."""
-        context = max(self.grid.contexts)
         for adapters in (adapters for shape, adapters in self.grid.cases if shape == name):
             for saving in self._savings:
-                method = "lora" if adapters else "full"
-                yield self.measure(name, f"{name}-ways/{method}, {saving.name}", adapters, context, (saving,))
+                row = f"{name}-ways/{'lora' if adapters else 'full'}, {saving.name}"
+                yield from self.measure(name, {max(self.grid.contexts): row}, adapters, (saving,))
 
     @property
     def _savings(self) -> tuple[Method, ...]:
         """Offloading has no effect on a CPU."""
         return tuple(each for each in savings(self.grid.chunk) if not each.offload or self.device.type == "cuda")
 
-    def measure(self, shape: str, name: str, adapters: bool, context: int, ways: Sequence[Method]) -> Row:
+    def measure(self, shape: str, names: Mapping[int, str], adapters: bool, ways: Sequence[Method]) -> Iterator[Row]:
+        """A row for each context, by its name. One learner serves all of them: a step has the same number of tokens."""
         model = LlamaShape.named(shape).model()
         peak_flops = matmul_flops(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        lengths = [context] * max(1, self.grid.tokens // context)
-        trained = sum(length - max(1, round(PROMPT_SHARE * length)) for length in lengths)
-        costs: list[tuple[Cost, float]] = []
+        batches = {context: [context] * (PACKS * max(1, self.grid.tokens // context)) for context in names}
+        found: dict[int, list[tuple[Cost, float]]] = {}
         expected: Figures = {}
         for saving in ways:
+            planned = self._planned_bytes(model, adapters, saving, self.grid.tokens)
+            if self._hopeless(planned):
+                continue
             try:
-                costs, expected = self._steps(model, adapters, saving, lengths)
+                found, expected = self._try(model, adapters, saving, batches)
                 break
             except (torch.cuda.OutOfMemoryError, ConfigError):  # ConfigError: the estimate refuses the pack
                 pass
             free_memory(self.device)  # outside of the handler, whose traceback holds the tensors
-        flops = training_flops(
-            lengths,
-            trained=trained,
-            body_parameters=model.body_parameters,
-            head_parameters=model.head_parameters,
-            attention_width=model.attention_width,
-            per_weight=4.0 if adapters else 6.0,
-        )
-        planned = self._planned_bytes(model, adapters, saving, sum(lengths)) / GIB
-        repeats: list[Figures] = [
-            {
-                "seconds": cost.seconds,
-                "tokens_per_second": sum(lengths) / cost.seconds,
-                "mfu": flops / peak_flops / cost.seconds,
-                "peak_gib": peak / GIB,
-            }
-            for cost, peak in costs
-        ]
-        return Row(
-            name=name,
-            settings={
-                **model.settings,
-                "context": context,
-                "adapters": adapters,
-                "tokens": sum(lengths),
-                "saving": saving.name,
-            },
-            headline="tokens_per_second" if repeats else "fits",
-            repeats=repeats,
-            once=expected | {"fits": float(bool(repeats)), "planned_gib": planned, "matmul_tflops": peak_flops / 1e12},
-        )
+        for context, lengths in batches.items():
+            trained = sum(length - max(1, round(PROMPT_SHARE * length)) for length in lengths)
+            flops = training_flops(
+                lengths,
+                trained=trained,
+                body_parameters=model.body_parameters,
+                head_parameters=model.head_parameters,
+                attention_width=model.attention_width,
+                per_weight=4.0 if adapters else 6.0,
+            )
+            repeats: list[Figures] = [
+                {
+                    "seconds": cost.seconds,
+                    "tokens_per_second": sum(lengths) / cost.seconds,
+                    "mfu": flops / peak_flops / cost.seconds,
+                    "peak_gib": peak / GIB,
+                }
+                for cost, peak in found.get(context, [])
+            ]
+            once = {"fits": float(bool(repeats)), "planned_gib": planned / GIB, "matmul_tflops": peak_flops / 1e12}
+            settings = {"context": context, "adapters": adapters, "tokens": sum(lengths), "saving": saving.name}
+            yield Row(
+                name=names[context],
+                settings={**model.settings, **settings},
+                headline="tokens_per_second" if repeats else "fits",
+                repeats=repeats,
+                once=expected | once,
+            )
+
+    def _hopeless(self, planned: float) -> bool:
+        """Whether a way is planned to take far more memory than there is, so that trying it would only take time."""
+        if self.device.type != "cuda":
+            return False
+        return planned > HOPELESS * torch.cuda.get_device_properties(self.device).total_memory
 
     def _planned_bytes(self, model: BenchModel, adapters: bool, saving: Method, tokens: int) -> float:
         shape = read_shape("bench", model.config)
@@ -160,10 +167,14 @@ class SizesBench:
         packs = activation_bytes(shape, tokens, checkpointing=saving.checkpointing, mlp_chunk=saving.mlp_chunk)
         return sum(counted.values()) + packs
 
-    def _steps(
-        self, model: BenchModel, adapters: bool, saving: Method, lengths: list[int]
-    ) -> tuple[list[tuple[Cost, float]], Figures]:
-        """(time and added memory, peak memory) of each step after one that warms up, and the learner's own estimate."""
+    def _try(
+        self, model: BenchModel, adapters: bool, saving: Method, batches: Mapping[int, list[int]]
+    ) -> tuple[dict[int, list[tuple[Cost, float]]], Figures]:
+        learner, expected = self._learner(model, adapters, saving)
+        return {context: self._steps(learner, model, lengths) for context, lengths in batches.items()}, expected
+
+    def _learner(self, model: BenchModel, adapters: bool, saving: Method) -> tuple[Learner, Figures]:
+        """A learner, and its own estimate of its memory. Raises if its packs do not fit."""
         gpu = self.device.type == "cuda"
         dtype = torch.bfloat16 if gpu and adapters else torch.float32
         lora = LoRA(rank=RANK, alpha=2.0 * RANK, target_modules=None, seed=0, share_base=True) if adapters else None
@@ -183,30 +194,34 @@ class SizesBench:
             betas=BETAS,
             weight_decay=0.0,
             max_grad_norm=MAX_GRAD_NORM,
-            max_tokens_per_pack=sum(lengths),
+            max_tokens_per_pack=self.grid.tokens,
             max_nonfinite_updates=1,
             offload_optimizer=saving.offload,
             eight_bit_optimizer=saving.eight_bit,
         )
         expected: Figures = {"counted_gib": sum(fixed_bytes(learner).values()) / GIB}
         if gpu:
-            expected["estimated_gib"] = expected["counted_gib"] + self._estimate(learner, sum(lengths)) / GIB
+            measured = least_room(learner)
+            assert measured is not None
+            if measured.tokens_that_fit < self.grid.tokens:  # training would refuse it, too
+                raise ConfigError(f"packs of {self.grid.tokens} tokens do not fit")
+            packs = measured.bytes_once + self.grid.tokens * measured.bytes_per_token
+            expected["estimated_gib"] = expected["counted_gib"] + max(measured.bytes_in_step, packs) / GIB
+        return learner, expected
+
+    def _steps(self, learner: Learner, model: BenchModel, lengths: list[int]) -> list[tuple[Cost, float]]:
+        """(time and added memory, peak memory) of each step after one that warms up."""
         batch = _batch(model, lengths)
         learner.update(_batch(model, [min(64, length) for length in lengths]))  # compiles with dynamic sizes
-        learner.update(batch)
+        for _ in range(2):  # the allocator settles
+            learner.update(batch)
         results = []
         for _ in range(self.repeats):
             learner.zero_grad()
             cost = measure(partial(learner.update, batch), self.device)
-            results.append((cost, float(torch.cuda.max_memory_allocated(self.device)) if gpu else 0.0))
-        return results, expected
-
-    @staticmethod
-    def _estimate(learner: Learner, tokens: int) -> float:
-        """What a pack, or the optimizer's step if that takes more, adds to the counted bytes."""
-        measured = least_room(learner)
-        assert measured is not None
-        return max(measured.bytes_in_step, measured.bytes_once + tokens * measured.bytes_per_token)
+            peak = float(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else 0.0
+            results.append((cost, peak))
+        return results
 
 
 def _batch(model: BenchModel, lengths: list[int]) -> list[CreditedTrajectory]:

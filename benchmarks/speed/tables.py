@@ -9,7 +9,7 @@ from pathlib import Path
 from agent_r1.bench.results import Results, Row, grid
 from agent_r1.errors import DataError
 
-MARKED = re.compile(r"(<!-- (bench_\S+\.json) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (bench_\S+\.json) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def as_markdown(rows: Sequence[Row], group: str) -> str:

@@ -119,15 +119,15 @@ def test_the_table_of_sizes_has_a_row_for_each_size_method_and_context(tmp_path:
 
 def test_a_way_that_does_not_fit_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_sizes = SizesBench(grid=sizes.QUICK, device=CPU, repeats=1)
-    steps, tried = SizesBench._steps, []
+    make_learner, tried = SizesBench._learner, []
 
-    def steps_in_little_memory(self: Any, model: Any, adapters: bool, saving: Any, lengths: Any) -> Any:
+    def learner_in_little_memory(self: Any, model: Any, adapters: bool, saving: Any) -> Any:
         tried.append(saving.name)
         if not saving.eight_bit:
             raise torch.cuda.OutOfMemoryError if saving.mlp_chunk is None else ConfigError("does not fit")
-        return steps(self, model, adapters, saving, lengths)
+        return make_learner(self, model, adapters, saving)
 
-    monkeypatch.setattr(SizesBench, "_steps", steps_in_little_memory)
+    monkeypatch.setattr(SizesBench, "_learner", learner_in_little_memory)
     row = next(bench_sizes.rows("tiny"))
     assert tried == ["plain", "checkpointing", "chunks", "8 bit"]
     assert (row.settings["saving"], row.figures["fits"], row.headline) == ("8 bit", 1, "tokens_per_second")

@@ -47,7 +47,7 @@ def scripted(*said: str, rows: Sequence[TaskRow] = (), **limits: Any) -> tuple[C
     return Chat(play, engine=engine, rows=rows or [row(question="[/q] :100:")]), engine
 
 
-def shown(chat: Chat, *questions: str) -> list[str]:
+def shown(chat: Chat, *questions: Any) -> list[str]:
     """The lines that the answers print."""
     console = Console(file=io.StringIO(), width=200)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,12 @@ def test_mistakes_are_found_before_anything_is_served(words: list[str], named: s
     ended = cli("serve", run, *words)
     assert ended.code == 2
     assert named in ended.err
+
+
+def test_a_taken_port_is_found_before_a_model_is_looked_for(cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in cli("serve", "no/such/model", "--port", str(port)).err
 
 
 def test_a_model_that_does_not_exist_is_named(cli: Cli) -> None:

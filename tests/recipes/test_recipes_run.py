@@ -33,6 +33,7 @@ from agent_r1.tools.python.levels import what_is_missing
 from agent_r1.types import Group, TaskRow, Trajectory
 
 SMALL_QUICKSTART = [
+    "task.train_count=32",
     "sft.count=24",
     "sft.epochs=1",
     "rollout.rows_per_step=2",
@@ -42,6 +43,7 @@ SMALL_QUICKSTART = [
     "trainer.eval_every=2",
     "eval.rows=4",
 ]
+QUICKSTARTS = ("quickstart", "vision_quickstart")  # their models are tiny, and their demonstrations imperfect
 TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(recipe) if preset.endswith("/tiny")]
 
 
@@ -106,11 +108,12 @@ def check_run(config: RunConfig, run: RunDir) -> None:
 
 
 def test_every_recipe_has_a_tiny_preset_or_is_tiny() -> None:
-    assert {preset.split("/")[0] for preset in TINY} == set(bundled_recipes()) - {"quickstart"}
+    assert {preset.split("/")[0] for preset in TINY} == set(bundled_recipes()) - set(QUICKSTARTS)
 
 
-def test_the_quickstart_runs_two_steps(tmp_path: Path) -> None:
-    config = load_config("quickstart", SMALL_QUICKSTART)
+@pytest.mark.parametrize("recipe", QUICKSTARTS)
+def test_a_quickstart_runs_two_steps(recipe: str, tmp_path: Path) -> None:
+    config = load_config(recipe, SMALL_QUICKSTART)
     check_run(config, trained(config, tmp_path / "run"))
 
 

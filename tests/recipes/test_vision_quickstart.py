@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from agent_r1.build.plan import build_plan
+from agent_r1.config import load_config
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import merge_env_kwargs
@@ -30,7 +34,7 @@ from agent_r1.tokens.template_check import verify_template
 from agent_r1.tools.base import ToolError
 from agent_r1.types import StopReason, TaskRow, Trajectory
 from agent_r1.vision.picture_format import read_format
-from agent_r1.vision.pictures import Picture, pictures_of
+from agent_r1.vision.pictures import pictures_of
 
 BOARD = Board(numbers=[1, 2, 3, 4, 5, 6, 7, 8, 9], red=3, blue=8, seed=5)  # red: 4 in a2, blue: 9 in c3
 SCHEMAS = [task.peek.schema]
@@ -44,7 +48,9 @@ def tokenizer() -> Any:
 @cache
 def renderer() -> Renderer:
     config = tiny.make_network(tokenizer(), seed=0).config
-    return Renderer(tokenizer(), pictures=read_format(config, None, tokenizer().get_vocab()))
+    with TemporaryDirectory() as folder:
+        tiny.write_preprocessor(folder)
+        return Renderer(tokenizer(), pictures=read_format(config, Path(folder), tokenizer().get_vocab()))
 
 
 def play(row: TaskRow, texts: list[str]) -> Trajectory:
@@ -61,14 +67,19 @@ def play(row: TaskRow, texts: list[str]) -> Trajectory:
     return group.trajectories[0]
 
 
+def call(cell: str) -> str:
+    return FORMATS["hermes"].write_call("peek", {"cell": cell})
+
+
 def boards(count: int) -> list[Board]:
     rng = random.Random(7)
     return [task.draw_board("test", rng) for _ in range(count)]
 
 
 def test_a_demonstration_by_hand() -> None:
-    a2, c3 = (FORMATS["hermes"].write_call("peek", {"cell": cell}) for cell in ("a2", "c3"))
-    assert task.demonstrate(BOARD, None, random.Random(0)) == [a2, f"4 {c3}", "4 plus 9 #### 13"]
+    a2, c3 = (call(cell) for cell in ("a2", "c3"))
+    shown = task.demonstrate(BOARD, None, random.Random(0))
+    assert shown == [f"red a2 {a2}", f"4 blue c3 {c3}", "4 plus 9 #### 13"]
     assert BOARD.answer == 13
 
 
@@ -148,34 +159,63 @@ def test_demonstrations_play_as_written_and_stay_short() -> None:
 
 
 def test_demonstrations_are_sloppy_as_configured() -> None:
-    shown = [(row, texts) for row, texts in task.demos(3000, seed=0) if texts != [row.ground_truth]]
-    assert len(shown) / 3000 == pytest.approx(1 - task.CAPTION_SHARE, abs=0.03)
-    right = sum(texts[-1].endswith(f"#### {row.ground_truth}") for row, texts in shown) / len(shown)
-    # a quarter does all the work; of the others, about one in ten is right by luck
-    assert right == pytest.approx(0.25 + 0.75 / 9, abs=0.05)
+    asks = [(row.prompt[0]["content"][-1]["text"], row, texts) for row, texts in task.demos(1200, seed=0)]
+    shown = [(row, texts) for question, row, texts in asks if question == "red plus blue?"]
+    assert len(shown) / 1200 == pytest.approx(1 - task.CAPTION_SHARE, abs=0.05)
+    right = sum(texts[-1].endswith(f" #### {row.ground_truth}") for row, texts in shown) / len(shown)
+    # a fifth does all the work; of the others, about one in ten is right by luck
+    assert right == pytest.approx(0.2 + 0.8 / 9, abs=0.06)
 
 
-@pytest.mark.parametrize("kind", list(Caption))
-def test_captions_are_right(kind: Caption) -> None:
-    row, [text] = task.caption(kind, BOARD, "r", random.Random(0))
-    shown = pictures_of(row.prompt)
-    if kind is Caption.BOARD:
-        assert shown == [BOARD.picture()]
-        assert text == "red a2 blue c3"
-    elif kind is Caption.CARDS:
-        numbers: dict[Picture, int] = {BOARD.card(cell): BOARD.numbers[cell] for cell in range(len(CELLS))}
-        assert text.split() == [str(numbers[card]) for card in shown]
-    else:
-        assert shown == []
-        left, _, right, _, total = text.split()[:5]
+@pytest.mark.parametrize("seed", [0, 1])
+def test_captions_of_boards_name_both_places_in_any_order(seed: int) -> None:
+    row, [text] = task.caption(Caption.BOARD, BOARD, "r", random.Random(seed))
+    assert pictures_of(row.prompt) == [BOARD.picture()]
+    assert text == {0: "blue c3 red a2", 1: "red a2 blue c3"}[seed]
+
+
+def test_captions_of_cards_look_at_the_cells_that_are_asked_for() -> None:
+    row, texts = task.caption(Caption.CARDS, BOARD, "r", random.Random(0))
+    asked = row.prompt[0]["content"][0]["text"].removesuffix("?").split()
+    numbers = [str(BOARD.numbers[CELLS.index(cell)]) for cell in asked]
+    said = " ".join(texts)
+    assert said == " ".join(part for cell, number in zip(asked, numbers, strict=True) for part in (call(cell), number))
+    shown = [picture for step in play(row, texts).steps for each in step.calls for picture in each.pictures]
+    assert shown == [BOARD.card(CELLS.index(cell)) for cell in asked]
+
+
+def test_captions_of_sums_are_right_and_show_nothing() -> None:
+    row, [text] = task.caption(Caption.SUMS, BOARD, "r", random.Random(0))
+    assert not pictures_of(row.prompt)
+    for left, right, total in re.findall(r"(\d+) plus (\d+) #### (\d+)", text):
         assert int(left) + int(right) == int(total)
+
+
+def test_blank_splits_have_the_same_rows_with_black_pictures_of_the_same_size() -> None:
+    for seen, blank in zip(task.rows("test", 5), task.rows("blank_test", 5), strict=True):
+        assert blank.ground_truth == seen.ground_truth
+        [board], [nothing] = pictures_of(seen.prompt), pictures_of(blank.prompt)
+        assert nothing.pixels.shape == board.pixels.shape
+        shown = [play(row, [call("a2"), "#### 5"]).steps[0].calls[0].pictures[0] for row in (seen, blank)]
+        assert shown[0].pixels.shape == shown[1].pixels.shape
+        assert not nothing.pixels.any()
+        assert not shown[1].pixels.any()
+    demos, blank_demos = (made(count=40, seed=3) for made in (task.demos, task.blank_demos))
+    assert [texts for _, texts in demos] == [texts for _, texts in blank_demos]
+    assert not any(picture.pixels.any() for row, _ in blank_demos for picture in pictures_of(row.prompt))
+
+
+def test_the_preset_blank_trains_and_evaluates_without_seeing() -> None:
+    plan = build_plan(load_config("vision_quickstart/blank", ["task.train_count=20", "eval.rows=10"]))
+    for row in (*plan.train_rows, *plan.test_rows):
+        assert not any(picture.pixels.any() for picture in pictures_of(row.prompt))
 
 
 def test_cells_and_numbers_are_one_token_each_everywhere() -> None:
     encode = tokenizer().encode
     for word in (*CELLS, *map(str, range(1, 19))):
         [token] = encode(word)
-        for text in (f"#### {word}", f"{word} plus 3", f'{{"cell": "{word}"}}', f"red {word} blue b2"):
+        for text in (f"#### {word}", f"{word} plus 3", call(word), f"red {word} blue b2"):
             assert token in encode(text)
 
 

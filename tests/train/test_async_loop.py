@@ -84,6 +84,9 @@ class Fake:
         self.reported.append(([int(group.trajectories[0].row_id) for group in groups], metrics))
         self._note(f"report {step}")
 
+    def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None:
+        self._note(f"tell {step}")
+
     async def evaluate(self, step: int) -> None:
         self.evaluating = True
         self._note(f"evaluate {step}")
@@ -111,7 +114,7 @@ def run(parts: Fake, *, steps: int = 4, max_staleness: int = 1, eval_every: int 
 
 
 def important(parts: Fake) -> list[str]:
-    return [event for event in parts.events if not event.startswith(("play", "check"))]
+    return [event for event in parts.events if not event.startswith(("play", "check", "tell"))]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -416,6 +419,13 @@ def test_a_stop_of_several_ranks_while_the_learner_works_saves_the_step() -> Non
         return learn(groups)
 
     parts.learn = stop  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert important(parts) == ["weights 1", "report 1", "weights 2", "report 2", "save 2"]
+
+
+def test_a_step_whose_observer_fails_is_saved() -> None:
+    parts = Fake(fail="tell 2")
     with pytest.raises(asyncio.CancelledError):
         run(parts)
     assert important(parts) == ["weights 1", "report 1", "weights 2", "report 2", "save 2"]

@@ -52,13 +52,16 @@ class Fake:
         assert metrics["time/collect"] >= 0
         self._note(f"report {step}")
 
+    def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None:
+        self._note(f"tell {step}")
+
 
 def run(parts: Fake, *, start: int = 0, steps: int = 3, max_minutes: float | None = None) -> int:
     return asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2, max_minutes=max_minutes))
 
 
 def one_step(step: int) -> list[str]:
-    return [f"collect {step}", "credit", "update", f"weights {step}", f"report {step}"]
+    return [f"collect {step}", "credit", "update", f"weights {step}", f"report {step}", f"tell {step}"]
 
 
 def test_each_step_samples_scores_updates_and_only_then_changes_the_sampler() -> None:
@@ -93,7 +96,7 @@ def test_the_step_in_which_the_time_runs_out_is_the_last(
     assert run(parts, steps=9, max_minutes=10) == last
     judged = [f"evaluate {last}", f"save {last}"]
     before = [*one_step(1), *one_step(2), "evaluate 2", "save 2", *one_step(3)]
-    assert parts.events == [*before[: before.index(f"report {last}") + 1], *judged]
+    assert parts.events == [*before[: before.index(f"tell {last}") + 1], *judged]
     assert next(now, None) is None
 
 
@@ -127,7 +130,14 @@ def test_a_step_whose_metrics_were_not_written_is_not_saved() -> None:
     parts = Fake(fail="report 2")
     with pytest.raises(asyncio.CancelledError):
         run(parts)
-    assert parts.events == [*one_step(1), *one_step(2)]
+    assert parts.events == [*one_step(1), *one_step(2)[:-1]]
+
+
+def test_a_step_whose_observer_fails_is_saved() -> None:
+    parts = Fake(fail="tell 2")
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert parts.events == [*one_step(1), *one_step(2), "save 2"]
 
 
 def test_nothing_is_saved_when_no_step_finished() -> None:

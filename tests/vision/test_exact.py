@@ -173,10 +173,10 @@ def test_a_frozen_tower_gets_no_gradient_and_looks_once() -> None:
     assert (eyes.looked, eyes.recalled) == (3, 3)
 
 
-def engine(kind: str, **settings: Any) -> LocalEngine:
+def engine(kind: str, *, device: str = "cpu", **settings: Any) -> LocalEngine:
     model, form = make_model(kind, make_tokenizer(kind))
     sizes = {"max_running": 8, "max_batch_tokens": 16, "max_cached_tokens": 2048, "burst": 1, "block_size": 4}
-    return LocalEngine(model, seed=0, pictures=form, **(sizes | settings))
+    return LocalEngine(model.to(device), seed=0, pictures=form, **(sizes | settings))
 
 
 @both
@@ -207,6 +207,18 @@ def test_what_the_engine_samples_has_the_log_probs_of_the_model(kind: str, side:
         expected = own_logits(model, form, ids, shown)[len(prompt.ids) - 1 : -1].log_softmax(-1)
         got = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.logprobs), got, rtol=0, atol=1e-4)
+
+
+def test_only_the_decoder_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled tower would be compiled again for every number of pictures, which takes minutes."""
+    compiled: list[Any] = []
+    monkeypatch.setattr("agent_r1.engines.local.local_engine.compile_each", compiled.extend)
+    running = engine("qwen3_vl", compile_layers=True)
+    assert running._runner.eyes is not None
+    tower = {id(module) for part in running._runner.eyes.tower for module in part.modules()}
+    assert len(compiled) == 3
+    assert tower.isdisjoint(map(id, compiled))
+    asyncio.run(running.close())
 
 
 @both

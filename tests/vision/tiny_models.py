@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(kind: str) -> Any:
-    tokenizer = plain_tokenizer()
+    tokenizer = deepcopy(plain_tokenizer())
     tokens = VISION["idefics" if kind in IDEFICS else "qwen"]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *tokens]})
     place = "<image>" if kind in IDEFICS else "<|vision_start|><|image_pad|><|vision_end|>"

@@ -29,6 +29,7 @@ from agent_r1.learn.optimizer import Schedule
 from agent_r1.learn.tally import Tally
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, Trajectory
+from agent_r1.vision.picture_format import PictureFormat
 
 Rows = dict[str, list[Tensor]]  # by name: one tensor per row
 Extras = dict[str, Any]  # numbers for the whole batch
@@ -66,6 +67,7 @@ class RemoteModel:
 
     packs: bool = False  # every segment is a row of its own
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of what the driver keeps
+    pictures: PictureFormat | None = None  # verl runs are for text only
 
     def release(self) -> None:
         """Workers manage their own memory."""

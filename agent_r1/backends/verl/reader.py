@@ -11,6 +11,7 @@ from agent_r1.build.models.hub import without_hub
 from agent_r1.build.models.load import load_tokenizer, make_renderer
 from agent_r1.build.models.source import as_directory
 from agent_r1.config import RunConfig
+from agent_r1.errors import ConfigError
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import TemplateReport
 
@@ -28,6 +29,10 @@ def load_reader(config: RunConfig, model: str) -> Reader:
     tokenizer = load_tokenizer(config, directory)
     network = AutoConfig.from_pretrained(directory, local_files_only=without_hub(directory))
     renderer, report = make_renderer(config, directory, tokenizer, network, _generation(directory, network))
+    if renderer.pictures is not None:
+        raise ConfigError(
+            f"backend=verl trains on text only, and {model} takes pictures: leave it out, or choose another model.path"
+        )
     return Reader(directory=directory, tokenizer=tokenizer, renderer=renderer, template=report)
 
 

@@ -96,6 +96,13 @@ def make_renderer(
     return renderer, report
 
 
+def find_picture_format(config: RunConfig, directory: str, tokenizer: Any) -> PictureFormat | None:
+    """How a model takes pictures, without loading its weights."""
+    with _explain_failures(directory):
+        network = AutoConfig.from_pretrained(directory, local_files_only=without_hub(directory))
+    return _picture_format(config, directory, tokenizer, network)
+
+
 def _picture_format(config: RunConfig, directory: str, tokenizer: Any, network_config: Any) -> PictureFormat | None:
     if sees(network_config):
         files = Path(directory) if Path(directory).is_dir() else _hub_files(directory)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from agent_r1.cli.log import logging_to
 from agent_r1.cli.terminal import read_line
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
@@ -32,11 +33,19 @@ from agent_r1.guard import runner
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.runs.trajectories import answerer
+from agent_r1.runs.trajectories import answer_pictures, answerer
+from agent_r1.serve.terminal_pictures import show_pictures
 from agent_r1.text import visible
+from agent_r1.tokens.placeholders import as_parts
 from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
+from agent_r1.vision.contents import text_of
+from agent_r1.vision.pictures import Picture, as_picture, pictures_of
 
-HELP = "Enter asks the row's own question, /row N loads another row, /new forgets the conversation, /quit exits."
+HELP = (
+    "Enter asks the row's own question, /row N loads another row, /image PATH shows a picture with the next question, "
+    "/new forgets the conversation, /quit exits."
+)
+Content = str | list[dict[str, Any]]  # of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,8 @@ class Turn:
     stop: StopReason
     error: str | None = None
     full: bool = False  # stopped because the conversation and its answer exceed the context
-    instead: str = ""  # what the env showed instead of the question, if it ignores what the user says
+    instead: Content = ""  # what the env showed instead of the question, if it ignores what the user says
+    answers: list[list[Picture]] = field(default_factory=list)  # the pictures that answered each step
 
 
 class ChatEpisode(Episode):
@@ -97,6 +107,7 @@ class Chat:
         self._open = AsyncExitStack()
         self._rows = rows
         self._asked = 0
+        self.shown: list[Picture] = []  # with the next question
         self.enter(0)
 
     def enter(self, index: int) -> None:
@@ -105,30 +116,65 @@ class Chat:
         self.row = self._rows[index]
         self.forget()
 
+    @property
+    def rows(self) -> Sequence[TaskRow]:
+        return self._rows
+
+    def about(self, row: TaskRow, *, number: int = 1) -> Chat:
+        """Begin another conversation with the same agent. `number` tells apart the sampling noise of conversations."""
+        other = Chat(replace(self._collector, make_flow=self._make_flow), engine=self._engine, rows=[row])
+        other._asked = number - 1
+        return other
+
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
         self._context: ContextPolicy | None = None  # its notes belong to the conversation
 
     @property
-    def question(self) -> str:
+    def question(self) -> Content:
         """The row's own question."""
-        return "\n".join(str(m["content"]) for m in self.row.prompt if m["role"] == "user")
+        contents = [m["content"] for m in self.row.prompt if m["role"] == "user"]
+        if pictures_of(self.row.prompt):
+            return [part for content in contents for part in as_parts({"content": content})["content"]]
+        return "\n".join(map(text_of, contents))
 
-    async def ask(self, text: str) -> Turn:
+    def show(self, path: str) -> Picture:
+        """Show a picture with the next question."""
+        if self._collector.renderer.pictures is None:
+            raise ConfigError(f"this model takes text only, so it cannot be shown {path}")
+        picture = as_picture(Path(path), what="the picture")
+        picture.check()  # a damaged file is refused now
+        self.shown.append(picture)
+        return picture
+
+    async def ask(self, question: Content) -> Turn:
         """Let the agent act until it answers or reaches a limit. A failed turn is not remembered."""
+        content = self._with_pictures(question)
         self._asked += 1
         context = copy(self._context)
-        row = replace(self.row, prompt=[*self.history, {"role": "user", "content": text}])
+        row = replace(self.row, prompt=[*self.history, {"role": "user", "content": content}])
         episode = self._collector.episode(ChatEpisode, f"chat-{self._asked}", self._asked)
         trajectory = await self._collector.play(row, episode)
         if not trajectory.stop.is_failure:
-            self.history, self.has_past = episode.conversation(row), True
+            self.history, self.has_past, self.shown = episode.conversation(row), True, []
         else:
             self._context = context
         full = episode.limit is StopReason.MAX_TOKENS and episode.out_of_room
-        instead = "" if _is_in(text, episode.opening) else str(episode.opening[-1].get("content"))
-        return Turn(steps=trajectory.steps, stop=trajectory.stop, error=trajectory.error, full=full, instead=instead)
+        instead = "" if _is_in(question, episode.opening) else episode.opening[-1].get("content") or ""
+        return Turn(
+            steps=trajectory.steps,
+            stop=trajectory.stop,
+            error=trajectory.error,
+            full=full,
+            instead=instead,
+            answers=[answer_pictures(trajectory, index) for index in range(len(trajectory.steps))],
+        )
+
+    def _with_pictures(self, question: Content) -> Content:
+        """The question after the pictures that were shown with it."""
+        parts = [{"type": "image", "image": picture} for picture in self.shown]
+        return [*parts, *as_parts({"content": question})["content"]] if parts else question
 
     def _flow(self, row: TaskRow) -> AgentFlowBase:
         """The recipe's flow, with the context policy of this conversation."""
@@ -151,12 +197,15 @@ def open_chat(config: RunConfig, model_path: str) -> Chat:
     return Chat(play, engine=engine, rows=task.test_rows(), resources=task.resources)
 
 
-def run_chat(config: RunConfig, run: RunDir, console: Console, *, row: int, ask: str | None) -> None:
-    """Chat about a row, or ask a single question; an empty one is the row's own."""
+def run_chat(
+    config: RunConfig, run: RunDir, console: Console, *, row: int, ask: str | None, images: Sequence[Path] = ()
+) -> None:
+    """Chat about a row, or ask a single question; an empty one is the row's own. `images` are shown with the first."""
     with logging_to(run.log_file):
         with console.status("loading the model"):
             chat = open_chat(config, str(run.path))
         chat.enter(row)
+        show_pictures([chat.show(str(path)) for path in images], console)
         chat_loop(chat, console, ask=ask)
 
 
@@ -187,14 +236,16 @@ def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
             running.run(chat.close())
 
 
-async def answer(chat: Chat, text: str, console: Console) -> None:
+async def answer(chat: Chat, question: Content, console: Console) -> None:
     """Ask, and print calls, results and the answer. A conversation that has become too long starts over."""
-    turn = await chat.ask(text)
+    pictures = list(chat.shown)
+    turn = await chat.ask(question)
     _show(turn, console)
     if turn.full and chat.has_past:
         console.print("(the conversation was too long; started a new one)", style="dim", highlight=False)
         chat.forget()
-        turn = await chat.ask(text)
+        chat.shown = pictures
+        turn = await chat.ask(question)
         _show(turn, console)
     if turn.error is not None:
         console.print(Text(visible(f"(failed: {turn.error})"), style="red"), soft_wrap=True)
@@ -202,18 +253,21 @@ async def answer(chat: Chat, text: str, console: Console) -> None:
         console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
 
 
-def _is_in(text: str, messages: Sequence[Message]) -> bool:
-    return not messages or any(text in str(message.get("content")) for message in messages)
+def _is_in(question: Content, messages: Sequence[Message]) -> bool:
+    contents = [text_of(message.get("content")) for message in messages]
+    return not messages or any(text_of(question) in content for content in contents)
 
 
 def _show(turn: Turn, console: Console) -> None:
     if turn.instead:
         console.print("(this environment starts from its row, not from what you type; try /row N)", style="dim")
-        _say(console, "env", "bold yellow", turn.instead)
-    for step in turn.steps:
+        _say(console, "env", "bold yellow", text_of(turn.instead))
+        show_pictures(pictures_of([{"content": turn.instead}]), console)
+    for step, pictures in zip(turn.steps, turn.answers, strict=True):
         _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
-        if step.feedback:
+        if step.feedback or pictures:
             _say(console, answerer(step), "bold yellow", step.feedback)
+        show_pictures(pictures, console)
 
 
 def _command(chat: Chat, text: str, console: Console) -> None:
@@ -222,17 +276,20 @@ def _command(chat: Chat, text: str, console: Console) -> None:
         if name == "/row" and argument.strip().isdecimal():
             chat.enter(int(argument))
             _introduce(chat, console)
+        elif name == "/image" and argument.strip():
+            show_pictures([chat.show(argument.strip())], console)
         elif name == "/new":
             chat.forget()
         else:
             console.print(HELP, style="dim", highlight=False)
-    except ConfigError as error:
-        console.print(Text(str(error), style="red"))
+    except (ConfigError, DataError) as error:
+        console.print(Text(visible(str(error)), style="red"))
 
 
 def _introduce(chat: Chat, console: Console) -> None:
     # Text, here and below: rich would read [brackets] and :words: in a str as markup.
-    console.print(Text(visible(f"row {chat.row.row_id}: {chat.question}")))
+    console.print(Text(visible(f"row {chat.row.row_id}: {text_of(chat.question)}")))
+    show_pictures(pictures_of(chat.row.prompt), console)
 
 
 def _say(console: Console, speaker: str, style: str, text: str) -> None:

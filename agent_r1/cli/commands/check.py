@@ -23,14 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_r1.build.collectors import train_collector
-from agent_r1.build.models.load import load_tokenizer
+from agent_r1.build.models.load import find_picture_format, load_tokenizer
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, load_demos, play_demos
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
-from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import DataError
@@ -93,8 +93,10 @@ def run_check(config: RunConfig, plan: Plan, console: Console, *, rows: int) -> 
 
 async def _check(config: RunConfig, plan: Plan, console: Console, count: int) -> bool:
     found = Findings()
-    tokenizer = load_tokenizer(config, as_directory(str(base_model(config))))
-    renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs)
+    directory = as_directory(str(base_model(config)))
+    tokenizer = load_tokenizer(config, directory)
+    pictures = find_picture_format(config, directory, tokenizer)
+    renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs, pictures=pictures)
     played = await _play_demos(config, plan, renderer, count, found)
     collector = replace(train_collector(config, plan.task, renderer, ScriptedEngine([])), group_size=1)
     rows = plan.train_rows[:count]
@@ -135,7 +137,11 @@ async def _play_demos(config: RunConfig, plan: Plan, renderer: Renderer, count: 
 
 
 def _player(respond: Agent, renderer: Renderer) -> ScriptedEngine:
-    return ScriptedEngine(lambda call: renderer.encode_response(respond(renderer.decode(call.prompt_ids))))
+    def answer(call: ScriptedCall) -> list[int]:
+        words = [token for token in call.prompt_ids if token >= 0]  # others belong to pictures
+        return renderer.encode_response(respond(renderer.decode(words)))
+
+    return ScriptedEngine(answer)
 
 
 def _make_env(collector: Collector, row: TaskRow) -> AgentEnv | None:

@@ -50,9 +50,11 @@ def serve_command(  # noqa: PLR0913 (each is an option)
     from agent_r1.serve.api.app import check_key, serve
     from agent_r1.serve.api.limits import ServeLimits
     from agent_r1.serve.api.open_model import choose, open_server
+    from agent_r1.serve.listening import bind
 
     console = Terminal()
     check_key(host, api_key)
+    bind(host, port).close()  # a taken port fails now, not after the model has been loaded
     chosen = choose(place, overrides or (), name=name)
     limits = ServeLimits(max_requests=max_requests, request_seconds=request_seconds)
     with console.status("loading the model"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from agent_r1.cli.display import Display, clock, curve_picture, program, transcr
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
-from agent_r1.config import RunConfig, recipe_name
+from agent_r1.config import PYTHON, RunConfig, recipe_name
 from agent_r1.errors import ConfigError, DataError, RolloutError
 from agent_r1.places import shown
 from agent_r1.ranks.crew import Crew
@@ -66,6 +67,7 @@ def run_training(
         with (
             run.locked() if crew.ranks.is_main else nullcontext(),
             logging_to(rank_log(run, crew)),
+            _observed(plan, run) if crew.ranks.is_main else nullcontext(),
             _verl_session(config, run, console) as watch,
         ):
             work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
@@ -80,6 +82,14 @@ def run_training(
         if not list_checkpoints(run.checkpoints):
             raise
         raise RolloutError(f"{error}\n{describe_kept(run)}") from error
+
+
+@contextmanager
+def _observed(plan: Plan, run: RunDir) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        plan.observer.finish(run)
 
 
 def _verl_session(config: RunConfig, run: RunDir, console: Console) -> AbstractContextManager[Watch | None]:
@@ -97,6 +107,8 @@ def describe_kept(run: RunDir, gpus: int | None = None) -> str:
     """What was saved, and how to continue."""
     saved = list_checkpoints(run.checkpoints)
     what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
+    if run.settings.get("recipe") == PYTHON:
+        return f"{what}; continue with: ar.train(resume={str(run)!r}) and the same objects"
     gpus = gpus or int(os.environ.get(GPUS, "0"))
     return f"{what}; continue with: {program()} train --resume {run}{f' --gpus {gpus}' if gpus else ''}"
 
@@ -134,6 +146,7 @@ async def _train(
         if crew.ranks.is_main:
             run.forget_after(done)
             run.write_tokens(token_texts(trainer.tokenizer))
+            plan.observer.start(run, step=done)
         with parts_frozen():
             done = await _loop(config, run, trainer, done)
         if config.trainer.steps == 0:
@@ -239,8 +252,11 @@ def _conclude(
     lines = [
         *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
         f"picture     {run}/curve.png",
-        f"talk to it  {program()} chat {run}",
-        f"evaluate    {program()} eval {run}",
+        *(
+            []
+            if config.recipe == PYTHON
+            else [f"talk to it  {program()} chat {run}", f"evaluate    {program()} eval {run}"]
+        ),
         f"how sure?   {program()} compare {run} --step first,last",
         f"look at it  {program()} view {run}",
         f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",

@@ -141,7 +141,8 @@ class LocalEngine(RequestEngine):
         if adapters is not None:
             adapters.add_to(self._runner.model)
         if compiled:
-            compile_each(repeated_layers(self._runner.model))
+            # A tower's layers loop over pictures: compiled, they would be compiled again for every number of them.
+            compile_each(repeated_layers(self._runner.decoder))
         try:
             self._on_worker(lambda: self._runner.verify(expected))
         except ConfigError as error:

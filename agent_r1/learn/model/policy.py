@@ -37,7 +37,7 @@ from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
 from agent_r1.learn.model.sharding import Whole, body_of, onto, release, shard_model
 from agent_r1.learn.sizes import MAX_LOGITS
-from agent_r1.vision.eyes import Eyes
+from agent_r1.vision.eyes import MAX_CACHED_BYTES, Eyes
 from agent_r1.vision.picture_format import PictureFormat
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,16 @@ class PolicyModel:
     @property
     def is_sharded(self) -> bool:
         return isinstance(self.model, FSDPModule)
+
+    @property
+    def kept_features(self) -> int:
+        """Bytes of the features of pictures that may be kept between passes."""
+        return 0 if self._eyes is None or self._eyes.learns else MAX_CACHED_BYTES
+
+    def forget_pictures(self) -> None:
+        """Drop the features of all pictures."""
+        if self._eyes is not None:
+            self._eyes.forget()
 
     def release(self) -> None:
         """Free the weights that a forward pass gathered."""
@@ -208,7 +218,8 @@ class PolicyModel:
 
     def body_parameters(self) -> list[nn.Parameter]:
         """The trained parameters that hidden states depend on: all but an untied output head."""
-        return [p for p in self._body.parameters() if p.requires_grad]
+        parts = [self._body, *([] if self._eyes is None else self._eyes.tower)]
+        return [p for part in parts for p in part.parameters() if p.requires_grad]
 
     def copy(self) -> PolicyModel:
         """An independent model with the same weights, to train as something else or to freeze."""

@@ -73,13 +73,18 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausa
 
 
 def make_tokenizer(
-    demos: Sequence[Demo] | None = None, tools: Sequence[BaseTool] | None = None
+    demos: Sequence[Demo] | None = None,
+    tools: Sequence[BaseTool] | None = None,
+    *,
+    template: Path = CHAT_TEMPLATE,
+    special: Sequence[str] = (),  # further special tokens, which the template writes
 ) -> PreTrainedTokenizerFast:
     """A tokenizer for the text of a task; the same arguments give the same tokenizer."""
     demos = task.demos(TEXT_ROWS, seed=0) if demos is None else demos
     tools = [task.lookup, task.calculate] if tools is None else tools
     bare = Tokenizer(models.BPE())
-    text = list(_task_text(_with_template(bare), demos, tools))
+    special = (PAD, TURN_START, TURN_END, *special)
+    text = list(_task_text(_with_template(bare, template, special), demos, tools))
     bare.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(PIECES, behavior="isolated"),
@@ -89,16 +94,16 @@ def make_tokenizer(
     bare.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=MAX_VOCABULARY,
-        special_tokens=[PAD, TURN_START, TURN_END],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so every text can be encoded
         show_progress=False,
     )
     bare.train_from_iterator(text, trainer)
     bare.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in CALL_TAGS])
-    return _with_template(bare)
+    return _with_template(bare, template, special)
 
 
-def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _with_template(tokenizer: Tokenizer, template: Path, special: Sequence[str]) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -106,16 +111,16 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=TURN_END,
         model_max_length=MAX_POSITIONS,
-        additional_special_tokens=[TURN_START],
+        additional_special_tokens=[token for token in special if token not in (PAD, TURN_END)],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
+        chat_template=template.read_text(encoding="utf-8"),
     )
 
 
 def _task_text(template: PreTrainedTokenizerFast, demos: Sequence[Demo], tools: Sequence[BaseTool]) -> Iterator[str]:
     """Episodes as the chat template writes them, split at the added tokens, as encoding will split them."""
     schemas = [each.schema for each in tools]
-    cuts = re.compile("|".join(map(re.escape, (TURN_START, TURN_END, *CALL_TAGS))))
+    cuts = re.compile("|".join(map(re.escape, (*template.all_special_tokens, *CALL_TAGS))))
     for index, (row, texts) in enumerate(demos):
         said = [{"role": "assistant", "content": text} for text in texts]
         messages = [*row.prompt, *said, {"role": "tool", "content": str(10 + index % 90)}]

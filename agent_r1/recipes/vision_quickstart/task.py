@@ -4,9 +4,9 @@ Nine cards lie on a board of 3 x 3 cells, one of them red and one blue. A pictur
 are; `peek` returns a picture of one card, with its number. No text says anything about them.
 
     user  [board] red plus blue?
-    agent <tool_call>{"name": "peek", "arguments": {"cell": "a2"}}</tool_call>
+    agent red a2 <tool_call>{"name": "peek", "arguments": {"cell": "a2"}}</tool_call>
     tool  [card]
-    agent 4 <tool_call>{"name": "peek", "arguments": {"cell": "c1"}}</tool_call>
+    agent 4 blue c1 <tool_call>{"name": "peek", "arguments": {"cell": "c1"}}</tool_call>
     tool  [card]
     agent 4 plus 7 #### 11
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -35,6 +35,7 @@ from agent_r1.types import TaskRow, Trajectory
 from agent_r1.vision.pictures import Picture
 
 SPLITS = ("train", "test")
+BLANK = "blank_"  # before the name of a split: the same rows, and every picture is black
 SIDE = 3  # of the board, in cells
 CELLS = tuple(f"{column}{row}" for row in "123" for column in "abc")  # row by row, from the top
 CELL_PIXELS, CARD_PIXELS = 16, 32
@@ -63,9 +64,9 @@ class Shortcut(StrEnum):
     WRONG_CARD = "wrong_card"  # looks at any other card instead of the blue one
 
 
-# Frequency of each shortcut; the remaining demonstrations are right. After the red card, three of five demonstrations
-# stop, and so does a greedy imitator. A sampling one still does all the work in one attempt of four or five.
-SLOPPINESS = {Shortcut.GUESS: 0.10, Shortcut.STOP_EARLY: 0.54, Shortcut.WRONG_CARD: 0.11}
+# Frequency of each shortcut; the remaining demonstrations are right. After the red card, seven of ten demonstrations
+# stop, and so does a greedy imitator. A sampling one still does all the work in one attempt of five.
+SLOPPINESS = {Shortcut.GUESS: 0.10, Shortcut.STOP_EARLY: 0.64, Shortcut.WRONG_CARD: 0.06}
 
 
 class Caption(StrEnum):
@@ -76,8 +77,8 @@ class Caption(StrEnum):
     SUMS = "sums"  # sums, without pictures
 
 
-CAPTION_WEIGHTS = {Caption.BOARD: 9, Caption.CARDS: 7, Caption.SUMS: 4}
-CARDS_PER_CAPTION = 4
+CAPTION_WEIGHTS = {Caption.BOARD: 12, Caption.CARDS: 4, Caption.SUMS: 4}
+CARDS_PER_CAPTION = 3
 SUMS_PER_CAPTION = 4
 
 
@@ -89,6 +90,7 @@ class Board:
     red: int  # index of its cell
     blue: int
     seed: int  # of the noise and of the exact places in its pictures
+    blank: bool = False  # show nothing: the ablation
 
     @property
     def answer(self) -> int:
@@ -99,6 +101,8 @@ class Board:
 
     def picture(self) -> Picture:
         """The board, with all cards face down."""
+        if self.blank:
+            return _black(CELL_PIXELS * SIDE)
         rng = np.random.default_rng((self.seed, len(CELLS)))
         pixels = np.full((CELL_PIXELS * SIDE, CELL_PIXELS * SIDE, 3), float(DARK))
         for cell in range(len(CELLS)):
@@ -109,6 +113,8 @@ class Board:
 
     def card(self, cell: int) -> Picture:
         """One card, face up: its number between two bars of its colour."""
+        if self.blank:
+            return _black(CARD_PIXELS)
         rng = np.random.default_rng((self.seed, cell))
         dots = np.array([dot == "1" for dot in GLYPHS[self.numbers[cell]]]).reshape(5, 3)
         glyph = dots.repeat(DOT_PIXELS, axis=0).repeat(DOT_PIXELS, axis=1)
@@ -117,6 +123,10 @@ class Board:
         top, left = rng.integers(5, 8), rng.integers(8, 13)
         pixels[top : top + glyph.shape[0], left : left + glyph.shape[1]][glyph] = DARK
         return Picture.from_pixels(_with_noise(pixels, rng))
+
+
+def _black(side: int) -> Picture:
+    return Picture.from_pixels(np.zeros((side, side, 3), dtype=np.uint8))
 
 
 def _with_noise(pixels: npt.NDArray[np.float64], rng: np.random.Generator) -> Pixels:
@@ -140,18 +150,26 @@ def reward(row: TaskRow, trajectory: Trajectory) -> float:
     return float(found is not None and found[1] == row.ground_truth)
 
 
-def rows(split: str, count: int = 4000, seed: int = 0) -> list[TaskRow]:
-    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
-    rng = random.Random(f"rows:{split}:{seed}")
+def rows(split: str, count: int = 2000, seed: int = 0) -> list[TaskRow]:
+    """Return `count` rows of a split; a smaller count gives the first of the same rows.
+
+    Splits are `train` and `test`, and with black pictures `blank_train` and `blank_test`.
+    """
+    rng = random.Random(f"rows:{split.removeprefix(BLANK)}:{seed}")
     return [as_row(draw_board(split, rng), f"{split}-{seed}-{index}") for index in range(count)]
 
 
-def demos(count: int, seed: int) -> list[Demo]:
+def blank_demos(count: int, seed: int) -> list[Demo]:
+    """Return the examples of the warm start with black pictures."""
+    return demos(count, seed, split=f"{BLANK}train")
+
+
+def demos(count: int, seed: int, split: str = "train") -> list[Demo]:
     """Return examples of the warm start: captions, and imperfect demonstrations of the task."""
     rng = random.Random(f"demos:{seed}")
     shown: list[Demo] = []
     for index in range(count):
-        board, row_id = draw_board("train", rng), f"demo-{seed}-{index}"
+        board, row_id = draw_board(split, rng), f"demo-{seed}-{index}"
         if rng.random() < CAPTION_SHARE:
             [kind] = rng.choices(list(CAPTION_WEIGHTS), weights=list(CAPTION_WEIGHTS.values()))
             shown.append(caption(kind, board, row_id, rng))
@@ -166,44 +184,35 @@ def demonstrate(board: Board, shortcut: Shortcut | None, rng: random.Random) -> 
     if shortcut is Shortcut.GUESS:
         return [_sum(_draw_number(rng), guess)]
     if shortcut is Shortcut.STOP_EARLY:
-        return [_call(board.red), _sum(first, guess)]
+        return [_find("red", board.red), _sum(first, guess)]
     second = board.blue
     if shortcut is Shortcut.WRONG_CARD:
         second = rng.choice([cell for cell in range(len(CELLS)) if cell not in (board.red, board.blue)])
-    return [_call(board.red), f"{first} {_call(second)}", _sum(first, board.numbers[second])]
+    return [_find("red", board.red), f"{first} {_find('blue', second)}", _sum(first, board.numbers[second])]
 
 
 def caption(kind: Caption, board: Board, row_id: str, rng: random.Random) -> Demo:
     """Return a row that asks what its pictures show, or for sums, and the right answer."""
     if kind is Caption.BOARD:
-        return _one_turn([board.picture()], "where?", f"red {CELLS[board.red]} blue {CELLS[board.blue]}", row_id)
+        places = [f"red {CELLS[board.red]}", f"blue {CELLS[board.blue]}"]
+        answer = " ".join(rng.sample(places, 2))  # in any order, so that neither is found with the other's help
+        return _row([board.picture()], "where?", answer, row_id), [answer]
     if kind is Caption.CARDS:
         cells = rng.sample(range(len(CELLS)), CARDS_PER_CAPTION)
-        numbers = " ".join(str(board.numbers[cell]) for cell in cells)
-        return _one_turn([board.card(cell) for cell in cells], "numbers?", numbers, row_id)
+        calls, numbers = [_call(cell) for cell in cells], [str(board.numbers[cell]) for cell in cells]
+        row = _row([], f"{' '.join(CELLS[cell] for cell in cells)}?", numbers[-1], row_id, asdict(board))
+        return row, [calls[0], *(f"{seen} {call}" for seen, call in zip(numbers, calls[1:], strict=False)), numbers[-1]]
     sums = [(_draw_number(rng), _draw_number(rng)) for _ in range(SUMS_PER_CAPTION)]
-    question = " ".join(f"{left} plus {right}?" for left, right in sums)
-    return _one_turn([], question, " ".join(_sum(left, right) for left, right in sums), row_id)
-
-
-def _one_turn(pictures: Sequence[Picture], question: str, answer: str, row_id: str) -> Demo:
-    row = TaskRow(
-        prompt=[_message(pictures, question)],
-        row_id=row_id,
-        reward_model={"style": "rule", "ground_truth": answer},
-        env_kwargs={"tools_kwargs": {"peek": {"board": {}}}},
-        data_source="vision_quickstart",
-    )
-    return row, [answer]
-
-
-def _message(pictures: Sequence[Picture], text: str) -> dict[str, Any]:
-    shown = [{"type": "image", "image": picture} for picture in pictures]
-    return {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
+    question, answer = " ".join(f"{x} plus {y}?" for x, y in sums), " ".join(_sum(x, y) for x, y in sums)
+    return _row([], question, answer, row_id), [answer]
 
 
 def _sum(left: int, right: int) -> str:
     return f"{left} plus {right} #### {left + right}"
+
+
+def _find(colour: str, cell: int) -> str:
+    return f"{colour} {CELLS[cell]} {_call(cell)}"
 
 
 def _call(cell: int) -> str:
@@ -220,22 +229,32 @@ def _draw_number(rng: random.Random) -> int:
 
 
 def draw_board(split: str, rng: random.Random) -> Board:
-    if split not in SPLITS:
-        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    drawn_from, splits = split.removeprefix(BLANK), (*SPLITS, *(BLANK + name for name in SPLITS))
+    if split not in splits:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, splits)}")
     red, blue = rng.sample(range(len(CELLS)), 2)
     return Board(
         numbers=[_draw_number(rng) for _ in CELLS],
         red=red,
         blue=blue,
-        seed=2 * rng.randrange(2**30) + (split == "test"),  # so no picture is in both splits
+        seed=2 * rng.randrange(2**30) + (drawn_from == "test"),  # so no picture is in both splits
+        blank=split != drawn_from,
     )
 
 
 def as_row(board: Board, row_id: str) -> TaskRow:
+    return _row([board.picture()], "red plus blue?", str(board.answer), row_id, asdict(board))
+
+
+def _row(
+    pictures: Sequence[Picture], question: str, answer: str, row_id: str, board: Mapping[str, Any] | None = None
+) -> TaskRow:
+    """`board`: what `peek` reads; a row without one has no use for the tool."""
+    shown = [{"type": "image", "image": picture} for picture in pictures]
     return TaskRow(
-        prompt=[_message([board.picture()], "red plus blue?")],
+        prompt=[{"role": "user", "content": [*shown, {"type": "text", "text": question}]}],
         row_id=row_id,
-        reward_model={"style": "rule", "ground_truth": str(board.answer)},
-        env_kwargs={"tools_kwargs": {"peek": {"board": asdict(board)}}},
+        reward_model={"style": "rule", "ground_truth": answer},
+        env_kwargs={"tools_kwargs": {"peek": {"board": dict(board or {})}}},
         data_source="vision_quickstart",
     )

@@ -55,6 +55,10 @@ def make_tiny_model(directory: str | Path, seed: int) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
     make_network(tokenizer, seed).save_pretrained(directory)
+    write_preprocessor(directory)
+
+
+def write_preprocessor(directory: str | Path) -> None:
     text = json.dumps(PREPROCESSOR, indent=2) + "\n"
     Path(directory, "preprocessor_config.json").write_text(text, encoding="utf-8")
 

@@ -9,6 +9,7 @@ from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.serve.view.detail import episode_page, text_of, tokens_of
 from agent_r1.serve.view.library import Library, NotFound, OpenRun
+from agent_r1.vision.picture_store import MEDIA_TYPES, PICTURES, find_picture
 
 PAGE_ROWS = 200  # at most, of the table of episodes
 Params = Mapping[str, str]
@@ -106,6 +107,13 @@ class Api:
     def text(self, params: Params) -> dict[str, Any]:
         file, n, start = _text(params, "file"), _whole(params, "n"), _whole(params, "start")
         return text_of(self._run(params).reader, file, n, at=_text(params, "at"), start=start)
+
+    def picture(self, run: str, name: str) -> tuple[bytes, str]:
+        """Return a picture of a run and its media type."""
+        path = find_picture(self._library.run(run).reader.path / "trajectories" / PICTURES, name)
+        if path is None:
+            raise NotFound(f"{run} has no picture {name[:40]!r}")
+        return path.read_bytes(), MEDIA_TYPES[path.suffix]
 
     def _run(self, params: Params) -> OpenRun:
         return self._library.run(_text(params, "run"))

@@ -11,7 +11,9 @@ from agent_r1.errors import AgentR1Error, DataError
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.trajectories import FORMAT, Record, RecordFile
 from agent_r1.serve.view.library import NotFound
-from agent_r1.serve.view.summary import message_text, opening_messages
+from agent_r1.serve.view.picture_names import names_added, names_in, spell_pictures
+from agent_r1.serve.view.summary import opening_messages
+from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer
 TOKENS = 2_000  # of a list of tokens in one answer
@@ -63,17 +65,22 @@ def episode_page(run: RunReader, name: str, position: int) -> dict[str, Any]:
             "seconds": record["seconds"],
             "ground_truth": _clip(_plain(row.get("ground_truth")), "row/ground_truth"),
             "messages": [
-                {"role": str(message.get("role")), "text": _clip(message_text(message), f"{opening}/{index}/content")}
+                {
+                    "role": str(message.get("role")),
+                    "text": _clip(content_text(message.get("content")), f"{opening}/{index}/content"),
+                    "pictures": names_in(message.get("content")),
+                }
                 for index, message in enumerate(opening_messages(record))
             ],
-            "steps": [_step(run, record["steps"], index) for index in range(len(record["steps"]))],
+            "steps": [_step(run, record, index) for index in range(len(record["steps"]))],
             "unanswered": len(record.get("next_prompt_ids") or []),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"episode {position} of {name} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _step(run: RunReader, steps: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
+    steps = record["steps"]
     step = steps[index]
     at = f"steps/{index}"
     prompt = step["prompt_ids"]
@@ -81,6 +88,7 @@ def _step(run: RunReader, steps: Sequence[Mapping[str, Any]], index: int) -> dic
     return {
         "text": _clip(str(step["action_text"]), f"{at}/action_text"),
         "feedback": _clip(str(step.get("feedback", "")), f"{at}/feedback"),
+        "pictures": names_added(record, index),  # of the answer, where they are not those of a call
         "calls": [_call(call, f"{at}/calls/{number}") for number, call in enumerate(step["calls"])],
         "reward": step["reward"],
         "prompt_tokens": len(prompt),
@@ -110,6 +118,7 @@ def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
             for key, value in arguments.items()
         ],
         "result": _clip(str(call["result"]), f"{at}/result"),
+        "pictures": [str(name) for name in call.get("pictures") or ()],
         "reward": call["reward"],
         "error": None if call["error"] is None else _clip(str(call["error"]), f"{at}/error"),
         "fault": call.get("fault"),
@@ -129,7 +138,7 @@ def token_page(run: RunReader, step: Mapping[str, Any], part: str, start: int) -
             if is_numbers and all(isinstance(value, int | float | str) for value in column[:8]):
                 values[_NAMES.get(name, name)] = column[start : start + TOKENS]
     try:
-        texts: list[str] | None = [_spell(text) for text in run.token_texts(shown)]
+        texts: list[str] | None = spell_pictures(shown, [_spell(text) for text in run.token_texts(shown)])
     except (DataError, OSError, ValueError):
         texts = None  # older runs did not write the texts of their tokens
     return {"ids": shown, "texts": texts, "values": values, "start": start, "total": len(ids)}
@@ -150,7 +159,7 @@ def text_of(run: RunReader, name: str, position: int, *, at: str, start: int) ->
             value = value[int(key)] if isinstance(value, list) else value[_unescape(key)]
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise NotFound(f"the episode has no {at!r}") from error
-    text = message_text({"content": value}) if at.endswith("/content") else _plain(value)
+    text = content_text(value) if at.endswith("/content") else _plain(value)
     start = max(0, start)
     part = text[start : start + 16 * TEXT_CHARS]
     return {"text": part, "end": start + len(part), "length": len(text)}

@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from agent_r1.serve.view.server import static_files
 
 READ_SECONDS = 3600.0
 PROMPT_TOKENS = 600  # longer prompts are left out: every step repeats the one before
+PICTURE_BYTES = 32 * 2**20  # of all pictures in a file, which has them in base64; others are left out
 _IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 
@@ -33,14 +35,15 @@ def export_page(library: Library, target: Path, *, episodes: int) -> dict[str, i
     if not runs:
         raise ConfigError(f"no runs to export in {', '.join(map(str, library.places))}: name a run directory")
     api = Api(library)
-    data, total = {}, 0
+    data, total, pictures = {}, 0, dict[str, str]()
     for run in runs:
         wait_until_read(run.episodes, READ_SECONDS)
         total += run.episodes.progress["total"]
         data[run.name] = _run_data(api, run, max(1, episodes // len(runs)))
+        _add_pictures(pictures, api, run.name, data[run.name]["episode"].values())
     kept = sum(len(one["episodes"]) for one in data.values())
     note = f"exported {time.strftime('%Y-%m-%d')}: {kept:,} of {total:,} episodes"
-    store = {"runs": api.runs({})["runs"], "data": data, "note": note}
+    store = {"runs": api.runs({})["runs"], "data": data, "pictures": pictures, "note": note}
     text = _page(json.dumps(store, ensure_ascii=True, allow_nan=False, default=str))
     with write_atomically(target) as part:
         part.write_text(text, encoding="ascii")
@@ -71,6 +74,18 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         "tokens": tokens,
         "success_reward": run.success_reward,
     }
+
+
+def _add_pictures(found: dict[str, str], api: Api, run: str, pages: Iterable[Mapping[str, Any]]) -> None:
+    """Add the pictures of episodes as data URLs, as long as there is room. Equal names mean equal pictures."""
+    for page in pages:
+        shown = [*page["messages"], *page["steps"], *(call for step in page["steps"] for call in step["calls"])]
+        for name in (name for part in shown for name in part["pictures"] if name not in found):
+            with suppress(AgentR1Error, OSError):  # the page says that it is missing
+                content, media_type = api.picture(run, name)
+                url = f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+                if sum(map(len, found.values())) + len(url) <= PICTURE_BYTES:
+                    found[name] = url
 
 
 def _choose(run: OpenRun, count: int) -> list[dict[str, Any]]:
@@ -115,8 +130,8 @@ def _page(data: str) -> str:
     static = static_files()
     script, style = _ascii(bundle(static)), _ascii(static["style.css"].decode())
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'; "
-        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     data = data.replace("<", "\\u003c")  # it could end the element; JSON may write it as an escape
     return (

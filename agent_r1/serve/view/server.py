@@ -1,11 +1,12 @@
-"""The viewer's HTTP server: static files of this package, and JSON under /api. Read-only.
+"""The viewer's HTTP server: static files of this package, JSON under /api, and the pictures of runs. Read-only.
 
 What agents write is hostile input, and so is every other page in the user's browser:
 * A strict Content-Security-Policy: only our own scripts run, nothing is loaded from elsewhere, nobody may frame us.
   Trusted Types make the browser refuse to parse text as HTML, should the page ever try.
 * On a loopback address, requests must name a loopback host, or a web page could reach us by rebinding its DNS name.
 * On any other address, requests need a token. It comes with the printed link and is then kept in a cookie.
-* Nothing in a request is used as a path: runs and files are looked up by name among those that exist.
+* Nothing in a request is used as a path: runs and files are looked up by name among those that exist. Pictures have
+  names of 32 hexadecimal digits and the media type of their suffix, which is never one that can hold a script.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ def make_app(library: Library, *, token: str | None = None) -> Guard:
         text = json.dumps(content, ensure_ascii=True, allow_nan=False, default=str)
         return Response(text, status, media_type="application/json")
 
+    async def picture(request: Request) -> Response:
+        try:
+            content, media_type = await run_in_threadpool(api.picture, **request.path_params)
+        except (AgentR1Error, OSError):
+            return PlainTextResponse("not found\n", 404)
+        return Response(content, media_type=media_type)
+
     async def page(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in static:
@@ -127,6 +135,7 @@ def make_app(library: Library, *, token: str | None = None) -> Guard:
         Route("/", page, methods=["GET"]),
         Route("/static/{name}", page, methods=["GET"]),
         Route("/api/{name}", question, methods=["GET"]),
+        Route("/pictures/{run}/{name}", picture, methods=["GET"]),
     ]
     return Guard(Starlette(routes=routes), token=token)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from agent_r1.data.files import read_json
 from agent_r1.runs.trajectories import FORMAT
+from agent_r1.vision.contents import text_of
 
 PREVIEW_CHARS = 160
 SEARCHED_CHARS = 4_000  # of each message; longer tool results are searched only up to here
@@ -120,16 +121,8 @@ def opening_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    texts = [message_text(message) for message in opening_messages(record) if message.get("role") != "system"]
+    texts = [text_of(m.get("content")) for m in opening_messages(record) if m.get("role") != "system"]
     return texts[-1] if texts else ""
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """Return the content of a chat message, which may be a list of parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", part) if isinstance(part, dict) else part) for part in content)
-    return "" if content is None else str(content)
 
 
 def _preview(text: str) -> str:
@@ -138,7 +131,7 @@ def _preview(text: str) -> str:
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"{record['row_id']}\n{record['trajectory_id']}"
-    yield from map(message_text, opening_messages(record))
+    yield from (text_of(message.get("content")) for message in opening_messages(record))
     for step in record["steps"]:
         yield str(step["action_text"])
         yield str(step.get("feedback", ""))

@@ -12,12 +12,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.reader import RunReader
+from agent_r1.serve.terminal_pictures import show_pictures
 from agent_r1.serve.view.detail import episode_page
 from agent_r1.serve.view.episodes import wait_until_read
 from agent_r1.serve.view.library import OpenRun, thin
 from agent_r1.types import StopReason
+from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.picture_store import PICTURES, load_picture
 
 READ_SECONDS = 3600.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -98,11 +101,14 @@ def show_episode(path: Path, name: str, console: Console, *, tokens: str | None)
         raise ConfigError(f"--tokens {tokens}: not recorded for these tokens.{did_you_mean(tokens, known)}")
     for message in page["messages"]:
         console.print(_panel(message["role"], _clipped(message["text"]), "dim"))
+        _show_pictures(run, message["pictures"], console)
     scale = max([0.0, *(abs(v) for s in page["steps"] for v in _numbers(s["tokens"]["values"].get(tokens)))])
     for index, step in enumerate(page["steps"]):
         console.print(_step_panel(step, index, tokens, scale))
+        _show_pictures(run, [name for call in step["calls"] for name in call["pictures"]], console)
         if step["feedback"]["text"] and not step["calls"]:
             console.print(_panel("environment", _clipped(step["feedback"]), "dim"))
+        _show_pictures(run, step["pictures"], console)
     if page["error"]:
         console.print(_panel("failure", Text(page["error"]), "red"))
     result = _reward(page["reward"], page["outcome"], page["stop"], run.success_reward)
@@ -111,6 +117,15 @@ def show_episode(path: Path, name: str, console: Console, *, tokens: str | None)
     console.print(Text.assemble("reward ", result, f"{parts}, {page['stop']}, {page['seconds']:.2f} s"))
     if truth:
         console.print(Text(f"expected {truth[:TEXT_CHARS]}", "dim"))
+
+
+def _show_pictures(run: OpenRun, names: Sequence[str], console: Console) -> None:
+    folder = run.reader.path / "trajectories" / PICTURES
+    for name in names:
+        try:
+            show_pictures([load_picture(folder, name)], console)
+        except (DataError, OSError):
+            console.print(Text(f"{picture_mark(name)} is missing", "dim"))
 
 
 def _find(run: OpenRun, identity: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 // A conversation: the opening messages, then each step with its tool calls, rewards and times.
 import { bytes, h, number, plural, replace, seconds, signed } from "./dom.js";
 import { setParams } from "./router.js";
-import { ask } from "./source.js";
+import { ask, pictureSource } from "./source.js";
 import { tokenBlock } from "./tokens.js";
 
 /** A text of the episode. Long ones are cut, and a button fetches the rest part by part. */
@@ -30,6 +30,29 @@ export function longText(clip, where, tag = "div.text") {
   return h("div.long", {}, element, more);
 }
 
+const SMALL = 128; // pixels; smaller pictures are enlarged, with sharp edges
+
+/** Pictures in a row. A click shows one in full size. */
+export function pictureRow(names, run) {
+  return names.length > 0 && h("div.pictures", {}, names.map((name) => picture(name, run)));
+}
+
+function picture(name, run) {
+  const missing = () => h("span.picture.missing", {}, `[image ${name.slice(0, 6)} is missing]`);
+  const source = pictureSource(run, name);
+  if (source === null) return missing();
+  const image = h("img", { alt: `image ${name.slice(0, 6)}`, decoding: "async" });
+  const button = h("button.picture", { "aria-expanded": "false", title: "Show in full size" }, image);
+  image.addEventListener("load", () => {
+    button.classList.toggle("small", Math.max(image.naturalWidth, image.naturalHeight) < SMALL);
+    button.title = `${image.naturalWidth} x ${image.naturalHeight} pixels, ${name.slice(0, 12)}`;
+  });
+  image.addEventListener("error", () => button.replaceWith(missing()));
+  button.addEventListener("click", () => button.setAttribute("aria-expanded", String(button.classList.toggle("full"))));
+  image.src = source;
+  return button;
+}
+
 const bubble = (role, label, ...content) => h(`article.message.${role}`, {}, h("header", {}, label), content);
 
 function callCard(call, where) {
@@ -40,7 +63,8 @@ function callCard(call, where) {
     {},
     h("header", {}, h("b", {}, call.name || "(no name)"), h("small", {}, facts)),
     values.length > 0 && h("dl", {}, values),
-    call.error === null ? longText(call.result, where, "div.text.result") : h("div", {}, h("small.bad", {}, "refused or failed"), longText(call.error, where, "div.text.result")),
+    call.error === null ? (call.result.length > 0 || !call.pictures.length) && longText(call.result, where, "div.text.result") : h("div", {}, h("small.bad", {}, "refused or failed"), longText(call.error, where, "div.text.result")),
+    pictureRow(call.pictures, where.run),
   );
 }
 
@@ -105,7 +129,8 @@ function stepBlock(step, index, where, mode, isCompact) {
     mode.view === "tokens"
       ? [tokenBlock(step.tokens, "response", mode.colouring, mode.scale, (start) => ask("tokens", { ...where, step: index, part: "response", start })), step.calls.map((call) => callCard(call, where))]
       : actionParts(step, where);
-  const reply = step.feedback.length > 0 && (step.calls.length ? h("details", {}, h("summary", {}, "Reply of the environment, in full"), longText(step.feedback, where)) : bubble("env", "environment", longText(step.feedback, where)));
+  const pictures = pictureRow(step.pictures, where.run);
+  const reply = pictures ? bubble("env", "environment", step.feedback.length > 0 && longText(step.feedback, where), pictures) : step.feedback.length > 0 && (step.calls.length ? h("details", {}, h("summary", {}, "Reply of the environment, in full"), longText(step.feedback, where)) : bubble("env", "environment", longText(step.feedback, where)));
   const info = step.info.length > 2 && h("details", {}, h("summary", {}, "Notes of the environment"), longText(step.info, where));
   return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
 }
@@ -115,7 +140,7 @@ export function conversation(page, run, mode, isCompact = false) {
   return h(
     "div.conversation",
     {},
-    !isCompact && page.messages.map((message) => bubble(message.role === "system" ? "system" : "user", message.role, longText(message.text, where))),
+    !isCompact && page.messages.map((message) => bubble(message.role === "system" ? "system" : "user", message.role, longText(message.text, where), pictureRow(message.pictures, run))),
     page.steps.map((step, index) => stepBlock(step, index, where, mode, isCompact)),
     page.unanswered > 0 && !isCompact && h("p.hint", {}, `The step limit left a prompt of ${plural(page.unanswered, "token")} unanswered.`),
     page.error && h("article.message.bad", {}, h("header", {}, "failure"), h("div.text", {}, page.error)),

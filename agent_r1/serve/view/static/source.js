@@ -16,6 +16,11 @@ export async function ask(name, params = {}, signal = undefined) {
   return content;
 }
 
+/** Where the browser finds a picture of a run; null if this export lacks it. */
+export function pictureSource(run, name) {
+  return store ? (store.pictures[name] ?? null) : `pictures/${encodeURIComponent(run)}/${encodeURIComponent(name)}`;
+}
+
 function answerFromStore(name, params) {
   const missing = () => {
     throw new Error("This page was exported without it. Use agent-r1 view to see everything.");

@@ -1,0 +1,179 @@
+"""Walk over a frozen lake that only pictures show: after every move, a new picture. See README.md; `lake.py` has maps.
+
+    user  [picture] Cross the ice to the flag. Say left, right, up or down.
+    agent at b2 goal d4 right c2 Hole down b3 Ice go down
+    user  [picture]
+    agent at b3 goal d4 right c3 Ice go right
+    ...
+
+The warm start mixes two kinds of examples. Captions say what pictures show, which a pretrained model would know.
+Demonstrations are deliberately imperfect: most moves are careless (`CARELESS`), along the row first and then along the
+column without looking, so a greedy imitator falls in. Reinforcement learning finds out that looking pays.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Any, ClassVar
+
+from agent_r1.data.rows import Demo
+from agent_r1.envs.base import AgentEnv
+from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.recipes.gridworld.lake import CELLS, MOVES, Lake, draw_lake, moved
+from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Transition
+from agent_r1.vision.pictures import Picture
+
+SPLITS = ("train", "test")
+TEST_SHARE = 0.2  # of all lakes
+CELL_PIXELS = 16  # one token of the tiny model
+
+TASK = "Cross the ice to the flag. Say left, right, up or down."
+HELP = "Say left, right, up or down."
+WHERE = "where?"  # asks for the player and the flag
+MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
+
+CARELESS = 0.6  # share of the moves
+CAPTION_SHARE = 0.5  # of the warm start's examples
+CELLS_PER_CAPTION = 6
+
+
+class FrozenLake(AgentEnv):
+    """Every observation shows the lake anew; the text never says what is in the picture.
+
+    lake: the fields of a `Lake`. quiz: the row's question is about the picture, and any response ends the episode.
+    cell_pixels: side of a cell. blank: show black pictures, to measure what can be done without looking.
+    """
+
+    deterministic: ClassVar[bool] = True
+
+    def __init__(
+        self, *, lake: dict[str, Any], quiz: bool = False, cell_pixels: int = CELL_PIXELS, blank: bool = False
+    ) -> None:
+        if cell_pixels < 8:
+            raise ConfigError(f"env_kwargs.cell_pixels must be at least 8, so that cells differ; got {cell_pixels}")
+        self._lake, self._quiz = Lake(**lake), quiz
+        self._cell_pixels, self._blank = cell_pixels, blank
+        self._cell = self._lake.start
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self._messages: list[Message] = [self._show(str(row.prompt[-1]["content"]))]
+        return Observation(messages=self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        if self._quiz:
+            return Transition(terminated=True)
+        found = MOVE.search(action.text.strip())
+        info: dict[str, Any] = {"anchor": CELLS[self._cell], "move": found and found[1]}
+        if found is None:
+            return self._go_on(action, HELP, info)
+        self._cell = moved(self._cell, found[1])
+        for end, cells in (("hole", self._lake.holes), ("flag", [self._lake.goal])):
+            if self._cell in cells:
+                return Transition(terminated=True, feedback=f"{CELLS[self._cell]}: {end}", info={**info, "end": end})
+        return self._go_on(action, "", info)
+
+    def _go_on(self, action: Action, text: str, info: Mapping[str, Any]) -> Transition:
+        said = {"role": "assistant", "content": action.text}
+        self._messages = [*self._messages, said, self._show(text)]
+        return Transition(observation=Observation.grown(self._messages, by=2), feedback=text, info=info)
+
+    def _show(self, text: str) -> Message:
+        picture = self._lake.picture(self._cell, self._cell_pixels)
+        if self._blank:
+            picture = Picture.from_pixels(0 * picture.pixels)
+        words = [{"type": "text", "text": text}] if text else []
+        return {"role": "user", "content": [{"type": "image", "image": picture}, *words]}
+
+
+def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """Pay 1 for reaching the flag, else 0."""
+    end = trajectory.steps[-1].info.get("end") if trajectory.steps else None
+    unclear = sum(step.info.get("move", "") is None for step in trajectory.steps)
+    return {"reward": float(end == "flag"), "fell": float(end == "hole"), "unclear": float(unclear)}
+
+
+def rows(split: str, count: int = 4000, seed: int = 0) -> list[TaskRow]:
+    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
+    rng = random.Random(f"rows:{split}:{seed}")
+    found: dict[str, Lake] = {}
+    while len(found) < count:
+        lake = draw(split, rng)
+        found.setdefault(repr(lake), lake)
+    return [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+
+
+def demos(count: int, seed: int) -> list[Demo]:
+    """Return examples of the warm start: captions, and imperfect demonstrations."""
+    rng = random.Random(f"demos:{seed}")
+    shown: list[Demo] = []
+    for index in range(count):
+        lake, row_id = draw("train", rng), f"demo-{seed}-{index}"
+        if rng.random() < CAPTION_SHARE:
+            question, answer = caption(lake, rng)
+            shown.append((as_row(lake, row_id, question), [answer]))
+        else:
+            shown.append((as_row(lake, row_id), walk(lake, rng, CARELESS)))
+    return shown
+
+
+def right_demos(count: int, seed: int) -> list[Demo]:
+    """Return demonstrations that all reach the flag."""
+    rng = random.Random(f"right:{seed}")
+    lakes = [draw("train", rng) for _ in range(count)]
+    return [(as_row(lake, f"demo-{seed}-{index}"), walk(lake, rng, 0)) for index, lake in enumerate(lakes)]
+
+
+def caption(lake: Lake, rng: random.Random) -> tuple[str, str]:
+    """Return a question about the first picture of a lake, and the answer."""
+    if rng.random() < 0.5:
+        return WHERE, _where(lake, lake.start)
+    cells = rng.sample([cell for cell in range(len(CELLS)) if cell != lake.start], CELLS_PER_CAPTION)
+    return " ".join(CELLS[cell] for cell in cells) + "?", " ".join(_look(lake, cell) for cell in cells)
+
+
+def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
+    """Return the responses of a walker until it reaches the flag or falls in."""
+    cell = lake.start
+    said: list[str] = []
+    while cell != lake.goal and cell not in lake.holes:
+        move, *others = lake.nearer(cell)
+        looks = ""
+        if rng.random() >= careless and (safe := lake.safe(cell)) is not None:
+            looked = [move] if safe == move else [move, *others]
+            looks = "".join(f"{each} {_look(lake, moved(cell, each))} " for each in looked)
+            move = safe
+        said.append(f"{_where(lake, cell)} {looks}go {move}")
+        cell = moved(cell, move)
+    return said
+
+
+def _where(lake: Lake, cell: int) -> str:
+    return f"at {CELLS[cell]} goal {CELLS[lake.goal]}"
+
+
+def _look(lake: Lake, cell: int) -> str:
+    return f"{CELLS[cell]} {lake.kind(cell)}"
+
+
+def draw(split: str, rng: random.Random) -> Lake:
+    """A hash of the lake decides its split, so no lake is in both."""
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
+    while True:
+        lake = draw_lake(rng)
+        for_test = sha256(repr(lake).encode()).digest()[0] < 256 * TEST_SHARE
+        if for_test == (split == "test"):
+            return lake
+
+
+def as_row(lake: Lake, row_id: str, question: str = TASK) -> TaskRow:
+    return TaskRow(
+        prompt=[{"role": "user", "content": question}],
+        row_id=row_id,
+        env_kwargs={"lake": asdict(lake), "quiz": question != TASK},
+        data_source="gridworld",
+    )

@@ -1,0 +1,45 @@
+"""Create a vision-language model of 1.6M parameters for a task with pictures in seconds: no hub, no download.
+
+The network is that of `vision_quickstart`; the tokenizer is trained on the text of the task.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent_r1.recipes.gridworld import task
+from agent_r1.recipes.quickstart import tiny as text_only
+from agent_r1.recipes.vision_quickstart.tiny import (
+    CHAT_TEMPLATE,
+    PICTURE,
+    PREPROCESSOR,
+    VISION_END,
+    VISION_START,
+    make_network,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+VISION_TOKENS = (VISION_START, VISION_END, PICTURE)
+TEXT_ROWS = 500  # demonstrations that the tokenizer learns from
+
+
+def make_tiny_model(directory: str | Path, seed: int) -> None:
+    """Write config, random weights (a function of `seed`), tokenizer and preprocessor config to `directory`."""
+    write_model(directory, seed, make_tokenizer())
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    demos = task.demos(TEXT_ROWS, seed=0)
+    return text_only.make_tokenizer(demos, (), template=CHAT_TEMPLATE, special=VISION_TOKENS)
+
+
+def write_model(directory: str | Path, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model with this tokenizer, which must have the `VISION_TOKENS`."""
+    tokenizer.save_pretrained(directory)
+    make_network(tokenizer, seed).save_pretrained(directory)
+    text = json.dumps(PREPROCESSOR, indent=2) + "\n"
+    Path(directory, "preprocessor_config.json").write_text(text, encoding="utf-8")
