@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import ConfigError
+from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import write_groups
 from agent_r1.serve.gateway.client import ClientSettings
 from agent_r1.serve.gateway.command import CommandAgent, split_command
 from agent_r1.serve.gateway.flow import agent_reward
-from agent_r1.types import StopReason, TaskRow, Trajectory
+from agent_r1.serve.view.detail import episode_page
+from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 from tests.serve.gateway.agent_runs import ASK, chat, play
+from tests.serve.small_runs import CONFIG
 
 # A program with nothing but the standard library, as an agent in any language would be.
 PROGRAM = """
@@ -153,6 +157,15 @@ def test_a_program_that_dies_is_a_typed_failure_with_what_it_wrote() -> None:
     assert "out of luck" in trajectory.failure.message
     assert "out of luck" in trajectory.log
     assert len(trajectory.steps) == 1  # kept for people
+
+
+def test_what_a_program_wrote_is_shown_with_its_episode(tmp_path: Path) -> None:
+    [trajectory] = play(program("ask('?'); print('on my way')"), ["one"])
+    run = RunDir.create(tmp_path / "run", CONFIG)
+    group = Group(row=TaskRow(prompt=[ASK]), trajectories=[trajectory])
+    write_groups(run.path / "trajectories" / "train_000001.jsonl", [group])
+    page = episode_page(run, "train_000001", 0)
+    assert page["log"]["text"] == "on my way\n"
 
 
 def test_an_agent_that_never_calls_is_a_typed_failure() -> None:
