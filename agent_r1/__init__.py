@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agent_r1.flows.replay import replay
     from agent_r1.resources import Resource
     from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
+    from agent_r1.tools.mcp.tool_set import MCPTools
     from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _HOME = {
     "flows.replay": ["replay"],
     "resources": ["Resource"],
     "tools.base": ["BaseTool", "FromRow", "ToolError", "ToolResult", "tool"],
+    "tools.mcp.tool_set": ["MCPTools"],
     "types": ["Action", "Observation", "StopReason", "TaskRow", "Trajectory", "Transition"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -66,6 +68,7 @@ __all__ = [
     "EvalResult",
     "FromRow",
     "Limits",
+    "MCPTools",
     "Observation",
     "Reply",
     "Resource",

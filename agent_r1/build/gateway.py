@@ -30,7 +30,6 @@ def build_gateway(config: RunConfig) -> tuple[type[AgentFlowBase], list[Resource
             recipe=recipe_folder(config.recipe),
             stdin=settings.stdin,
             env=settings.env,
-            output_chars=settings.output_chars,
         )
     server = import_module(f"{serve}.server").GatewayServer(episode_seconds=config.rollout.episode_seconds)
     flow = import_module(f"{serve}.flow").gateway_flow(

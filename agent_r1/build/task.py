@@ -26,7 +26,7 @@ from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
-from agent_r1.tools.base import BaseTool, get_tool
+from agent_r1.tools.base import BaseTool, ToolSet, get_tool, list_tools
 from agent_r1.types import TaskRow
 
 T = TypeVar("T")
@@ -58,8 +58,8 @@ class Task:
 def build_task(config: RunConfig) -> Task:
     task = config.task
     import_recipe(config.recipe, named_code(config))
+    _check_data(config)
     source = task.rows if is_data_source(task.rows) else _rows_function(config)
-    _check_data_path(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
     players, resources = _players(config)
@@ -78,7 +78,7 @@ def build_task(config: RunConfig) -> Task:
 def warm_start_code(config: RunConfig) -> list[str]:
     """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
-    names = [config.model.make, config.sft.demos, task.env, task.flow, *task.tools, *task.resources]
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *_tool_names(config), *task.resources]
     if config.gateway is not None:
         names.append(config.gateway.agent)
     if isinstance(context, SummaryContext):
@@ -86,6 +86,10 @@ def warm_start_code(config: RunConfig) -> list[str]:
     if isinstance(context, RewriteContext):
         names.append(context.function)
     return [name for name in names if name is not None and "." in name]
+
+
+def _tool_names(config: RunConfig) -> list[str]:
+    return [tool for tool in config.task.tools if isinstance(tool, str)]
 
 
 def named_code(config: RunConfig) -> list[str]:
@@ -147,8 +151,8 @@ class _Players:
             self._set_tool_format(env, name, kwargs, template)
         return self.make_env(env, name, kwargs)
 
-    def _check_opened(self, tools: Sequence[str | BaseTool]) -> None:
-        for tool in map(get_tool, tools):
+    def _check_opened(self, tools: Sequence[str | BaseTool | ToolSet]) -> None:
+        for tool in list_tools(tools):
             if tool not in self.tools and type(tool).open is not Resource.open:
                 raise ConfigError(f"tool {tool.name!r} must be opened before a run: add it to task.tools")
 
@@ -234,9 +238,9 @@ def _resources(config: RunConfig) -> list[Resource]:
 
 
 def _tools(config: RunConfig) -> list[BaseTool]:
-    names, settings = config.task.tools, dict(config.task.tool_kwargs)
+    names, settings = _tool_names(config), dict(config.task.tool_kwargs)
     found = [_lookup(name, config, get_tool) for name in names]
-    made = [_tool(name, tool, settings) for name, tool in zip(names, found, strict=True)]
+    by_name = {name: _tool(name, tool, settings) for name, tool in zip(names, found, strict=True)}
     if settings:
         classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
         name = next(iter(settings))
@@ -244,11 +248,35 @@ def _tools(config: RunConfig) -> list[BaseTool]:
             f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
             f"{did_you_mean(name, classes)}"
         )
+    made = list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
+    for name in {tool.name for tool in made}:
+        if sum(tool.name == name for tool in made) > 1:
+            raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
     return made
 
 
-def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool:
+def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
+    """Return the tools of an entry such as `{mcp: {command: ...}}`."""
+    if list(entry) != ["mcp"]:
+        raise ConfigError(f"task.tools: {entry!r:.200} is neither a name nor of the form {{mcp: {{command: ...}}}}")
+    from agent_r1.tools.mcp.tool_set import MCPTools
+
+    folder, settings = recipe_folder(config.recipe), entry["mcp"]
+    if settings.get("command") is not None:
+        settings = {**settings, "cwd": folder / settings.get("cwd", "")}
+    try:
+        inspect.signature(MCPTools).bind(**settings)
+    except TypeError as error:
+        unknown = next((key for key in settings if key not in inspect.signature(MCPTools).parameters), None)
+        hint = did_you_mean(unknown, inspect.signature(MCPTools).parameters) if unknown else ""
+        raise ConfigError(f"task.tools: mcp: {error}.{hint}") from error
+    return MCPTools(**settings)
+
+
+def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:
     """Return the tool; a class is called with its settings, which are removed from `settings`."""
+    if isinstance(found, ToolSet):
+        return found
     if isinstance(found, type) and issubclass(found, BaseTool):
         kwargs = settings.pop(getattr(found, "name", name), {})
         try:
@@ -269,7 +297,8 @@ def is_data_source(rows: str) -> bool:
 
 def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
     if isinstance(source, str):
-        return load_rows(source, split=split, count=count, beside=recipe_folder(config.recipe))
+        beside = recipe_folder(config.recipe)
+        return load_rows(source, split=split, count=count, beside=beside, columns=config.data.map)
     with one_line_errors(f"task.rows={config.task.rows!r} for split {split!r}"):
         return load_rows(source, split=split, count=count)
 
@@ -287,9 +316,11 @@ def one_line_errors(function: str) -> Iterator[None]:
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:
     """Return the function that makes rows. It gets `count` only if the config has one."""
-    for count in (config.task.train_count, config.eval.rows):
-        check_call(config, "task.rows", config.task.rows, ["split"] if count is None else ["split", "count"])
-    return recipe_function(config.task.rows, config)
+    task = config.task
+    for count in (task.train_count, config.eval.rows):
+        check_call(config, "task.rows", task.rows, [*task.rows_kwargs, "split", *([] if count is None else ["count"])])
+    found = recipe_function(task.rows, config)
+    return update_wrapper(partial(found, **task.rows_kwargs), found)
 
 
 def recipe_function(name: str, config: RunConfig) -> Callable[..., Any]:
@@ -304,7 +335,13 @@ def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[st
     check_callable(setting, name, recipe_function(name, config), **dict.fromkeys(keywords))
 
 
-def _check_data_path(config: RunConfig) -> None:
+def _check_data(config: RunConfig) -> None:
+    if config.data.map and not is_data_source(config.task.rows):
+        raise ConfigError(
+            f"data.map has no effect: task.rows={config.task.rows!r} is a function. It is for files and datasets"
+        )
+    if config.task.rows_kwargs and is_data_source(config.task.rows):
+        raise ConfigError(f"task.rows_kwargs has no effect: task.rows={config.task.rows!r} is not a function")
     names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
     if config.data.path is not None and not any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
         raise ConfigError(

@@ -46,7 +46,7 @@ def _check_gateway(config: RunConfig) -> None:
     if (gateway.agent is None) == (gateway.command is None):
         raise ConfigError("gateway needs exactly one of gateway.agent (a function) and gateway.command (a program)")
     changed = gateway.model_dump(exclude_defaults=True)
-    for name in ("stdin", "env", "output_chars"):
+    for name in ("stdin", "env"):
         if gateway.agent is not None and name in changed:
             raise ConfigError(f"gateway.{name} has no effect on a function: leave it out, or set gateway.command")
     for name, given in {"tools": task.tools, "env_kwargs": task.env_kwargs}.items():

@@ -36,6 +36,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[st
     name = recipe if recipe == PYTHON or path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
     config = parse_config(tree | {"recipe": name})
     check_idle(layers, stages)
+    _check_secrets(plain(stages[-1], resolve=False))
     played = config.rollout.rows_per_step * config.rollout.group_size
     if config.learner.num_minibatches > played:  # not an error in an existing run
         raise ConfigError(
@@ -43,6 +44,17 @@ def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[st
             "(rollout.rows_per_step times rollout.group_size)"
         )
     return config
+
+
+def _check_secrets(tree: dict[str, Any]) -> None:
+    """Refuse variables that OmegaConf would write, resolved, into the run's config.json."""
+    task = tree.get("task")
+    for tool in (task.get("tools") or []) if isinstance(task, dict) else []:
+        if isinstance(tool, dict) and "${oc.env:" in str(tool):
+            raise ConfigError(
+                f"task.tools: {tool!r:.200} would write the variable's value to the run's config.json. Write $NAME, "
+                "which is replaced when the server starts"
+            )
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from agent_r1.config.layers import DEFAULT_ENGINE
 
@@ -32,6 +32,13 @@ def _default_kind(value: Any) -> Any:
     return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
 
 
+ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
+    "gymnasium": "gymnasium_env",
+    "reasoning_gym": "reasoning_tasks",
+    "verifiers": "verifiers_tasks",
+    "harbor": "harbor",
+    "openenv": "openenv_env",
+}
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
@@ -51,24 +58,35 @@ class TaskConfig(Section):
     """Rows, tools, environment and reward. Names such as `task.rows` are looked up in the recipe's folder first."""
 
     rows: str  # a function rows(split=, count=), a .parquet or .jsonl[.gz] file (with {split}), a folder, or hf:name
+    rows_kwargs: dict[str, Any] = {}  # further arguments of that function
     train_split: str = "train"
     test_split: str = "test"
     train_count: int | None = Field(default=None, ge=1)  # maximum number of training rows; None: all
     reward: str  # a function reward(row, trajectory) -> float or dict of named parts
     reward_seconds: float = Field(default=30.0, gt=0)
     success_reward: float = 1.0  # an episode counts as a success when its outcome reward reaches this
-    # agent_env_loop, single_step, gateway (with a section gateway), or a class; a row's agent_name takes precedence
-    flow: str = "agent_env_loop"
+    flow: str = "agent_env_loop"  # or single_step, gateway, or a class; a row's agent_name takes precedence
     env: str = "tool"  # a registered env, or a class of the recipe
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
-    tools: list[str] = []  # functions or classes of the recipe or of a module, or names of registered tools
+    # functions or classes of the recipe or of a module, names of registered tools, or {mcp: {command: ...}}
+    tools: list[str | dict[str, dict[str, Any]]] = []
     tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
     resources: list[str] = []  # objects of the recipe, opened before the first episode and closed at the end
     workers: WorkersConfig | None = None  # None: environments run in the event loop
 
+    @field_validator("rows", "reward", "env", mode="before")
+    @classmethod
+    def _name_adapter(cls, value: Any, info: ValidationInfo) -> Any:
+        """`gymnasium` stands for the rows, env or reward of that adapter, which is imported only then."""
+        if isinstance(value, str) and value in ADAPTERS:
+            return f"agent_r1.adapters.{ADAPTERS[value]}.{info.field_name}"
+        return value
+
 
 class DataConfig(Section):
     path: str | None = None  # a local copy of the recipe's data; None: what `agent-r1 data recipe NAME` fetches
+    # for task.rows that is a file or dataset: fields of a row and the columns or texts with {columns} that fill them
+    map: dict[str, str] = {}
 
 
 class ModelConfig(Section):
@@ -326,13 +344,10 @@ class EvalConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The user's agent, which calls the policy through an API; for task.flow=gateway."""
-
     agent: str | None = None  # a function agent(row, client) of the recipe, sync or async
     command: str | list[str] | None = None  # instead of agent: a program, with placeholders such as {prompt}
     stdin: Literal["none", "row", "prompt"] = "none"  # what the program reads: nothing, the row as JSON, the prompt
     env: dict[str, str] = {}  # further environment variables of the program
-    output_chars: int = Field(default=10_000, ge=100)  # kept of the program's stdout, and of its stderr
     on_failure: Literal["fail", "score"] = "fail"  # what an agent's failure does: fail the episode, or nothing
     shows_ground_truth: bool = False  # to the agent, for example because it grades its own answer
     tool_format: str = "auto"  # auto: the chat template's
@@ -379,7 +394,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     track: list[Tracker] = []  # where metrics, evaluations and transcripts go beside the run directory
     eval: EvalConfig = EvalConfig()
-    gateway: GatewayConfig | None = None  # needed by task.flow=gateway
+    gateway: GatewayConfig | None = None  # the user's own agent; for task.flow=gateway
     verl: VerlConfig | None = None  # None: defaults, with backend=verl
 
     _correct = model_validator(mode="before")(_correct_async)

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agent_r1.data.columns import map_columns
 from agent_r1.data.files import json_lines, parquet_rows, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
@@ -28,12 +29,17 @@ _COLUMNS = {field.name for field in fields(TaskRow)}
 
 
 def load_rows(
-    source: str | Callable[..., Iterable[Any]], *, split: str, count: int | None = None, beside: Path | None = None
+    source: str | Callable[..., Iterable[Any]],
+    *,
+    split: str,
+    count: int | None = None,
+    beside: Path | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> list[TaskRow]:
     """Load at most `count` rows from a file, from `hf:name[:config]`, or from a function `rows(split=..., count=...)`.
 
-    A relative path is looked up in the folder `beside` first. Every row is checked here, so a bad one is an error
-    before training that names its place.
+    A relative path is looked up in the folder `beside` first. `columns` says which columns of a file or dataset fill
+    the fields of a row. Every row is checked here, so a bad one is an error before training that names its place.
     """
     if callable(source):
         where = f"{getattr(source, '__module__', '?')}.{getattr(source, '__name__', source)}"
@@ -48,7 +54,9 @@ def load_rows(
     rows = []
     for index, item in enumerate(islice(raw, count)):
         record = {name: getattr(item, name) for name in _COLUMNS} if isinstance(item, TaskRow) else item
-        row = row_from_record(record, place=f"row {index} of {where}", folder=folder)
+        place = f"row {index} of {where}"
+        record = map_columns(record, columns, place=place) if columns else record
+        row = row_from_record(record, place=place, folder=folder)
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} has no rows for split {split!r}")

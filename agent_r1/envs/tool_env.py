@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
+from uuid import uuid4
 
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.text_env import Reply
@@ -30,7 +31,7 @@ from agent_r1.tokens.formats import (
     format_name,
     get_format,
 )
-from agent_r1.tools.base import BaseTool, get_tool
+from agent_r1.tools.base import BaseTool, ToolSet, list_tools
 from agent_r1.tools.runner import ToolOutcome, run_tool
 from agent_r1.types import (
     Action,
@@ -65,7 +66,7 @@ class ToolEnv(AgentEnv):
     def __init__(  # noqa: PLR0913 (all settings of an episode with tools)
         self,
         *,
-        tools: Sequence[str | BaseTool],
+        tools: Sequence[str | BaseTool | ToolSet],
         tool_format: str | ToolCallFormat = AUTO,  # AUTO: in a run, the chat template's; otherwise hermes
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
@@ -78,7 +79,8 @@ class ToolEnv(AgentEnv):
         for name, limit in limits.items():
             if limit < 1:
                 raise ConfigError(f"ToolEnv needs {name} of at least 1, got {limit}")
-        self._tools = _index_tools(tools)
+        episode = uuid4().hex
+        self._tools = {name: tool.for_episode(episode) for name, tool in _index_tools(tools).items()}
         self.tool_format = _choose_format(tool_format, self._tools, tool_role).with_max_calls(max_calls)
         self._context = _split_context(self._tools, tools_kwargs or {})
         self._max_bad_calls = max_bad_calls
@@ -114,6 +116,11 @@ class ToolEnv(AgentEnv):
         self._messages = list(observation.messages or ())
         self._bad_calls = 0
         return observation
+
+    async def close(self) -> None:
+        for tool in self._tools.values():
+            await tool.end_episode()
+        await super().close()
 
     async def step(self, action: Action) -> Transition:
         if self._messages is None:
@@ -194,7 +201,7 @@ class ToolEnv(AgentEnv):
         if tool is None:
             text = f"there is no tool {event.name!r}.{did_you_mean(event.name, self._tools)}"
             return ToolOutcome(text=text, fault="unknown_tool")
-        arguments = self.tool_format.convert_arguments(event.arguments, tool.parameters)
+        arguments = self.tool_format.convert_arguments(event.arguments, tool.arguments.parameters)
         try:
             outcome = await run_tool(tool, arguments, self._context[tool.name])
         except Exception as error:
@@ -243,11 +250,11 @@ def _with_pictures(message: Message, pictures: Sequence[Picture]) -> Message:
     return {**message, "content": [*words, *parts], **({"from_tool": True} if marked else {})}
 
 
-def _index_tools(tools: Sequence[str | BaseTool]) -> dict[str, BaseTool]:
+def _index_tools(tools: Sequence[str | BaseTool | ToolSet]) -> dict[str, BaseTool]:
     if isinstance(tools, str) or not tools:
         raise ConfigError(f"ToolEnv needs a list of at least one tool, got tools={tools!r}")
     found: dict[str, BaseTool] = {}
-    for tool in map(get_tool, tools):
+    for tool in list_tools(tools):
         if tool.name in found:
             raise ConfigError(f"ToolEnv got two tools named {tool.name!r}")
         found[tool.name] = tool

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, update_wrapper
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -94,6 +94,14 @@ class BaseTool(Resource, ABC):
         running = (self.execute(call.args, **call.context) for call in calls)
         return await asyncio.gather(*running, return_exceptions=True)
 
+    def for_episode(self, episode: str) -> BaseTool:
+        """Return the tool as one episode calls it. Override it, with `end_episode`, for a tool that holds something per
+        episode; `episode` is the same for all its tools."""
+        return self
+
+    async def end_episode(self) -> None:
+        """Release what the tool of an episode holds. Called at its end, also after failures; may be called twice."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
         return self  # a copied row shares its tools
 
@@ -137,6 +145,25 @@ class BatchTool(BaseTool):
     @abstractmethod
     async def batch_execute(self, calls: list[ToolCall]) -> Sequence[Returned | BaseException]:
         """See `BaseTool`."""
+
+
+class ToolSet(ABC):
+    """Tools that come together, such as those of a server. May stand wherever a tool may be listed."""
+
+    @abstractmethod
+    def tools(self) -> Sequence[BaseTool]:
+        """The tools, the same objects every time."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToolSet:
+        return self
+
+
+def list_tools(listed: Iterable[str | BaseTool | ToolSet]) -> list[BaseTool]:
+    """Return the tools of a list of names, tools and sets of tools."""
+    found: list[BaseTool] = []
+    for each in listed:
+        found += map(get_tool, each.tools()) if isinstance(each, ToolSet) else [get_tool(each)]
+    return found
 
 
 AnyTool = TypeVar("AnyTool", bound=BaseTool | type[BaseTool])

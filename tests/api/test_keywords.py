@@ -190,8 +190,9 @@ def test_a_typed_function_is_a_tool_without_a_decorator() -> None:
         return text.upper()
 
     config = ar.Config(**{**TASK, "tools": [shout, "tests.api.coins.lookup"]}).resolved
-    assert [stem(name) or name for name in config.task.tools] == ["shout", "tests.api.coins.lookup"]
-    assert resolve(config.task.tools[0], recipe=PYTHON).schema["function"]["name"] == "shout"
+    names = [str(name) for name in config.task.tools]
+    assert [stem(name) or name for name in names] == ["shout", "tests.api.coins.lookup"]
+    assert resolve(names[0], recipe=PYTHON).schema["function"]["name"] == "shout"
 
 
 def test_servers_of_tools_start_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

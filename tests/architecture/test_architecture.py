@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 # Recipes and templates; backends (only runs that choose vLLM import it); how kinds of models take pictures; serving and
-# its wire format; what measures, estimates or examines runs; trackers and adapters, which only runs that choose one
-# import; what writes models for others; the Python API.
+# its wire format; what measures, estimates or examines runs; trackers, adapters and MCP, which only runs that choose
+# one import; what writes models for others; the Python API.
 OUTSIDE_CORE = (
     *("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "wire/", "serve/", "bench/", "plan/"),
-    *("track/", "share/", "adapters/", "doctor/", "api/"),
+    *("track/", "share/", "adapters/", "tools/mcp/", "doctor/", "api/"),
 )
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)

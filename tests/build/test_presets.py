@@ -144,7 +144,7 @@ def test_bundled_presets_go_by_recipe_and_name() -> None:
 def test_every_bundled_preset_loads_and_its_names_resolve(name: str) -> None:
     config = load_config(name)
     assert config.recipe == name
-    named = [config.task.reward, config.task.rows, *config.task.tools, config.sft.demos, config.model.make]
+    named = [config.task.reward, config.task.rows, *map(str, config.task.tools), config.sft.demos, config.model.make]
     for dotted in filter(None, named):
         resolve(dotted, recipe=name)
 

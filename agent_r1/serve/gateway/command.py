@@ -42,7 +42,7 @@ class CommandAgent:
     recipe: Path
     stdin: Stdin = "none"
     env: Mapping[str, str] = field(default_factory=dict)  # values with placeholders
-    output_chars: int = 10_000
+    output_chars: int = 10_000  # kept of stdout, and of stderr
 
     def __post_init__(self) -> None:
         nobody = ClientSettings(base_url="", anthropic_base_url="", api_key="")

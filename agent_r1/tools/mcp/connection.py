@@ -1,0 +1,248 @@
+"""One connection to an MCP server: a process that we start (stdio) or a URL (streamable HTTP).
+
+The SDK requires that the task which opens a connection also closes it, so a connection is a task of its own and
+calls come from the tasks of episodes. Knows nothing about tools of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from agent_r1.errors import ConfigError
+from agent_r1.guard import describe
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+    from mcp.types import Tool as RemoteTool
+
+CHECK_SECONDS = 5.0  # for a server to prove that it still answers
+CLOSE_SECONDS = 8.0  # the SDK asks a process to exit, terminates it, then kills it
+STDERR_CHARS = 2000  # of a server's last output, quoted in errors
+MAX_PAGES = 100  # of a list of tools
+
+
+class ServerError(Exception):
+    """A server cannot be started or reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a server is. In `url`, `env` and `headers`, `$NAME` is replaced by an environment variable, so that secrets
+    appear neither in the config nor in messages."""
+
+    command: tuple[str, ...] = ()
+    url: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    handshake: bool = False  # over HTTP, use a protocol version that has sessions
+    start_seconds: float
+
+    def __str__(self) -> str:
+        return self.url or " ".join(self.command)
+
+    def expanded(self, given: Mapping[str, str]) -> dict[str, str]:
+        return {key: expand(value) for key, value in given.items()}
+
+
+def expand(text: str) -> str:
+    """Replace `$NAME` by the environment variable and `$$` by a dollar sign."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name == "$":
+            return "$"
+        if name not in os.environ:
+            raise ServerError(f"the environment variable {name} is not set; write $$ for a dollar sign")
+        return os.environ[name]
+
+    return re.sub(r"\$(\$|[A-Za-z_]\w*)", value, text)
+
+
+class Connection:
+    """A connection that is opened once and closed once."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.calls = 0  # in progress
+        self._in_doubt = False  # a call failed or timed out, so the server may be gone
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._stderr = _Tail()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Raise ServerError with the reason and the end of the server's stderr if it does not start in time."""
+        self._task = asyncio.create_task(self._serve())
+        try:
+            either: set[asyncio.Future[Any]] = {self._task, self._ready}
+            await asyncio.wait(either, timeout=self.server.start_seconds, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if self._ready.done():
+            return
+        if self._task.done():
+            error = None if self._task.cancelled() else self._task.exception()
+            reason = "the connection was closed" if error is None else _reason(error)
+        else:
+            reason = f"no answer within {self.server.start_seconds:g} s (start_seconds)"
+        await self.close()
+        verb = "be reached" if self.server.url else "start"
+        said = await self._stderr.quoted()
+        raise ServerError(f"the MCP server {str(self.server)!r} could not {verb}: {reason}{said}")
+
+    async def is_alive(self) -> bool:
+        """Whether calls may be sent. Asks the server if an earlier call failed."""
+        assert self._task is not None
+        if self._task.done() or self._stop.is_set():
+            return False
+        if self._in_doubt:
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    await self._ready.result().list_tools(cache_mode="refresh")
+            except Exception:  # noqa: BLE001 (whatever went wrong, a new connection is better)
+                return False
+            self._in_doubt = False
+        return True
+
+    async def tools(self) -> list[RemoteTool]:
+        """All tools that the server offers."""
+        client, cursor, found = self._ready.result(), None, list[Any]()
+        for _ in range(MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+        raise ServerError(f"the MCP server {str(self.server)!r} lists its tools on more than {MAX_PAGES} pages")
+
+    async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> CallToolResult:
+        """Raise what the SDK raises, or TimeoutError."""
+        answered, self.calls = False, self.calls + 1
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self._ready.result().call_tool(name, dict(arguments))
+            answered = True
+            return result
+        finally:
+            self.calls -= 1
+            self._in_doubt = self._in_doubt or not answered
+
+    async def stderr(self) -> str:
+        """`; it last wrote to stderr: ...`, or nothing. Waits a moment, because a dying server may still be writing."""
+        return await self._stderr.quoted()
+
+    async def close(self) -> None:
+        """End the connection and a process of ours."""
+        self._stop.set()
+        if self._task is None:
+            return
+        if not self._task.done():  # else it may have ended with another event loop
+            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS if self._ready.done() else 0)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
+        if self._task.done() and not self._task.cancelled():
+            self._task.exception()  # read, so that asyncio does not report it
+
+    async def _serve(self) -> None:
+        from mcp import Client
+
+        async with AsyncExitStack() as stack:
+            transport = await self._over_http(stack) if self.server.url else await self._over_stdio(stack)
+            mode = "legacy" if self.server.handshake else "auto"
+            client = await stack.enter_async_context(Client(transport, mode=mode))
+            self._ready.set_result(client)
+            await self._stop.wait()
+
+    async def _over_stdio(self, stack: AsyncExitStack) -> Any:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        server = self.server
+        program, *arguments = server.command
+        errors = await self._stderr.file()
+        stack.callback(errors.close)
+        parameters = StdioServerParameters(
+            command=sys.executable if program == "python" else program,
+            args=arguments,
+            env=server.expanded(server.env),
+            cwd=server.cwd,
+            encoding_error_handler="replace",
+        )
+        return stdio_client(parameters, errlog=errors)
+
+    async def _over_http(self, stack: AsyncExitStack) -> Any:
+        from mcp.client.streamable_http import streamable_http_client
+
+        from agent_r1.tools.mcp.http import make_http_client
+
+        client = make_http_client(self.server.expanded(self.server.headers))
+        await stack.enter_async_context(client)
+        return streamable_http_client(expand(self.server.url or ""), http_client=client)
+
+
+class _Tail(asyncio.Protocol):
+    """Keeps the end of what a process writes to a pipe."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._closed: asyncio.Event | None = None  # None: there is no pipe
+        self._file: TextIO | None = None
+
+    async def file(self) -> TextIO:
+        """Return the end to write to, for the process."""
+        reader, writer = os.pipe()
+        self._closed, self._file = asyncio.Event(), os.fdopen(writer, "w")
+        await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reader, "rb", 0))
+        return self._file
+
+    def data_received(self, data: bytes) -> None:
+        self._kept = (self._kept + data)[-4 * STDERR_CHARS :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closed is not None:
+            self._closed.set()
+
+    async def quoted(self) -> str:
+        if self._closed is None:
+            return ""
+        if self._file is not None:
+            self._file.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._closed.wait()
+        text = self._kept.decode(errors="replace").strip()
+        shown = text if len(text) <= STDERR_CHARS else f"...{text[-STDERR_CHARS:]}"
+        return f"; it last wrote to stderr:\n{shown}" if shown else ""
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause; the SDK wraps exceptions in groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ServerError):
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        return f"there is no program or folder {error.filename!r}"
+    return describe(error)
+
+
+def require_sdk() -> None:
+    """Raise ConfigError if the official SDK is not installed."""
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"tools of MCP servers need the package mcp, version 2: pip install 'agent-r1[mcp]' ({error})"
+        ) from error
