@@ -319,6 +319,8 @@ class Trajectory:
     next_prompt_ids: list[int] = field(default_factory=list)  # the prompt that max_steps left unanswered
     next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
     opening: list[Message] = field(default_factory=list)  # the first messages of the env, for people
+    counts: Mapping[str, float] = field(default_factory=dict)  # the flow's own numbers; metrics are their means
+    log: str = ""  # what the flow's programs wrote, for people
 
     @property
     def error(self) -> str | None:

@@ -10,6 +10,7 @@ from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
+from agent_r1.build.gateway import build_gateway
 from agent_r1.build.resolve import check_callable, import_recipe, make_importable, recipe_folder, resolve
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import RewriteContext, SummaryContext
@@ -19,7 +20,7 @@ from agent_r1.envs.processes import EnvPool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.flows.context import ContextPolicy
-from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow, flow_class
+from agent_r1.flows.flow import AgentFlowBase, flow_class
 from agent_r1.guard import explain
 from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
@@ -78,6 +79,8 @@ def warm_start_code(config: RunConfig) -> list[str]:
     """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
     task, context = config.task, config.context
     names = [config.model.make, config.sft.demos, task.env, task.flow, *_tool_names(config), *task.resources]
+    if config.gateway is not None:
+        names.append(config.gateway.agent)
     if isinstance(context, SummaryContext):
         names.append(context.demo_summary)
     if isinstance(context, RewriteContext):
@@ -109,7 +112,7 @@ class _Players:
 
     @property
     def calls_tools(self) -> bool:
-        return issubclass(self.env, ToolEnv) and not issubclass(self.flow, SingleStepFlow)
+        return issubclass(self.env, ToolEnv) and self.flow.uses_env
 
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
         if template is not None and self.calls_tools and takes_setting(self.env, "tool_format"):
@@ -170,7 +173,8 @@ class _Players:
 def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
     """Return the factory of flows and envs, and the resources that must be open while they play."""
     task, tools = config.task, _tools(config)
-    default_env, default_flow = _lookup(task.env, config, env_class), _lookup(task.flow, config, flow_class)
+    default_env = _lookup(task.env, config, env_class)
+    default_flow, served = build_gateway(config) if config.gateway else (_lookup(task.flow, config, flow_class), [])
     for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
@@ -185,7 +189,7 @@ def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
         make_env=make_env if pool is None else pool.env,
         make_context=make_context,
     )
-    return players, [*_resources(config), *tools, *([] if pool is None else [_EnvProcesses(pool)])]
+    return players, [*_resources(config), *tools, *served, *([] if pool is None else [_EnvProcesses(pool)])]
 
 
 def _lookup(name: str, config: RunConfig, registered: Callable[[str], Any]) -> Any:
@@ -203,7 +207,7 @@ def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
     workers = config.task.workers
     if workers is None:
         return None
-    if issubclass(flow, SingleStepFlow):
+    if not flow.uses_env:
         raise ConfigError(
             f"task.workers has no effect with task.flow={config.task.flow}, which has no env: leave it out"
         )

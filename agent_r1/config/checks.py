@@ -26,6 +26,7 @@ def check_together(config: RunConfig) -> None:
         )
     if config.verl is not None and config.backend != "verl":
         raise ConfigError("the section verl has no effect with backend=local: set backend=verl, or leave it out")
+    _check_gateway(config)
     _check_engine(config)
     _check_context(config)
     _check_training(config)
@@ -33,6 +34,24 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("eval.samples > 1 with eval.temperature=0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
         raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature=0 (greedy); set a temperature")
+
+
+def _check_gateway(config: RunConfig) -> None:
+    gateway, task = config.gateway, config.task
+    if (gateway is None) == (task.flow == "gateway"):
+        problem = "needs a section gateway with agent or command" if gateway is None else "is needed by section gateway"
+        raise ConfigError(f"task.flow=gateway {problem}")
+    if gateway is None:
+        return
+    if (gateway.agent is None) == (gateway.command is None):
+        raise ConfigError("gateway needs exactly one of gateway.agent (a function) and gateway.command (a program)")
+    changed = gateway.model_dump(exclude_defaults=True)
+    for name in ("stdin", "env"):
+        if gateway.agent is not None and name in changed:
+            raise ConfigError(f"gateway.{name} has no effect on a function: leave it out, or set gateway.command")
+    for name, given in {"tools": task.tools, "env_kwargs": task.env_kwargs}.items():
+        if given:
+            raise ConfigError(f"task.{name} has no effect with task.flow=gateway: the agent has tools of its own")
 
 
 def _check_engine(config: RunConfig) -> None:

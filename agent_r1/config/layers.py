@@ -39,6 +39,8 @@ REPLACES = {  # a setting -> the one that it turns off
     "model.make": "model.path",
     "sft.demos": "sft.trajectories",
     "sft.trajectories": "sft.demos",
+    "gateway.agent": "gateway.command",
+    "gateway.command": "gateway.agent",
 }
 
 

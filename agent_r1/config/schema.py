@@ -65,7 +65,7 @@ class TaskConfig(Section):
     reward: str  # a function reward(row, trajectory) -> float or dict of named parts
     reward_seconds: float = Field(default=30.0, gt=0)
     success_reward: float = 1.0  # an episode counts as a success when its outcome reward reaches this
-    flow: str = "agent_env_loop"  # agent_env_loop, single_step, or a class; a row's agent_name takes precedence
+    flow: str = "agent_env_loop"  # or single_step, gateway, or a class; a row's agent_name takes precedence
     env: str = "tool"  # a registered env, or a class of the recipe
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     # functions or classes of the recipe or of a module, names of registered tools, or {mcp: {command: ...}}
@@ -343,6 +343,17 @@ class EvalConfig(Section):
     top_k: int = Field(default=0, ge=0)
 
 
+class GatewayConfig(Section):
+    agent: str | None = None  # a function agent(row, client) of the recipe, sync or async
+    command: str | list[str] | None = None  # instead of agent: a program, with placeholders such as {prompt}
+    stdin: Literal["none", "row", "prompt"] = "none"  # what the program reads: nothing, the row as JSON, the prompt
+    env: dict[str, str] = {}  # further environment variables of the program
+    on_failure: Literal["fail", "score"] = "fail"  # what an agent's failure does: fail the episode, or nothing
+    shows_ground_truth: bool = False  # to the agent, for example because it grades its own answer
+    tool_format: str = "auto"  # auto: the chat template's
+    tool_role: str | None = None  # of messages with results; None: the format's own
+
+
 class VerlConfig(Section):
     """Where a run with `backend: verl` trains and samples."""
 
@@ -383,6 +394,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     track: list[Tracker] = []  # where metrics, evaluations and transcripts go beside the run directory
     eval: EvalConfig = EvalConfig()
+    gateway: GatewayConfig | None = None  # the user's own agent; for task.flow=gateway
     verl: VerlConfig | None = None  # None: defaults, with backend=verl
 
     _correct = model_validator(mode="before")(_correct_async)

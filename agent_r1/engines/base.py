@@ -79,6 +79,20 @@ class Completion:
             support=support,
         )
 
+    def first(self, tokens: int) -> Completion:
+        """The first `tokens` tokens, as if sampling had stopped there."""
+        versions, left = [], tokens
+        for version, count in self.versions:
+            versions.append((version, min(count, left)))
+            left -= min(count, left)
+        return Completion(
+            token_ids=self.token_ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            stop="stop",
+            versions=tuple(item for item in versions if item[1]),
+            support=None if self.support is None else self.support.first(tokens),
+        )
+
 
 class Sampler(Protocol):
     """Token ids in, token ids out."""

@@ -7,36 +7,33 @@ on something that was not sampled nor lose the reason why it stopped.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_r1.data.files import is_nested_deeper
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
+from agent_r1.flows.recording import attach_transition, sanitize_messages, text_size
 from agent_r1.guard import CANCEL_SECONDS, Signal
 from agent_r1.seeds import stable_seed
-from agent_r1.text import sanitize
-from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.conversations import Conversations, Exchange
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, ToolCallRecord, Transition
+from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
 
 logger = logging.getLogger(__name__)
 
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
 MAX_CHARS_PER_TOKEN = 256
-MAX_INFO_CHARS = 100_000
-MAX_INFO_NESTING = 80  # deeper than the arguments of a call may be
 
 ToolSchemas = list[dict[str, Any]]
-TokenSpan = Callable[[int, int], tuple[int, int]]  # characters [start, end) of the response -> its tokens [start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +55,20 @@ class EpisodeLimit(Signal):
         self.setting = setting  # the field of `Limits` that was reached
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """A response that overlapping calls may wait for; see `Episode.respond`."""
+
+    text: str  # without the stop token, and without a stop text and what follows it
+    token_ids: list[int]  # as sampled, up to the end of a stop text
+    logprobs: list[float]
+    prompt_tokens: int
+    is_cut: bool  # a token limit ended it
+    extends: bool  # the prompt continues an earlier exchange with its exact ids
+    exchange: Exchange  # that later calls may continue
+    number: int  # of the call; see `Episode.position`
+
+
 class Episode:
     """The model calls of one attempt, in order."""
 
@@ -77,21 +88,27 @@ class Episode:
         self.limit_reason = ""
         self.limit_setting = ""  # the field of `Limits`
         self.fault: str | None = None  # what ended the episode as failed without raising
+        self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
+        self.log = ""  # what the flow's programs wrote, for people
         self._sampler = sampler
         self._sampling = sampling
         self._seed = seed
         self._conversations = Conversations(renderer)
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
         self._begun_policies: list[ContextPolicy] = []
-        self._acting: asyncio.Task[Any] | None = None  # the task that runs `act`
+        self._acting: set[asyncio.Task[Any] | None] = set()  # the tasks that wait for a response
+        self._numbers: list[int] = []  # of each step: which call it was
+        self._calls = 0
         self._closed = False
 
     async def close(self) -> None:
-        """Sample nothing more for this episode, and cancel a call that its flow has left behind."""
+        """Sample nothing more for this episode, and cancel calls that its flow has left behind."""
         self._closed = True
-        if self._acting is not None:
-            self._acting.cancel()
-            await asyncio.wait({self._acting}, timeout=CANCEL_SECONDS)
+        left = {task for task in self._acting if task is not None}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CANCEL_SECONDS)
 
     async def act(
         self,
@@ -104,24 +121,80 @@ class Episode:
 
         One call at a time, because the steps of a trajectory are ordered.
         """
-        if self._closed or self._acting is not None:
+        if self._closed or self._acting:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
-        self._acting = asyncio.current_task()
+        with self._one_call():
+            if self.num_actions >= self.limits.max_steps:
+                raise await self._steps_limit(observation, tools or [], context)
+            return await self._act(observation, tools or [], context)
+
+    async def respond(
+        self,
+        observation: Observation,
+        *,
+        tools: ToolSchemas | None = None,
+        after: Sequence[Exchange] = (),  # exchanges that the observation follows, the longest first
+        max_tokens: int | None = None,  # fewer than the limit
+        stop_texts: Sequence[str] = (),  # the response ends with the token that completes one of them
+    ) -> Response:
+        """Like `act`, for callers whose calls may overlap: a cut response is returned, not raised.
+
+        Steps are in the order in which their calls began, whichever response comes first.
+        """
+        if self._closed:
+            raise RuntimeError("episode.respond was called after the episode had ended")
+        with self._one_call():
+            if self.num_actions + len(self._acting) > self.limits.max_steps:
+                raise await self._steps_limit(observation, tools or [], None)
+            self.opening = self.opening or sanitize_messages(observation.messages or [])
+            await _check_pictures(observation)
+            self._check_size(observation)
+            pending = self._conversations.begin(observation, tools or (), among=after)
+            prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
+            number, own = self._calls, self.limits.max_response_tokens
+            wanted = own if max_tokens is None else min(own, max_tokens)
+            completion, text = await self._sample(prompt, wanted, None, stop_texts)
+            self.num_actions += 1
+            exchange = self._conversations.finish(pending, completion.token_ids, text)
+            is_cut, full = completion.stop == "length", len(prompt.ids) + len(completion.token_ids)
+            if is_cut and (wanted == own or full >= self.limits.max_context_tokens):
+                self.reach_limit(self._cut_limit(len(prompt.ids), len(completion.token_ids)))
+            return Response(
+                text=text,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                prompt_tokens=len(prompt.ids),
+                is_cut=is_cut,
+                extends=pending.earlier is not None,
+                exchange=exchange,
+                number=number,
+            )
+
+    def position(self, number: int) -> int:
+        """Where in `steps` the step of a call is now; steps of earlier calls may still come before it."""
+        return self._numbers.index(number)
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        self._acting.add(task)
         # A flow may catch a limit and continue with a shorter conversation.
         self.limit, self.limit_reason, self.limit_setting = None, "", ""
         try:
-            if self.num_actions >= self.limits.max_steps:
-                unanswered = await self._unanswered_prompt(observation, tools or [], context)
-                self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
-                reason = f"max_steps is {self.limits.max_steps}"
-                raise EpisodeLimit(StopReason.MAX_STEPS, reason, setting="max_steps")
-            return await self._act(observation, tools or [], context)
+            yield
         except EpisodeLimit as limit:
             self.reach_limit(limit)
             raise
         finally:
-            self._acting = None
+            self._acting.discard(task)
+
+    async def _steps_limit(
+        self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
+    ) -> EpisodeLimit:
+        unanswered = await self._unanswered_prompt(observation, tools, context)
+        self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
+        return EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
 
     def reach_limit(self, limit: EpisodeLimit) -> None:
         self.limit, self.limit_reason, self.limit_setting = limit.stop, str(limit), limit.setting
@@ -130,7 +203,7 @@ class Episode:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
-            self.opening = self.opening or _sanitize_messages(observation.messages)
+            self.opening = self.opening or sanitize_messages(observation.messages)
         await _check_pictures(observation)
         if context is not None:
             view = await self._view(observation, context, _Writer(self, tools))
@@ -180,8 +253,13 @@ class Episode:
             return Prompt([])
         return prompt if len(prompt.ids) < self.limits.max_context_tokens else Prompt([])
 
-    async def _sample(self, prompt: Prompt, max_tokens: int, hidden: int | None) -> tuple[Completion, str]:
-        """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued."""
+    async def _sample(
+        self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = ()
+    ) -> tuple[Completion, str]:
+        """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued.
+
+        The returned text ends before a stop text.
+        """
         limit = self.limits.max_context_tokens
         room = limit - len(prompt.ids)
         if room < 1:
@@ -191,9 +269,11 @@ class Episode:
             raise RuntimeError("the episode had ended before anything was sampled")
         started = time.perf_counter()
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
-        seed = stable_seed(self._seed, len(self.steps))
+        seed, number = stable_seed(self._seed, self._calls), self._calls
+        self._calls += 1
         sampling = replace(self._sampling, max_tokens=min(room, max_tokens), seed=seed)
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
+        completion, said = self._cut_at(completion, stop_texts)
         text = self.renderer.decode(completion.token_ids)
         step = Step(
             prompt_ids=prompt.ids,
@@ -210,8 +290,20 @@ class Episode:
             hidden_messages=hidden,
             pictures=prompt.media,
         )
-        self.steps.append(step)
-        return completion, text
+        place = bisect(self._numbers, number)
+        self.steps.insert(place, step)
+        self._numbers.insert(place, number)
+        return completion, said
+
+    def _cut_at(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
+        """End a response with the token that completes a stop text, as if sampling had ended there."""
+        ids, text = completion.token_ids, self.renderer.decode(completion.token_ids)
+        found = [(start, stop) for stop in stop_texts if (start := text.find(stop)) >= 0]
+        if not found:
+            return completion, text
+        start, stop = min(found)
+        kept = self.renderer.token_span(ids, start, start + len(stop))[1]
+        return completion.first(kept), text[:start]
 
     async def step(self, env: AgentEnv, action: Action) -> Transition:
         """Apply the action to the environment. The answer is checked, timed and attached to the last step."""
@@ -236,12 +328,14 @@ class Episode:
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
-    def _render(self, observation: Observation, tools: ToolSchemas) -> Prompt:
-        limit = self.limits.max_context_tokens
-        size = self._size(observation)
+    def _check_size(self, observation: Observation) -> None:
+        limit, size = self.limits.max_context_tokens, self._size(observation)
         if size > limit * MAX_CHARS_PER_TOKEN:
             reason = f"the observation has {size} characters, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
+
+    def _render(self, observation: Observation, tools: ToolSchemas) -> Prompt:
+        self._check_size(observation)
         ids = self._conversations.prompt(observation, tools)
         return Prompt(ids, without_repeats(pictures_of(observation.messages or ())))
 
@@ -252,7 +346,7 @@ class Episode:
         (known, size), messages = self._measured, observation.messages
         if messages[: len(known)] != known:
             known, size = [], 0
-        self._measured = list(messages), size + _text_size(messages[len(known) :])
+        self._measured = list(messages), size + text_size(messages[len(known) :])
         return self._measured[1]
 
 
@@ -292,68 +386,3 @@ class _SummaryPrompt(Exception):
     def __init__(self, prompt: Prompt) -> None:
         super().__init__()
         self.prompt = prompt
-
-
-def attach_transition(
-    step: Step, transition: Transition, *, source: str, seconds: float = 0.0, token_span: TokenSpan | None = None
-) -> Step:
-    """Add the transition to the step, in a form that a trajectory file can hold. Errors name `source`."""
-    return replace(
-        step,
-        reward=step.reward + float(transition.reward),
-        calls=step.calls + tuple(_recordable_call(call, source, token_span) for call in transition.calls),
-        feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
-        env_seconds=step.env_seconds + seconds,
-        info={**step.info, **_recordable(transition.info, source)},
-    )
-
-
-def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None) -> ToolCallRecord:
-    return replace(
-        call,
-        token_span=None if token_span is None else token_span(*call.text_span),
-        reward=float(call.reward),
-        result=sanitize(call.result),
-        arguments=_recordable(call.arguments, source),
-        info=_recordable(call.info, f"tool {call.name!r}" if call.name else source),
-    )
-
-
-def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
-    if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
-        return dict(info)  # as it would come back from JSON, which is below the limit
-    try:
-        text = json.dumps(info, ensure_ascii=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: info and arguments must be JSON: {error}") from error
-    if len(text) > MAX_INFO_CHARS:
-        raise ValueError(f"{source} returned info of {len(text)} characters; at most {MAX_INFO_CHARS} can be recorded")
-    plain: dict[str, Any] = json.loads(sanitize(text))
-    if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
-        raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
-    return plain
-
-
-def _is_short(value: object) -> bool:
-    """Whether JSON reads the value back as it is, and writes at most 3,000 characters."""
-    if type(value) is str:
-        return len(value) <= 500 and value.isascii()
-    return value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 64)
-
-
-def _text_size(value: object) -> int:
-    """The characters of all strings in a nested value, including contents in parts and tool calls."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict | Mapping):  # dict first: nearly every mapping is one, and this check is much faster
-        return sum(map(_text_size, value.values()))
-    return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 0
-
-
-def _sanitize_messages(value: Any) -> Any:
-    """A copy of messages for people, whose text can be printed and stored."""
-    if isinstance(value, str):
-        return sanitize(value)
-    if isinstance(value, Mapping):
-        return {key: _sanitize_messages(item) for key, item in value.items()}
-    return [_sanitize_messages(item) for item in value] if isinstance(value, list | tuple) else deepcopy(value)

@@ -35,6 +35,7 @@ class AgentFlowBase(ABC):
 
     # Whether `run` passes `context=self.context` to `episode.act`. A class with its own `run` must set it again.
     uses_context: ClassVar[bool] = False
+    uses_env: ClassVar[bool] = True  # False: settings of environments are refused
     context: ContextPolicy | None = None  # this episode's policy; None: everything is shown
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -85,6 +86,8 @@ def flow_class(name: str) -> type[AgentFlowBase]:
 @AgentFlowBase.register("single_step", "single_step_agent")
 class SingleStepFlow(AgentFlowBase):
     """One prompt, one answer, no environment."""
+
+    uses_env = False
 
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         await episode.act(Observation(messages=[dict(message) for message in row.prompt]))

@@ -7,8 +7,8 @@ from typing import Any
 
 from agent_r1.envs.base import AgentEnv, copy_row, make_env, merge_env_kwargs, step_env
 from agent_r1.errors import DataError
-from agent_r1.flows.episode import attach_transition
 from agent_r1.flows.flow import AgentEnvLoop
+from agent_r1.flows.recording import attach_transition
 from agent_r1.types import Action, Step, StopReason, TaskRow, Trajectory
 
 

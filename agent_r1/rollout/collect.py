@@ -161,6 +161,8 @@ class Collector:
             next_prompt_ids=episode.next_prompt_ids,
             next_pictures=episode.next_pictures,
             opening=episode.opening,
+            counts=dict(episode.counts),
+            log=episode.log,
         )
 
     async def _outcome(self, row: TaskRow, episode: Episode) -> tuple[StopReason, Failure | None]:

@@ -35,6 +35,8 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
     total = max(1, len(episodes))
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(t.stop is reason for t in episodes) / total
+    for name in sorted({name for t in episodes for name in t.counts}):
+        metrics[name] = sum(t.counts.get(name, 0.0) for t in episodes) / total
     for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
         metrics[f"reward_part/{name}"] = sum(t.reward_components.get(name, 0.0) for t in episodes) / total
     return metrics | _success_by_source(groups, success_reward)

@@ -42,8 +42,9 @@ Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its r
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
     record = {"format": FORMAT, **_fields(trajectory)}
     record["steps"] = [_step_to_json(step) for step in trajectory.steps]
-    if not record["next_pictures"]:
-        del record["next_pictures"]
+    for name in ("next_pictures", "counts", "log"):
+        if not record[name]:
+            del record[name]
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
     record["error"] = trajectory.error
@@ -74,6 +75,8 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
             next_prompt_ids=record.get("next_prompt_ids", []),  # missing in format 1
             next_pictures=find(record.get("next_pictures", ())),
             opening=record.get("opening", []),
+            counts={name: float(value) for name, value in record.get("counts", {}).items()},
+            log=record.get("log", ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error

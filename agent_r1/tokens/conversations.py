@@ -9,7 +9,7 @@ prompt continues the exchange that is its longest exact prefix; without one it i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,7 +22,7 @@ MAX_TRIES = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class _Exchange:
+class Exchange:
     """A prompt and its response."""
 
     observation: Observation
@@ -37,43 +37,86 @@ class _Exchange:
         return len(self.ids) > self.size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A prompt that waits for its response."""
+
+    ids: list[int]  # the exact ids to sample from
+    observation: Observation
+    tools: ToolSchemas
+    earlier: Exchange | None  # the exchange that it continues
+    new: list[int]  # the ids of the prompt after those of that exchange
+
+
 class Conversations:
-    """The prompts of one episode: call `prompt`, sample, call `record`, and so on."""
+    """The prompts of one episode: call `prompt`, sample, call `record`, and so on.
+
+    Several prompts can wait for their responses at once: call `begin`, sample, call `finish`.
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
-        # Observation, tools, the exchange that it continues, and the ids of the prompt after those of that exchange.
-        self._pending: tuple[Observation, ToolSchemas, _Exchange | None, list[int]] | None = None
-        self._exchanges: list[_Exchange] = []  # the longest observation last; among equally long ones, the latest
+        self._pending: Pending | None = None
+        self._exchanges: list[Exchange] = []  # the longest observation last; among equally long ones, the latest
         self._tools_matter = False  # the template has shown two lists of tools differently
 
     def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
         """The exact ids to sample from next."""
-        earlier, new = self._continue(observation, tools)
-        self.extended = earlier is not None
-        known_tools = (exchange.tools for exchange in reversed(self._exchanges))
-        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
-        self._pending = _snapshot(observation, earlier), own_tools, earlier, new
-        return new[:] if earlier is None else earlier.ids[: earlier.size] + new
+        self._pending = self.begin(observation, tools)
+        self.extended = self._pending.earlier is not None
+        return self._pending.ids
 
     def record(self, response_ids: Sequence[int], text: str) -> None:
         """Record the response to the last prompt: its ids with the stop token, and the text that the env gets."""
         if self._pending is None:
             raise ValueError("Conversations.record was called without a prompt; call prompt(observation) first")
-        observation, tools, earlier, new = self._pending
-        # One list per conversation, unless it branches: memory grows linearly, and nothing old is copied.
-        ids = [] if earlier is None else earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids
-        ids += new
-        start = len(ids)
-        ids += response_ids
-        made = _Exchange(observation=observation, tools=tools, ids=ids, prompt_size=start, size=len(ids), text=text)
-        insort(self._exchanges, made, key=_exchange_length)
+        self.finish(self._pending, response_ids, text)
         self._pending = None
 
-    def _continue(self, observation: Observation, tools: ToolSchemas) -> tuple[_Exchange | None, list[int]]:
+    def begin(
+        self, observation: Observation, tools: ToolSchemas = (), *, among: Iterable[Exchange] | None = None
+    ) -> Pending:
+        """Find the exchange that the prompt continues, and its exact ids.
+
+        `among`: the exchanges that it follows, the longest first, if the caller knows them.
+        """
+        earlier, new = self._continue(observation, tools, among)
+        known_tools = (exchange.tools for exchange in reversed(self._exchanges))
+        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
+        return Pending(
+            ids=new[:] if earlier is None else earlier.ids[: earlier.size] + new,
+            observation=_snapshot(observation, earlier),
+            tools=own_tools,
+            earlier=earlier,
+            new=new,
+        )
+
+    def finish(self, pending: Pending, response_ids: Sequence[int], text: str) -> Exchange:
+        """Record the response to a prompt, as `record` does, and return the exchange."""
+        earlier = pending.earlier
+        # One list per conversation, unless it branches: memory grows linearly, and nothing old is copied.
+        ids = [] if earlier is None else earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids
+        ids += pending.new
+        start = len(ids)
+        ids += response_ids
+        made = Exchange(
+            observation=pending.observation,
+            tools=pending.tools,
+            ids=ids,
+            prompt_size=start,
+            size=len(ids),
+            text=text,
+        )
+        insort(self._exchanges, made, key=_exchange_length)
+        return made
+
+    def _continue(
+        self, observation: Observation, tools: ToolSchemas, among: Iterable[Exchange] | None
+    ) -> tuple[Exchange | None, list[int]]:
         """Find the exchange that the observation continues, and the ids that follow it; without one, all ids."""
-        for exchange in islice(self._candidates(observation, tools), MAX_TRIES):
+        candidates = self._candidates(observation, tools) if among is None else among
+        for exchange in islice(candidates, MAX_TRIES):
             before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
             if observation.token_ids is not None:
                 new: list[int] | None = observation.token_ids[exchange.size :]
@@ -83,7 +126,7 @@ class Conversations:
                 return exchange, new
         return None, self._renderer.render(observation, tools)
 
-    def _candidates(self, observation: Observation, tools: ToolSchemas) -> Iterator[_Exchange]:
+    def _candidates(self, observation: Observation, tools: ToolSchemas) -> Iterator[Exchange]:
         """Yield the exchanges that the observation may continue, judged without the template. The longest comes first;
         among equally long ones, the latest."""
         for exchange in reversed(self._exchanges):
@@ -92,7 +135,7 @@ class Conversations:
             if _may_follow(exchange, observation) and not (self._tools_matter and tools != exchange.tools):
                 yield exchange
 
-    def _shows_the_same(self, exchange: _Exchange, tools: ToolSchemas) -> bool:
+    def _shows_the_same(self, exchange: Exchange, tools: ToolSchemas) -> bool:
         """Whether these tools render the same prompt: they are equal, or the template ignores them."""
         if tools == exchange.tools:
             return True
@@ -101,7 +144,7 @@ class Conversations:
         return before == now
 
 
-def _may_follow(exchange: _Exchange, observation: Observation) -> bool:
+def _may_follow(exchange: Exchange, observation: Observation) -> bool:
     before = exchange.observation
     if observation.token_ids is not None:
         return observation.token_ids[: exchange.size] == exchange.ids[: exchange.size]
@@ -111,12 +154,12 @@ def _may_follow(exchange: _Exchange, observation: Observation) -> bool:
     return before.messages is not None and follows(observation.messages, before.messages, exchange.text)
 
 
-def _exchange_length(exchange: _Exchange) -> int:
+def _exchange_length(exchange: Exchange) -> int:
     before = exchange.observation
     return len(before.messages or before.text or before.token_ids or ())
 
 
-def _snapshot(observation: Observation, earlier: _Exchange | None) -> Observation:
+def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation:
     """Copy the messages: an env may edit them in place, and that must be detected as a rewritten history."""
     if observation.messages is None:
         return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
@@ -132,7 +175,7 @@ def _copied(message: Message) -> Message:
     return dict(message) if flat else deepcopy(message)
 
 
-def _adds_replies(exchange: _Exchange, observation: Observation) -> bool:
+def _adds_replies(exchange: Exchange, observation: Observation) -> bool:
     """Whether more assistant messages follow the exchange's own. If the exchange was already continued, one of them was
     rewritten since, and a rewritten history is rendered from scratch."""
     if observation.messages is None or exchange.observation.messages is None:

@@ -17,6 +17,7 @@ from agent_r1.config.schema import (
     DataConfig,
     EngineConfig,
     EvalConfig,
+    GatewayConfig,
     LearnerConfig,
     LoRAConfig,
     ModelConfig,
@@ -46,6 +47,7 @@ SECTIONS: dict[str, type[Section]] = {
     "learner": LearnerConfig,
     "lora": LoRAConfig,
     "trainer": TrainerConfig,
+    "gateway": GatewayConfig,
     "verl": VerlConfig,
 }
 

@@ -125,3 +125,21 @@ def test_a_delay_lets_a_timeout_cancel_the_request() -> None:
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())
+
+
+def test_the_first_tokens_of_a_completion_are_as_if_sampling_had_stopped_there() -> None:
+    whole = Completion(
+        token_ids=[1, 2, 3],
+        logprobs=[-1.0, -2.0, -3.0],
+        stop="length",
+        versions=((4, 1), (5, 2)),
+        support=Support.of([[1], [2, 7], [3]]),
+    )
+    assert whole.first(2) == Completion(
+        token_ids=[1, 2],
+        logprobs=[-1.0, -2.0],
+        stop="stop",
+        versions=((4, 1), (5, 1)),
+        support=Support.of([[1], [2, 7]]),
+    )
+    assert whole.first(1).versions == ((4, 1),)

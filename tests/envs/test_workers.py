@@ -19,7 +19,7 @@ from agent_r1.envs.processes import EnvFault, EnvPool, WorkerEnv
 from agent_r1.envs.processes.values import dump, load
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import MAX_INFO_NESTING
+from agent_r1.flows.recording import MAX_INFO_NESTING
 from agent_r1.tokens.formats.base import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
 from tests.envs.worker_envs import Counting, Double, Knowing, Sure, action, double, row

@@ -56,6 +56,25 @@ def test_a_prompt_that_adds_nothing_continues_the_segment() -> None:
     assert segment.trained == [1, 2]
 
 
+def test_conversations_that_take_turns_are_one_segment_each() -> None:
+    """Steps 0 and 2 are one conversation, 1 and 3 another; step 4 branches off the first, before its last response."""
+    attempt = trajectory(
+        step([1], [2]), step([9], [8]), step([1, 2, 3], [4]), step([9, 8, 7], [6]), step([1, 2, 3], [5])
+    )
+    first, second, branch = merge_steps([attempt])
+    assert (first.token_ids, first.step_indices, first.columns) == ([1, 2, 3, 4], [0, 2], [0, 2])
+    assert (second.token_ids, second.step_indices, second.columns) == ([9, 8, 7, 6], [1, 3], [1, 3])
+    assert (branch.token_ids, branch.trained, branch.columns) == ([1, 2, 3, 5], [3], [4])
+
+
+def test_a_step_continues_the_longest_segment_it_extends() -> None:
+    short, long = step([1], [2]), step([1, 3], [4])
+    found = merge_steps([trajectory(long, short, step([1, 3, 4, 5], [6]))])
+    assert [segment.step_indices for segment in found] == [[0, 2], [1]]
+    found = merge_steps([trajectory(short, short, step([1, 2, 3], [4]))])
+    assert [segment.step_indices for segment in found] == [[0], [1, 2]]  # of two equal segments, the latest
+
+
 def test_steps_without_a_response_train_nothing() -> None:
     assert merge_steps([trajectory(step([1, 2], []))]) == []
     (segment,) = merge_steps([trajectory(step([1], [2]), step([1, 2, 3], []), step([1, 2, 3, 4], [5]))])

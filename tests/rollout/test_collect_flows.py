@@ -197,6 +197,36 @@ def test_the_page_about_flows_labels_the_steps_of_a_role() -> None:
     assert [step.info.get("role") for step in trajectory.steps] == ["planner", None]
 
 
+def play_with(engine: ScriptedEngine, flow: type[AgentFlowBase], **limits: Any) -> Trajectory:
+    played = collector(engine, make_flow=lambda _: flow(lambda _: World()), **limits)
+    [group] = asyncio.run(played([ROW], seed=0))
+    return group.trajectories[0]
+
+
+def test_the_page_about_flows_shows_two_drafts_at_once() -> None:
+    engine = ScriptedEngine(["a long draft", "short", "last"], tokenizer=tokenizer(), delay=0.01)
+    run_page("write-a-flow.md")
+    trajectory = play_with(engine, flow_class("two_drafts"))
+    first, second, last = trajectory.steps
+    assert [step.action_text for step in trajectory.steps] == ["a long draft", "short", "last"]
+    assert first.prompt_ids == second.prompt_ids
+    assert last.prompt_ids[: len(second.prompt_ids + second.response_ids)] == second.prompt_ids + second.response_ids
+    assert len({call.sampling.seed for call in engine.calls}) == 3  # equal prompts draw different noise
+
+
+def test_calls_that_run_count_against_the_budget() -> None:
+    class Greedy(AgentFlowBase):
+        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+            asked = Observation(messages=row.prompt)
+            await asyncio.gather(*(episode.respond(asked) for _ in range(3)), return_exceptions=True)
+            return StopReason.ANSWERED
+
+    engine = ScriptedEngine(["a", "b", "c"], tokenizer=tokenizer(), delay=0.05)
+    trajectory = play_with(engine, Greedy, max_steps=2)
+    assert len(trajectory.steps) == 2
+    assert trajectory.stop is StopReason.MAX_STEPS
+
+
 class Careful(AgentFlowBase):
     """Acts until something goes wrong, and calls that an answer."""
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1.engines.scripted import ScriptedEngine
-from agent_r1.flows.episode import Episode, attach_transition
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.recording import attach_transition
 from agent_r1.types import Action, Observation, Step, StopReason, TaskRow, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.rollout.test_collect import Echo, echo, play

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
 
@@ -31,3 +33,11 @@ def test_failed_episodes_are_no_success_of_their_kind() -> None:
 def test_one_kind_alone_is_not_named() -> None:
     metrics = rollout_metrics([played("heat", 1.0), played("heat", 0.0)], success_reward=1.0)
     assert [name for name in metrics if name.startswith("success")] == ["success"]
+
+
+def test_the_numbers_of_a_flow_are_means_over_all_episodes() -> None:
+    group = played("heat", 1.0, 0.0)
+    first = replace(group.trajectories[0], counts={"gateway/calls": 3, "gateway/retries": 1})
+    second = replace(group.trajectories[1], counts={"gateway/calls": 4})
+    metrics = rollout_metrics([replace(group, trajectories=[first, second])], success_reward=1.0)
+    assert (metrics["gateway/calls"], metrics["gateway/retries"]) == (3.5, 0.5)

@@ -51,6 +51,8 @@ TRAJECTORY = Trajectory(
     stop=StopReason.MAX_STEPS,
     outcome_reward=1.0,
     reward_components={"reward": 1.0, "format": 0.25},
+    counts={"gateway/calls": 2.0},
+    log="started\n",
 )
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r", reward_model={"ground_truth": NAN})
 

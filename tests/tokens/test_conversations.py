@@ -103,6 +103,29 @@ def test_changed_tools_keep_the_ids_unless_the_template_shows_them(template: str
     assert exact(first, second) is kept
 
 
+def test_prompts_may_wait_for_their_responses_at_once() -> None:
+    """Two branches of one exchange begin before either has a response."""
+    conversations, start = Conversations(renderer_of("qwen2_5")), [user("?")]
+    first = conversations.finish(conversations.begin(Observation(messages=start)), in_letters("hello"), "hello")
+    left, right = (
+        conversations.begin(Observation(messages=[*start, said("hello"), user(text)]), among=[first]) for text in "lr"
+    )
+    ends = [conversations.finish(each, in_letters("world"), "world") for each in (right, left)]
+    for end, begun in zip(ends, (right, left), strict=True):
+        assert begun.ids[: first.size] == first.ids[: first.size]
+        assert end.ids[: end.size] == begun.ids + in_letters("world")
+
+
+def test_exchanges_that_the_caller_names_are_continued_even_if_the_messages_after_them_were_rewritten() -> None:
+    conversations, start = Conversations(renderer_of("qwen2_5")), [user("?")]
+    first = conversations.finish(conversations.begin(Observation(messages=start)), in_letters("hello"), "hello")
+    second = [*start, said("hello"), user("and?")]
+    conversations.finish(conversations.begin(Observation(messages=second), among=[first]), in_letters("world"), "world")
+    rewritten = Observation(messages=[*second, said("another"), user("so?")])
+    assert conversations.begin(rewritten, among=[first]).ids[: first.size] == first.ids[: first.size]
+    assert conversations.begin(rewritten, among=[]).earlier is None
+
+
 def test_tools_changed_in_place_are_noticed() -> None:
     tools = [TOOL]
     conversations = Conversations(renderer_of("qwen2_5"))

@@ -9,6 +9,8 @@ environment or a tool has no log-prob and no advantage, so it cannot be trained 
     step 1   prompt [1 2 3 4 5 6 7]      response [8]
     segment         [1 2 3 4 5 6 7 8]    trained at positions 3, 4, 7
 
+A trajectory may hold several conversations that take turns, and each of them becomes a segment.
+
 Segments can share a common prefix; see `tree.py`. Only rows are shared: a token that two attempts sampled in the same
 place is trained twice, each time with its own old log-prob and advantage.
 
@@ -58,7 +60,7 @@ MAX_KEYS_PER_ROW = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive steps of one trajectory that form one sequence. The last three lists run over trained tokens."""
+    """Steps of one trajectory that form one sequence. The last three lists run over trained tokens."""
 
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
@@ -107,19 +109,33 @@ def merge_steps(trajectories: Iterable[Trajectory]) -> list[Segment]:
     segments = []
     column = 0
     for trajectory_id, trajectory in enumerate(trajectories):
-        current: Segment | None = None
+        own: list[Segment] = []
         for index, step in enumerate(trajectory.steps):
             if not step.prompt_ids:
                 raise DataError(
                     f"step {index} of trajectory {trajectory.trajectory_id!r} has an empty prompt. Start prompts with "
                     "at least one token (for example BOS) to predict the first response token from."
                 )
-            if current is None or step.prompt_ids[: len(current.token_ids)] != current.token_ids:
+            current = _extended(own, step.prompt_ids)
+            if current is None:
                 current = Segment(trajectory_id=trajectory_id, token_ids=[], trained=[], columns=[], step_indices=[])
-                segments.append(current)
+                own.append(current)
             _append(current, step, index, column)
             column += len(step.response_ids)
+        segments += own
     return [segment for segment in segments if segment.trained]
+
+
+def _extended(segments: Sequence[Segment], prompt_ids: list[int]) -> Segment | None:
+    """The longest segment that the prompt extends; of equal ones, the latest."""
+    found: Segment | None = None
+    for segment in reversed(segments):
+        ids = segment.token_ids
+        longer = found is None or len(ids) > len(found.token_ids)
+        # The last token first: a segment that was rewritten rarely has the same token there.
+        if longer and len(ids) <= len(prompt_ids) and ids[-1] == prompt_ids[len(ids) - 1]:
+            found = segment if prompt_ids[: len(ids)] == ids else found
+    return found
 
 
 def _append(segment: Segment, step: Step, index: int, column: int) -> None:

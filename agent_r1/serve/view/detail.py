@@ -62,6 +62,7 @@ def episode_page(run: RunReader, name: str, position: int) -> dict[str, Any]:
             "outcome": record["outcome_reward"],
             "components": {str(key): value for key, value in record["reward_components"].items()},
             "error": record.get("error"),
+            "log": _clip(record.get("log", ""), "log"),
             "seconds": record["seconds"],
             "ground_truth": _clip(_plain(row.get("ground_truth")), "row/ground_truth"),
             "messages": [

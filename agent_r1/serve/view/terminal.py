@@ -109,6 +109,8 @@ def show_episode(path: Path, name: str, console: Console, *, tokens: str | None)
         if step["feedback"]["text"] and not step["calls"]:
             console.print(_panel("environment", _clipped(step["feedback"]), "dim"))
         _show_pictures(run, step["pictures"], console)
+    if page["log"]["text"]:
+        console.print(_panel("log", _clipped(page["log"]), "dim"))
     if page["error"]:
         console.print(_panel("failure", Text(page["error"]), "red"))
     result = _reward(page["reward"], page["outcome"], page["stop"], run.success_reward)

@@ -143,6 +143,7 @@ export function conversation(page, run, mode, isCompact = false) {
     !isCompact && page.messages.map((message) => bubble(message.role === "system" ? "system" : "user", message.role, longText(message.text, where), pictureRow(message.pictures, run))),
     page.steps.map((step, index) => stepBlock(step, index, where, mode, isCompact)),
     page.unanswered > 0 && !isCompact && h("p.hint", {}, `The step limit left a prompt of ${plural(page.unanswered, "token")} unanswered.`),
+    !isCompact && page.log?.length > 0 && h("details", {}, h("summary", {}, "log"), longText(page.log, where)),
     page.error && h("article.message.bad", {}, h("header", {}, "failure"), h("div.text", {}, page.error)),
   );
 }
