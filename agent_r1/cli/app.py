@@ -166,7 +166,7 @@ def plan_command(  # noqa: PLR0913 (each is an option)
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate memory, speed and GPU hours of a run from measured constants, and say how to run it."""
-    from agent_r1.cli.commands.cost import run_plan
+    from agent_r1.plan.report import run_plan
 
     options: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "model": model, "like": like, "tool_seconds": tool_seconds}
     run_plan(load_config(recipe, overrides or ()), console, **options, as_json=as_json)
