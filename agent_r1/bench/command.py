@@ -90,14 +90,18 @@ def file_name(benchmark: str, device: torch.device, *, quick: bool, model: str |
 
 
 def run_bench(bench: Bench, path: Path, program: str, options: Options, console: Console) -> Path:
-    """Measure the groups. Rows are stored after each group, so that a later failure loses none."""
+    """Measure the groups. Each row is stored at once, so that a later failure loses none."""
     stored, rows = Results.read(path), list[Row]()
     command = f"{program} {shlex.join(_without_out(sys.argv[1:]))}"
     on = accelerator(pick_device(options.device))
     try:
         for group, measure in _select(bench, options.only).items():
             began = time.perf_counter()
-            measured = [replace(row, commit=commit()) for row in measure()]
+            measured = list[Row]()
+            for row in measure():
+                measured.append(replace(row, commit=commit()))
+                found = Results(command=command, machine=machine(), accelerator=on, rows=rows + measured)
+                found.merged_over(stored, unfinished=measured[-1].group).write(path)
             rows += measured
             Results(command=command, machine=machine(), accelerator=on, rows=rows).merged_over(stored).write(path)
             for table in as_tables(measured, comparison(measured, stored)):

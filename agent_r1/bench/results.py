@@ -85,13 +85,16 @@ class Results:
             raise DataError(f"{path} is not a file of benchmark results: {error!r}. Move it away") from error
         return cls(command=command, accelerator=accelerator, machine=tree, rows=rows)
 
-    def merged_over(self, stored: Results | None) -> Results:
-        """These rows, and the stored rows of other groups, in the stored order."""
+    def merged_over(self, stored: Results | None, *, unfinished: str | None = None) -> Results:
+        """These rows, and the stored rows of other groups, in the stored order. Of a group that is `unfinished`, stored
+        rows stay until they are measured again."""
         if stored is None:
             return self
-        measured = {row.group for row in self.rows}
+        measured = {row.group for row in self.rows} - {unfinished}
+        names = {row.name for row in self.rows}
+        kept = [row for row in stored.rows if row.group not in measured and row.name not in names]
         groups = dict.fromkeys(row.group for row in (*stored.rows, *self.rows))
-        rows = [row for group in groups for row in (self if group in measured else stored).rows if row.group == group]
+        rows = [row for group in groups for row in (*self.rows, *kept) if row.group == group]
         return Results(command=self.command, machine=self.machine, accelerator=self.accelerator, rows=rows)
 
 

@@ -56,6 +56,9 @@ def test_measuring_one_group_replaces_only_its_rows() -> None:
     assert merged.rows == [again, SLOW]  # the group as it was measured now, the other group as stored
     assert results(SLOW).merged_over(results(FAST)).rows == [FAST, SLOW]
     assert results(FAST).merged_over(None) == results(FAST)
+    # Interrupted within the group: what was not measured again stays.
+    halfway = results(again).merged_over(results(FAST, other, SLOW), unfinished=FAST.group)
+    assert halfway.rows == [again, other, SLOW]
 
 
 def test_the_terminal_shows_the_ratio_to_what_is_stored() -> None:
