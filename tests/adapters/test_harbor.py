@@ -129,6 +129,18 @@ def test_what_a_task_needs_and_we_do_not_have_is_refused(tmp_path: Path, files: 
         play(tmp_path)
 
 
+@pytest.mark.parametrize("workdir", ["/app/../../../../../outside", "/usr/share/outside", "outside", "/", "/proc/x"])
+def test_a_working_directory_outside_of_the_task_is_refused(tmp_path: Path, workdir: str) -> None:
+    write_task(tmp_path / "hello", toml=f'[environment]\nworkdir = "{workdir}"\n')
+    with pytest.raises(ConfigError, match="workdir"):
+        play(tmp_path)
+
+
+def test_a_working_directory_of_the_task_may_have_any_other_name(tmp_path: Path) -> None:
+    write_task(tmp_path / "hello", toml='[environment]\nworkdir = "/testbed/src"\n')
+    assert play(tmp_path, "pwd; ls").steps[0].calls[0].result == "/testbed/src\ngiven.txt\n"
+
+
 def test_an_image_can_be_ignored(tmp_path: Path) -> None:
     write_task(tmp_path / "hello", environment__Dockerfile="FROM python")
     played = play(tmp_path, "ls", ignore_image=True)
