@@ -126,6 +126,17 @@ def test_a_checkpoint_takes_pictures_as_its_run_did(finished: Path, tmp_path: Pa
         assert (form.mean, form.std) == ((0.4, 0.5, 0.6), (0.3, 0.2, 0.1))
 
 
+def test_the_card_of_an_exported_model_says_how_to_load_it(
+    finished: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("export", finished, tmp_path / "exported").code == 0
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    named: dict[str, Any] = {}
+    exec(card.split("```python\n")[1].split("```")[0], named)
+    assert type(named["model"]).__name__ == "Qwen3VLForConditionalGeneration"
+
+
 def test_evaluation_collecting_and_imitation_know_pictures(finished: Path, tmp_path: Path, cli: Cli) -> None:
     ended = cli("eval", finished)
     assert ended.code == 0, ended.out
