@@ -110,7 +110,9 @@ class HarborEnv(ToolEnv):
         given = self._task.folder / "environment"
         if given.is_dir():
             ignore = shutil.ignore_patterns("Dockerfile", ".dockerignore")
-            shutil.copytree(given, self.box.host(self._task.workdir), dirs_exist_ok=True, ignore=ignore)
+            target = self.box.host(self._task.workdir)
+            # Links stay links, or they could bring in any file of this machine.
+            shutil.copytree(given, target, dirs_exist_ok=True, ignore=ignore, symlinks=True)
         return await super().reset(row)
 
     async def step(self, action: Action) -> Transition:
