@@ -33,7 +33,7 @@ def open_picture(data: bytes, what: str) -> Any:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:
         start = f"; its first bytes are {data[:8]!r}" if data else "; it is empty"
-        raise DataError(f"{what} is no readable picture ({', '.join(FORMATS)}){start}") from error
+        raise DataError(f"{what} is not a readable picture ({', '.join(FORMATS)}){start}") from error
 
 
 def decode(data: bytes, what: str) -> Any:

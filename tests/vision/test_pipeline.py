@@ -199,7 +199,7 @@ def test_the_chat_takes_pictures_by_command(chat: Chat, tmp_path: Path, monkeypa
     chat_loop(chat, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[image 32x32 " in said
-    assert "is no readable picture" in said
+    assert "is not a readable picture" in said
     assert "/absent.png" in said
     assert len(pictures_of(chat.history)) >= 1
 

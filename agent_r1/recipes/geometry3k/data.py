@@ -64,9 +64,7 @@ def files(folder: Path, split: str) -> list[Path]:
     return next(filter(None, found), [])
 
 
-def row_of(
-    record: Mapping[str, Any], *, split: str, index: int, place: str, folder: Path | None = None
-) -> TaskRow:
+def row_of(record: Mapping[str, Any], *, split: str, index: int, place: str, folder: Path | None = None) -> TaskRow:
     """Return a published or converted record as a row. Raises `DataError` if it is malformed.
 
     Relative paths of pictures start in the folder.

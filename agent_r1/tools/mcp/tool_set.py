@@ -173,7 +173,7 @@ class MCPTools(ToolSet):
     def release(self, episode: str) -> None:
         """End the connection of an episode. Does not wait for the server to exit."""
         self._retire(episode)
-        self._locks.pop(episode, None)  # not before: whoever reconnects holds it
+        self._locks.pop(episode, None)  # only now: a call that reconnects holds it
 
     def _key(self, episode: str | None) -> str:
         if self._per_episode:
