@@ -59,9 +59,9 @@ class MCPTools(ToolSet):
         start_seconds: float = 60.0,  # for a server to start
         parallel: bool = False,  # calls of one response may overlap
     ) -> None:
-        given = {"command": command, "url": url, "env": env, "cwd": cwd, "headers": headers, "only": only}
-        given |= {"prefix": prefix, "connections": connections, "timeout": timeout, "start_seconds": start_seconds}
-        _check_kinds(given | {"parallel": parallel})
+        given: dict[str, Any] = {"command": command, "url": url, "env": env, "cwd": cwd, "headers": headers}
+        given |= {"only": only, "prefix": prefix, "connections": connections, "parallel": parallel}
+        _check_kinds(given | {"timeout": timeout, "start_seconds": start_seconds})
         if sessions not in ("run", "episode"):
             raise ConfigError(f"an MCP server's sessions must be run or episode, got {sessions!r}")
         if connections < 1 or (connections > 1 and sessions == "episode"):
