@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent_r1.adapters.harbor_box import Box, Outcome, require_namespaces
+from agent_r1.adapters.harbor_box import MADE, SHARED, Box, Outcome, require_namespaces
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.tools.base import BaseTool, ToolResult, ToolSet
@@ -110,7 +110,9 @@ class HarborEnv(ToolEnv):
         given = self._task.folder / "environment"
         if given.is_dir():
             ignore = shutil.ignore_patterns("Dockerfile", ".dockerignore")
-            shutil.copytree(given, self.box.host(self._task.workdir), dirs_exist_ok=True, ignore=ignore)
+            target = self.box.host(self._task.workdir)
+            # Links stay links, or they could bring in any file of this machine.
+            shutil.copytree(given, target, dirs_exist_ok=True, ignore=ignore, symlinks=True)
         return await super().reset(row)
 
     async def step(self, action: Action) -> Transition:
@@ -194,12 +196,23 @@ def read_task(folder: Path) -> HarborTask:
         folder=folder.resolve(),
         instruction=_CANARY.sub("", text).strip(),
         image=environment.get("docker_image") or built,
-        workdir=environment.get("workdir") or WORKDIR,
+        workdir=_check_workdir(environment.get("workdir") or WORKDIR, folder),
         env=_variables(environment.get("env", {})),
         network=environment.get("allow_internet", True),
         test_env=_variables(verifier.get("env", {})),
         test_seconds=float(verifier.get("timeout_sec", TEST_SECONDS)),
     )
+
+
+def _check_workdir(path: Any, folder: Path) -> str:
+    """Refuse a directory that is not among those of the task: files are copied into it on this machine."""
+    parts = str(path).split("/")
+    if parts[0] or ".." in parts or next(filter(None, parts), "") in ("", *SHARED, *MADE):
+        raise ConfigError(
+            f"the task {folder.name!r} has environment.workdir={path!r}, which is not supported: it must be an "
+            f"absolute path such as {WORKDIR}, not in a directory of this machine"
+        )
+    return str(path)
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:

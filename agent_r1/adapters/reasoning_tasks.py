@@ -18,7 +18,8 @@ from agent_r1.types import TaskRow, Trajectory
 
 HOW = "Give your final answer between <answer> and </answer>."
 TRAIN_ROWS, TEST_ROWS = 1000, 100  # if the config does not say
-CHUNK = 200  # of training questions that are made at once
+CHUNK = 200  # questions of a dataset; if all of them are known, there are no more
+SEEDS = 100_000  # of questions, for each seed of rows: question i of a dataset with seed s has the seed s + i
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -86,12 +87,12 @@ def _distinct(name: str, settings: str, seed: int, wanted: int, *, leave_out: se
     seen = set(leave_out)
     for chunk in numbers():
         before = len(found)
-        for entry in _dataset(name, settings, 1000 * seed + chunk, min(CHUNK, max(wanted, 1))):
+        for entry in _dataset(name, settings, SEEDS * seed + CHUNK * chunk, CHUNK):
+            if len(found) == wanted:
+                return found
             if entry["question"] not in seen:
                 seen.add(entry["question"])
                 found.append(entry)
-            if len(found) == wanted:
-                return found
         if len(found) == before:  # a whole chunk of known ones
             return found
     raise AssertionError("unreachable")

@@ -262,8 +262,8 @@ def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
     from agent_r1.tools.mcp.tool_set import MCPTools
 
     folder, settings = recipe_folder(config.recipe), entry["mcp"]
-    if settings.get("command") is not None:
-        settings = {**settings, "cwd": folder / settings.get("cwd", "")}
+    if settings.get("command") is not None and isinstance(settings.get("cwd"), str | None):
+        settings = {**settings, "cwd": folder / (settings.get("cwd") or "")}
     try:
         inspect.signature(MCPTools).bind(**settings)
     except TypeError as error:

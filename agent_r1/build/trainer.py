@@ -40,6 +40,7 @@ def build_trainer(
         run=run,
         learner=build_learner(config, model, plan.algorithm, reference, crew.ranks),
         tokenizer=model.tokenizer,
+        input_files=model.input_files,
         engine=engine,
         collector=train_collector(*parts),
         greedy_collector=greedy_collector(*parts) if plan.algorithm.needs_greedy else None,

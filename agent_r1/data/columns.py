@@ -3,7 +3,8 @@
     {prompt: "Question: {question}", answer: answers.text.0, row_id: id}
 
 A value is the name of a column, with dots for what lies inside it, or a text with such names in braces. `answer` is the
-ground truth; fields that rows do not have go to `extra_info`, as do all columns that are not named.
+ground truth; fields that rows do not have go to `extra_info`, as do all columns that do not fill a field alone, except
+those of the answer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ def map_columns(record: Any, columns: Mapping[str, str], *, place: str) -> dict[
         raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
     filled = {field: _fill(field, source, record, place) for field, source in columns.items()}
     # A column that fills a field is not kept beside it: the environment must not see the answer.
-    used = {source.partition(".")[0] if source not in record else source for source in columns.values()}
+    used = {_column(source, record) for source in columns.values()}
+    used |= {_column(name, record) for name in _NAMED.findall(columns.get("answer", ""))}
     kept = {column: value for column, value in record.items() if column not in used}
     if "answer" in filled:
         scored = kept.get("reward_model")
         ground_truth = {"ground_truth": filled.pop("answer")}
         kept["reward_model"] = {**(scored if isinstance(scored, Mapping) else {}), **ground_truth}
     return {**kept, **filled}
+
+
+def _column(name: str, record: Mapping[str, Any]) -> str:
+    """Return the column that `column` or `column.key.0` lies in."""
+    return name if name in record else name.partition(".")[0]
 
 
 def _fill(field: str, source: str, record: Mapping[str, Any], place: str) -> Any:

@@ -19,6 +19,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,10 @@ def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[flo
 def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajectory:
     """`pictures`: the folder with the pictures that the record names."""
 
+    load = cache(partial(load_picture, pictures))  # every later step shows a picture again
+
     def find(names: Sequence[str]) -> tuple[Picture, ...]:
-        return tuple(load_picture(pictures, name) for name in names)
+        return tuple(map(load, names))
 
     try:
         if record.get("format", 1) > FORMAT:

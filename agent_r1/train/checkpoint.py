@@ -65,7 +65,7 @@ def save_checkpoint(
     step: int,
     *,
     model: Saveable,
-    tokenizer: Saveable,
+    input_files: Saveable,
     state: dict[str, Any],
     keep: int,
     ranks: OneProcess | None = None,
@@ -84,7 +84,7 @@ def save_checkpoint(
         remove_leftovers(folder, older_than=0.0)  # the run is locked: no other process is writing here
         parts.append(stack.enter_context(write_atomically(final)))
         parts[0].mkdir()
-        tokenizer.save_pretrained(str(parts[0]))
+        input_files.save_pretrained(str(parts[0]))
         torch.save(rest, parts[0] / STATE_FILE)
 
     try:

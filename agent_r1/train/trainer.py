@@ -63,7 +63,8 @@ class Trainer:
     algorithm: Algorithm
     shaper: RewardShaper
     learner: Learner
-    tokenizer: Saveable
+    tokenizer: Any
+    input_files: Saveable  # with the tokenizer: what is saved beside the weights
     engine: Engine
     collector: Collector
     greedy_collector: Collector | None  # for algorithms with a greedy baseline
@@ -195,7 +196,7 @@ class Trainer:
             self.run.checkpoints,
             step,
             model=self.learner.policy,
-            tokenizer=self.tokenizer,
+            input_files=self.input_files,
             state=self._state(step),
             keep=self.keep_checkpoints,
             ranks=self.learner.ranks,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agent_r1.errors import DataError, brief
+from agent_r1.errors import DataError
 
 MAX_BYTES = 32 * 2**20  # of an encoded picture
 MAX_PIXELS = 50_000_000  # of a decoded one: a small file can describe a huge picture
@@ -33,7 +33,7 @@ def open_picture(data: bytes, what: str) -> Any:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:
         start = f"; its first bytes are {data[:8]!r}" if data else "; it is empty"
-        raise DataError(f"{what} is no readable picture ({', '.join(FORMATS)}){start}") from error
+        raise DataError(f"{what} is not a readable picture ({', '.join(FORMATS)}){start}") from error
 
 
 def decode(data: bytes, what: str) -> Any:
@@ -48,13 +48,18 @@ def explained(what: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # damaged files make Pillow raise nearly anything
-        raise DataError(f"{what} cannot be decoded: {brief(error)}") from error
+        raise DataError(f"{what} cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def format_of(image: Any) -> str | None:
+    """One of `FORMATS`. Pillow names a JPEG that holds further pictures, as phones write them, MPO."""
+    return "JPEG" if image.format == "MPO" else image.format
 
 
 def upright(image: Any) -> Any:
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(image) if image.format in ROTATED else image
+    return ImageOps.exif_transpose(image) if format_of(image) in ROTATED else image
 
 
 def on_white(image: Any) -> Any:

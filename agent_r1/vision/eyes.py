@@ -1,8 +1,8 @@
 """A vision-language model as two parts: a tower that looks at pictures, and a decoder that reads embeddings.
 
-The tower runs once for each picture, whoever shows it. The decoder is an ordinary causal one: its inputs are embeddings
-of text tokens and, at negative ids, the features of pictures (`pictures.py`). So packs, trees and the paged cache work
-for it as they do for text. Which rows show pictures is decided by position: a policy may sample the
+The tower runs once for each picture, however many prompts show it. The decoder is an ordinary causal one: its inputs
+are embeddings of text tokens and, at negative ids, the features of pictures (`pictures.py`). So packs, trees and the
+paged cache work for it as they do for text. Which rows show pictures is decided by position: a policy may sample the
 placeholder token, which is then a token like any other.
 
 Shape suffixes: N = rows of a pass, P = rows that show a picture, F = tokens of all pictures of a pass, D = hidden size,
@@ -138,7 +138,8 @@ class Eyes:
         if self.form.kind in IDEFICS:
             given = torch.stack(values)
             states = self._model.model.vision_model(pixel_values=given).last_hidden_state
-            return list(self._model.model.connector(states))
+            # Copies: a slice that is kept would keep the features of all pictures of this pass.
+            return [each.clone() for each in self._model.model.connector(states)]
         shapes = [self.form.shape(picture) for picture in seen]
         merge = self._model.config.vision_config.spatial_merge_size
         grid = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in shapes], device=weight.device)

@@ -28,7 +28,7 @@ FloatArray = npt.NDArray[np.float32]
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 IDEFICS = ("idefics3", "smolvlm")
 CONFIG_FILES = ("preprocessor_config.json", "processor_config.json")
-# Kinds that look like the others and are not: the reason is shown to whoever tries one.
+# Similar kinds that are not supported, with the reason that the error gives.
 REFUSED = {
     "gemma3": "its picture tokens see each other in both directions",
     "paligemma": "its prompts see each other in both directions",
@@ -103,7 +103,7 @@ class QwenPictures(PictureFormat):
 
     patch: int
     merge: int
-    frames: int  # a picture is a film of so many equal frames
+    frames: int  # a picture is a video of so many equal frames
     min_pixels: int
     max_pixels: int
 

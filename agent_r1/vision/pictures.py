@@ -29,6 +29,7 @@ from agent_r1.vision.decoding import (
     check_size,
     decode,
     explained,
+    format_of,
     from_base64,
     on_white,
     open_picture,
@@ -68,7 +69,7 @@ class Picture:
         image = open_picture(data, what)
         check_size(image.width, image.height, what)
         with explained(what):
-            turned = image.format in ROTATED and image.getexif().get(0x0112) in TURNED
+            turned = format_of(image) in ROTATED and image.getexif().get(0x0112) in TURNED
         width, height = (image.height, image.width) if turned else (image.width, image.height)
         return cls(name=_digest(data), width=width, height=height, encoded=data)
 
@@ -133,7 +134,7 @@ class Picture:
     @property
     def suffix(self) -> str:
         """The suffix of a file with the encoded picture."""
-        kind = open_picture(self.encoded, self.name).format or "PNG"
+        kind = format_of(open_picture(self.encoded, self.name)) or "PNG"
         return f".{kind.lower()}"
 
     def __eq__(self, other: object) -> bool:

@@ -129,6 +129,27 @@ def test_what_a_task_needs_and_we_do_not_have_is_refused(tmp_path: Path, files: 
         play(tmp_path)
 
 
+@pytest.mark.parametrize("workdir", ["/app/../../../../../outside", "/usr/share/outside", "outside", "/", "/proc/x"])
+def test_a_working_directory_outside_of_the_task_is_refused(tmp_path: Path, workdir: str) -> None:
+    write_task(tmp_path / "hello", toml=f'[environment]\nworkdir = "{workdir}"\n')
+    with pytest.raises(ConfigError, match="workdir"):
+        play(tmp_path)
+
+
+def test_a_working_directory_of_the_task_may_have_any_other_name(tmp_path: Path) -> None:
+    write_task(tmp_path / "hello", toml='[environment]\nworkdir = "/testbed/src"\n')
+    assert play(tmp_path, "pwd; ls").steps[0].calls[0].result == "/testbed/src\ngiven.txt\n"
+
+
+def test_links_in_a_task_lead_to_no_files_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("hunter2", encoding="utf-8")
+    write_task(tmp_path / "hello")
+    (tmp_path / "hello" / "environment" / "link.txt").symlink_to(tmp_path / "secret.txt")
+    call = play(tmp_path / "hello", "cat link.txt; cat given.txt").steps[0].calls[0]
+    assert "hunter2" not in call.result
+    assert "No such file" in call.result
+
+
 def test_an_image_can_be_ignored(tmp_path: Path) -> None:
     write_task(tmp_path / "hello", environment__Dockerfile="FROM python")
     played = play(tmp_path, "ls", ignore_image=True)

@@ -38,6 +38,15 @@ def test_settings_of_the_dataset_make_other_questions() -> None:
     assert max(map(terms, short)) < min(map(terms, long))
 
 
+def test_as_many_rows_are_made_as_asked_for_and_fewer_are_the_first_of_them() -> None:
+    settings: dict[str, Any] = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}}
+    many = [row.prompt for row in rows("train", 1000, **settings)]
+    assert len({str(prompt) for prompt in many}) == 1000
+    assert [row.prompt for row in rows("train", 5, **settings)] == many[:5]
+    small = settings["config"] | {"min_digits": 1, "max_digits": 1}  # 10 * 10 sums and differences
+    assert 150 < len(rows("train", 1000, dataset="chain_sum", config=small, held_out=0)) <= 200
+
+
 def test_rows_repeat_and_test_questions_are_not_trained_on() -> None:
     def questions(split: str, **settings: Any) -> list[str]:
         small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

@@ -45,6 +45,15 @@ def test_columns_and_texts_with_columns_fill_the_fields_of_a_row(recipe: Path) -
     assert row.extra_info == {"subject": "sums", "question": "1 + 1?", "level": 1}  # not the answer
 
 
+@pytest.mark.parametrize("answer", ["{final.text.0}", "#### {final.text.0}"])
+def test_columns_in_the_text_of_an_answer_are_not_kept_beside_it(recipe: Path, answer: str) -> None:
+    columns = {"prompt": "{question}", "answer": answer}
+    row = load_rows(str(recipe / "train.jsonl"), split="train", columns=columns)[0]
+    assert row.ground_truth == answer.replace("{final.text.0}", "2")
+    assert "final" not in row.extra_info
+    assert row.extra_info["question"] == "1 + 1?"
+
+
 def test_a_dataset_is_mapped_like_a_file(recipe: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="pip install 'agent-r1[datasets]'")
     datasets.Dataset.from_list(RECORDS).to_parquet(str(recipe / "hub" / "train.parquet"))

@@ -154,7 +154,7 @@ def resume_all(ranks: OneProcess, folder: Path) -> dict[str, Any]:
         learner.update(credited)
         state = {"learner": learner.state_dict(), "rank": ranks.rank}
         own = folder / case / str(ranks.size)
-        save_checkpoint(own, 1, model=learner.policy, tokenizer=NoTokenizer(), state=state, keep=1, ranks=ranks)
+        save_checkpoint(own, 1, model=learner.policy, input_files=NoTokenizer(), state=state, keep=1, ranks=ranks)
         learner.update(credited)
         results[f"{case} straight"] = all_weights(learner)
     for case, settings in SAVED.items():

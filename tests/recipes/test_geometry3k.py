@@ -128,6 +128,15 @@ def test_a_split_may_have_several_files(tmp_path: Path) -> None:
     assert len(rows("test", count=1, path=str(tmp_path))) == 1
 
 
+def test_paths_of_pictures_start_in_the_folder_of_the_file(tmp_path: Path) -> None:
+    record = published(7, "48") | {"images": [{"bytes": None, "path": "figures/one.png"}]}
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", [record])
+    (tmp_path / "data" / "figures").mkdir()
+    (tmp_path / "data" / "figures" / "one.png").write_bytes(png(7))
+    [row] = rows("test", path=str(tmp_path))
+    assert pictures_of(row.prompt) == [Picture.from_bytes(png(7))]
+
+
 def test_the_recipe_reads_data_path_and_builds_its_env(folder: Path) -> None:
     for preset in ("geometry3k", "geometry3k/qwen2_5_vl_3b"):
         made = build_task(load_config(preset, [f"data.path={folder}"]))

@@ -92,6 +92,8 @@ def test_each_picture_is_stored_once_and_records_read_back_as_they_were(
             [c.pictures for c in s.calls] for s in made.steps
         ]
         assert [step.prompt_ids for step in read.steps] == [step.prompt_ids for step in made.steps]
+        shown = [picture for step in read.steps for picture in step.pictures]
+        assert len({id(picture) for picture in shown}) == len(set(shown)) < len(shown)  # one copy in memory
         assert all(
             (a.pixels == b.pixels).all() for a, b in zip(read.steps[-1].pictures, made.steps[-1].pictures, strict=True)
         )

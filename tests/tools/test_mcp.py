@@ -196,6 +196,18 @@ def test_an_episode_with_its_own_session_has_its_own_state_and_ends_its_process(
         assert [record.result for record in records] == ["Emma", "Emma, Ada"]  # nothing of the episode before
 
 
+def test_calls_of_one_episode_that_need_a_new_server_at_once_share_it() -> None:
+    async def work(named: dict[str, BaseTool]) -> None:
+        mine = {name: tool.for_episode("one") for name, tool in named.items()}
+        assert (await call(mine["crash"])).fault == "failed"
+        first = asyncio.create_task(call(mine["pid"]))
+        await asyncio.sleep(0.2)  # it is starting the server
+        assert (await call(mine["pid"])).text == (await first).text
+        await mine["pid"].end_episode()
+
+    with_tools(MCPTools(command=STDIO, sessions="episode", parallel=True), work)
+
+
 def test_sessions_of_episodes_work_over_http(url: str) -> None:
     tools = MCPTools(url=url, sessions="episode")
     for _ in range(2):
@@ -235,6 +247,15 @@ def test_variables_fill_in_secrets_that_the_settings_only_name(monkeypatch: pyte
         ({"command": ["x"], "sessions": "step"}, "sessions"),
         ({"command": ["x"], "connections": 2, "sessions": "episode"}, "connections"),
         ({"command": ["x"], "timeout": 0}, "timeout"),
+        ({"command": ["x"], "timeout": "30"}, "timeout"),
+        ({"command": ["x"], "start_seconds": True}, "start_seconds"),
+        ({"command": ["x"], "connections": 1.5}, "connections"),
+        ({"command": ["x"], "only": "search"}, "only"),
+        ({"command": ["x"], "env": ["A"]}, "env"),
+        ({"command": ["x"], "cwd": 3}, "cwd"),
+        ({"command": ["x"], "parallel": "no"}, "parallel"),
+        ({"command": 3}, "command"),
+        ({"url": 3}, "url"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], named: str) -> None:

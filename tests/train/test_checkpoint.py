@@ -31,7 +31,7 @@ class Savable:
 
 def save(folder: Path, step: int, *, keep: int = 2, error: Exception | None = None) -> Path:
     return save_checkpoint(
-        folder, step, model=Savable("model", error), tokenizer=Savable("tok"), state={"step": step}, keep=keep
+        folder, step, model=Savable("model", error), input_files=Savable("tok"), state={"step": step}, keep=keep
     )
 
 
@@ -60,12 +60,12 @@ def test_a_write_that_the_system_refuses_in_the_middle_of_real_weights_loses_not
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     model = LlamaForCausalLM(config)
-    save_checkpoint(tmp_path, 1, model=model, tokenizer=tokenizer(), state={"step": 1}, keep=2)
+    save_checkpoint(tmp_path, 1, model=model, input_files=tokenizer(), state={"step": 1}, keep=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(DiskError, match="Earlier checkpoints are intact"):
-            save_checkpoint(tmp_path, 2, model=model, tokenizer=tokenizer(), state={"step": 2}, keep=2)
+            save_checkpoint(tmp_path, 2, model=model, input_files=tokenizer(), state={"step": 2}, keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]
@@ -90,7 +90,7 @@ def test_missing_checkpoints_and_states_are_clear_errors(tmp_path: Path) -> None
 def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> None:
     moments = {0: {"mean": torch.randn(3, 2), "step": torch.tensor(4.0)}, 1: {"mean": torch.randn(5)}}
     state: dict[str, Any] = {"step": 1, "rng": torch.get_rng_state(), "m": [1, (2, 3)], "moments": moments}
-    path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
+    path = save_checkpoint(tmp_path, 1, model=Savable("m"), input_files=Savable("t"), state=state, keep=1)
     torch.testing.assert_close(load_state(path), state, rtol=0, atol=0)
     with (path / TENSORS / ".metadata").open("wb") as file:
         pickle.dump(Path.cwd, file)  # could be any function
@@ -100,7 +100,7 @@ def test_a_state_with_tensors_loads_without_unpickling_code(tmp_path: Path) -> N
 
 def test_missing_and_damaged_tensors_are_one_line_errors(tmp_path: Path) -> None:
     state = {"moments": torch.randn(64, 64)}
-    path = save_checkpoint(tmp_path, 1, model=Savable("m"), tokenizer=Savable("t"), state=state, keep=1)
+    path = save_checkpoint(tmp_path, 1, model=Savable("m"), input_files=Savable("t"), state=state, keep=1)
     (data,) = (path / TENSORS).glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(DataError, match=r"trainer_state is damaged: [^\n]* remove .*step_000001"):

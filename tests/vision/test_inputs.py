@@ -22,6 +22,7 @@ from agent_r1.errors import DataError
 from agent_r1.places import started_here
 from agent_r1.tools.base import ToolResult, tool
 from agent_r1.types import Observation, StopReason
+from agent_r1.vision.picture_store import load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, as_picture, pictures_of
 from tests.vision.played import CALL, play, shown_in
 from tests.vision.tiny_models import picture
@@ -192,6 +193,17 @@ def test_a_photograph_is_shown_upright_and_its_size_known_before_it_is_decoded(o
     assert (from_file.width, from_file.height) == ((12, 20) if turned else (20, 12))
     from_file.check()
     assert (as_picture(from_image).pixels == from_file.pixels).all()
+
+
+def test_a_photograph_that_holds_further_pictures_is_an_upright_jpeg(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    other = Image.fromarray(255 - PIXELS)
+    photo = Picture.from_bytes(encoded("MPO", exif=exif, save_all=True, append_images=[other]))
+    assert (photo.width, photo.height, photo.pixels.shape) == (12, 20, (20, 12, 3))
+    store_pictures(tmp_path, [photo])
+    found = load_picture(tmp_path, photo.name)
+    assert (found, (tmp_path / f"{photo.name}.jpeg").read_bytes()) == (photo, photo.encoded)
 
 
 def test_transparent_palette_grey_and_16_bit_pictures_become_rgb() -> None:

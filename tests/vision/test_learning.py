@@ -89,6 +89,14 @@ def test_the_features_that_are_kept_are_bounded_and_those_of_a_pass_are_always_t
         assert seeing.looked == 6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_features_do_not_keep_those_of_other_pictures_in_memory(kind: str) -> None:
+    seeing = Eyes(*make_model(kind, make_tokenizer(kind)))
+    seeing.freeze()
+    seeing.features([picture(seed, 16, 16) for seed in range(3)])
+    assert all(kept.untyped_storage().nbytes() == kept.nbytes for kept in seeing._known.values())
+
+
 def test_a_sharded_learner_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         policy_for().shard(None)  # type: ignore[arg-type]

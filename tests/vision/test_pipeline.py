@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from rich.console import Console
 
 from agent_r1.backends.verl.reader import load_reader
+from agent_r1.build.models.load import load_model
 from agent_r1.build.plan import build_plan
 from agent_r1.cli.commands.chat import Chat, answer, chat_loop, open_chat
 from agent_r1.cli.commands.train import run_training
@@ -22,8 +25,12 @@ from agent_r1.errors import ConfigError
 from agent_r1.runs.reader import latest_checkpoint
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
+from agent_r1.serve.api.limits import ServeLimits
+from agent_r1.serve.api.open_model import choose, open_server
 from agent_r1.vision.pictures import pictures_of
 from tests.conftest import Cli
+from tests.serve.api_server import ask, serving
+from tests.vision.mini.task import PREPROCESSOR
 from tests.vision.played import check_exact, shown_in
 from tests.vision.tiny_models import picture
 
@@ -107,6 +114,29 @@ def test_a_run_continues_where_it_was_stopped(finished: Path, tmp_path: Path) ->
         assert metrics(run.path, "train")[-1][name] == metrics(finished, "train")[-1][name]
 
 
+def test_a_checkpoint_takes_pictures_as_its_run_did(finished: Path, tmp_path: Path, cli: Cli) -> None:
+    config = load_config(MINI)
+    assert cli("sft", MINI, "--run", tmp_path / "imitated", "sft.count=1").code == 0
+    assert cli("export", finished, tmp_path / "exported").code == 0
+    checkpoints = [latest_checkpoint(run / "checkpoints")[1] for run in (finished, tmp_path / "imitated")]
+    for place in (*checkpoints, tmp_path / "exported"):
+        form = load_model(config, place).pictures
+        assert form is not None
+        assert form.stored == PREPROCESSOR
+        assert (form.mean, form.std) == ((0.4, 0.5, 0.6), (0.3, 0.2, 0.1))
+
+
+def test_the_card_of_an_exported_model_says_how_to_load_it(
+    finished: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("export", finished, tmp_path / "exported").code == 0
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    named: dict[str, Any] = {}
+    exec(card.split("```python\n")[1].split("```")[0], named)
+    assert type(named["model"]).__name__ == "Qwen3VLForConditionalGeneration"
+
+
 def test_evaluation_collecting_and_imitation_know_pictures(finished: Path, tmp_path: Path, cli: Cli) -> None:
     ended = cli("eval", finished)
     assert ended.code == 0, ended.out
@@ -169,7 +199,7 @@ def test_the_chat_takes_pictures_by_command(chat: Chat, tmp_path: Path, monkeypa
     chat_loop(chat, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[image 32x32 " in said
-    assert "is no readable picture" in said
+    assert "is not a readable picture" in said
     assert "/absent.png" in said
     assert len(pictures_of(chat.history)) >= 1
 
@@ -215,3 +245,23 @@ def test_settings_of_pictures_have_no_effect_on_a_model_of_text(tmp_path: Path) 
                 config, build_plan(config), RunDir.create(tmp_path / setting, config), Console(file=io.StringIO()),
                 resume=False,
             )  # fmt: skip
+
+
+# served
+
+
+def test_a_damaged_picture_fails_only_the_request_that_shows_it(finished: Path) -> None:
+    server = open_server(choose(str(finished), [], name="seen"), agent=False, limits=ServeLimits())
+    whole = picture(5, 24, 24).encoded
+
+    def question(data: bytes) -> list[dict[str, Any]]:
+        url = f"data:image/png;base64,{b64encode(data).decode()}"
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+    with serving(server) as address, ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(ask, address, model="seen", messages=question(whole), max_tokens=60) for _ in range(4)]
+        bad = [pool.submit(ask, address, model="seen", messages=question(whole[:-60])) for _ in range(4)]
+        refused = [each.result() for each in bad]
+        assert [each.result().status_code for each in others] == [200] * 4
+    assert [each.status_code for each in refused] == [400] * 4
+    assert all("cannot be decoded" in each.json()["error"]["message"] for each in refused)

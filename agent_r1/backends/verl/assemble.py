@@ -148,6 +148,7 @@ def make_trainer(
         run=run,
         learner=learner,
         tokenizer=processes.reader.tokenizer,
+        input_files=processes.reader.tokenizer,
         engine=VerlEngine(workers),
         collector=collector("train", config.rollout.group_size),
         greedy_collector=collector("greedy", 1) if plan.algorithm.needs_greedy else None,

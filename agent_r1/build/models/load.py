@@ -58,6 +58,25 @@ class Model:
         """How the model takes pictures; None: it takes text only."""
         return self.renderer.pictures
 
+    @property
+    def input_files(self) -> InputFiles:
+        return InputFiles(tokenizer=self.tokenizer, pictures=self.pictures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFiles:
+    """What is saved beside the weights, so that a model loaded from there reads the same: the tokenizer and the
+    preprocessor config of pictures."""
+
+    tokenizer: Any
+    pictures: PictureFormat | None
+
+    def save_pretrained(self, save_directory: str) -> None:
+        self.tokenizer.save_pretrained(save_directory)
+        if self.pictures is not None and self.pictures.stored:
+            text = json.dumps(self.pictures.stored, indent=2) + "\n"
+            Path(save_directory, CONFIG_FILES[0]).write_text(text, encoding="utf-8")
+
 
 def load_model(config: RunConfig, directory: str | Path) -> Model:
     """Load a model that `find_model` returned."""
@@ -176,9 +195,7 @@ def save_model(model: Model, directory: Path, weights: Saveable | None = None) -
     """Write the model, with the given weights instead of its own if there are any."""
     directory.mkdir(parents=True, exist_ok=True)
     (weights or model.network).save_pretrained(str(directory))
-    model.tokenizer.save_pretrained(str(directory))
-    if model.pictures is not None and model.pictures.stored:
-        (directory / CONFIG_FILES[0]).write_text(json.dumps(model.pictures.stored, indent=2) + "\n", encoding="utf-8")
+    model.input_files.save_pretrained(str(directory))
 
 
 def export_model(path: str, directory: Path, report: Callable[[str], None]) -> int:

@@ -70,7 +70,7 @@ async def _imitate(config: RunConfig, task: Task, base: str | Path, run: RunDir,
     updates = len(run.read_metrics("sft"))
     state = {"step": updates, "learner": learner.state_dict()}
     path = save_checkpoint(
-        run.checkpoints, updates, model=learner.policy, tokenizer=model.tokenizer, state=state, keep=1
+        run.checkpoints, updates, model=learner.policy, input_files=model.input_files, state=state, keep=1
     )
     return path, updates
 

@@ -64,8 +64,11 @@ def files(folder: Path, split: str) -> list[Path]:
     return next(filter(None, found), [])
 
 
-def row_of(record: Mapping[str, Any], *, split: str, index: int, place: str) -> TaskRow:
-    """Return a published or converted record as a row. Raises `DataError` if it is malformed."""
+def row_of(record: Mapping[str, Any], *, split: str, index: int, place: str, folder: Path | None = None) -> TaskRow:
+    """Return a published or converted record as a row. Raises `DataError` if it is malformed.
+
+    Relative paths of pictures start in the folder.
+    """
     row = row_from_record(
         {
             "row_id": f"{split}-{index}",
@@ -76,6 +79,7 @@ def row_of(record: Mapping[str, Any], *, split: str, index: int, place: str) -> 
             "extra_info": {"split": split, "index": index},  # theirs repeats the answer
         },
         place=place,
+        folder=folder,
     )
     if not any(isinstance(message["content"], list) for message in row.prompt):
         raise DataError(f"{place} has no pictures")
@@ -86,7 +90,7 @@ def _read(folder: Path, split: str) -> Iterator[TaskRow]:
     index = 0
     for file in files(folder, split):
         for number, record in enumerate(parquet_rows(file), 1):
-            yield row_of(record, split=split, index=index, place=f"{file} record {number}")
+            yield row_of(record, split=split, index=index, place=f"{file} record {number}", folder=file.parent)
             index += 1
 
 

@@ -38,8 +38,8 @@ def zoom(
         raise ToolError(f"there is no picture {picture}; pictures are numbered from 1 to {len(pictures)}")
     if min(x0, y0) < 0 or max(x1, y1) > SCALE or min(x1 - x0, y1 - y0) < SMALLEST:
         raise ToolError(
-            f"({x0:g}, {y0:g}) to ({x1:g}, {y1:g}) is no part of a picture: edges go from 0 to {SCALE}, and width and "
-            f"height are at least {SMALLEST}"
+            f"({x0:g}, {y0:g}) to ({x1:g}, {y1:g}) is not a part of a picture: edges go from 0 to {SCALE}, and width "
+            f"and height are at least {SMALLEST}"
         )
     pictures.append(enlarged(pictures[picture - 1], (x0, y0, x1, y1)))
     return ToolResult(f"Picture {len(pictures)}:", images=[pictures[-1]])

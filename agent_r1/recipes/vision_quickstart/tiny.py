@@ -109,7 +109,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForCon
         image_token_id=tokenizer.convert_tokens_to_ids(PICTURE),
         vision_start_token_id=tokenizer.convert_tokens_to_ids(VISION_START),
         vision_end_token_id=tokenizer.convert_tokens_to_ids(VISION_END),
-        video_token_id=tokenizer.pad_token_id,  # there are no films
+        video_token_id=tokenizer.pad_token_id,  # there are no videos
         tie_word_embeddings=True,
     )
     with torch.random.fork_rng(devices=[]):  # leave the caller's random state unchanged

@@ -14,7 +14,7 @@ from agent_r1.serve.api.text_stream import TextStream, as_logprobs
 from agent_r1.tokens.formats import ToolCallFormat
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
-from agent_r1.vision.pictures import pictures_of, without_repeats
+from agent_r1.vision.pictures import check_all, pictures_of, without_repeats
 from agent_r1.wire.api_error import ApiError, context_length_exceeded, invalid
 from agent_r1.wire.chat_answer import Choice, FinishReason, TokenLogprob
 from agent_r1.wire.chat_request import SamplingOptions
@@ -53,7 +53,12 @@ class ServedModel:
                 ids = self.renderer.render(observation, tools)
         except DataError as error:
             raise invalid(str(error)[:500], "messages") from None
-        return self.check_length(Prompt(ids, pictures))
+        prompt = self.check_length(Prompt(ids, pictures))
+        try:  # in a step of the engine, a damaged picture would fail the requests of all clients
+            await asyncio.to_thread(check_all, pictures)
+        except DataError as error:
+            raise invalid(str(error)[:500], "messages") from None
+        return prompt
 
     def check_size(self, size: int, *, param: str = "messages") -> None:
         """Refuse a prompt of `size` characters that cannot fit, before it is tokenised."""

@@ -59,6 +59,9 @@ class MCPTools(ToolSet):
         start_seconds: float = 60.0,  # for a server to start
         parallel: bool = False,  # calls of one response may overlap
     ) -> None:
+        given: dict[str, Any] = {"command": command, "url": url, "env": env, "cwd": cwd, "headers": headers}
+        given |= {"only": only, "prefix": prefix, "connections": connections, "parallel": parallel}
+        _check_kinds(given | {"timeout": timeout, "start_seconds": start_seconds})
         if sessions not in ("run", "episode"):
             raise ConfigError(f"an MCP server's sessions must be run or episode, got {sessions!r}")
         if connections < 1 or (connections > 1 and sessions == "episode"):
@@ -170,6 +173,7 @@ class MCPTools(ToolSet):
     def release(self, episode: str) -> None:
         """End the connection of an episode. Does not wait for the server to exit."""
         self._retire(episode)
+        self._locks.pop(episode, None)  # only now: a call that reconnects holds it
 
     def _key(self, episode: str | None) -> str:
         if self._per_episode:
@@ -203,8 +207,6 @@ class MCPTools(ToolSet):
 
     def _retire(self, key: str) -> None:
         connection = self._connections.pop(key, None)
-        if self._per_episode:
-            self._locks.pop(key, None)
         if connection is not None:
             closing = asyncio.create_task(connection.close())
             self._closing.add(closing)
@@ -247,6 +249,30 @@ class MCPTool(BaseTool):
 
     async def execute(self, args: dict[str, Any]) -> ToolResult:  # type: ignore[override]
         return await self._owner.call(self._remote, args, self._episode)
+
+
+_TEXT, _SECONDS, _TABLE = (str | None, "a text"), (int | float, "a number of seconds"), (Mapping | None, "a mapping")
+_KINDS: dict[str, tuple[Any, str]] = {
+    "command": (str | list | tuple | None, "a list of words"),
+    "url": _TEXT,
+    "env": _TABLE,
+    "cwd": (str | Path | None, "a path"),
+    "headers": _TABLE,
+    "only": (list | tuple | None, "a list of names"),
+    "prefix": (str, "a text"),
+    "connections": (int, "a whole number"),
+    "timeout": _SECONDS,
+    "start_seconds": _SECONDS,
+    "parallel": (bool, "true or false"),
+}
+
+
+def _check_kinds(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value of a wrong type, which YAML may have."""
+    for name, value in settings.items():
+        kind, wanted = _KINDS[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{name} of an MCP server must be {wanted}, got {value!r:.100}")
 
 
 def _check_place(command: str | Sequence[str] | None, url: str | None, **settings: Any) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from agent_r1 import tool
@@ -10,6 +11,8 @@ from agent_r1.types import TaskRow, Trajectory
 from tests.vision.tiny_models import make_model as make_network
 from tests.vision.tiny_models import make_tokenizer, picture
 
+# Not the numbers that a model without this file would get.
+PREPROCESSOR = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.3, 0.2, 0.1]}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": %d}}</tool_call>'
 
 
@@ -43,3 +46,4 @@ def make_model(directory: Path, seed: int) -> None:
     network, _ = make_network("qwen3_vl", tokenizer, seed)
     network.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    Path(directory, "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR), encoding="utf-8")
