@@ -246,8 +246,14 @@ def read_format(
 
 
 def _stored(directory: Path | None) -> dict[str, Any]:
+    """The preprocessor config in a directory; without a directory, empty: the defaults of the model's config."""
+    if directory is None:
+        return {}
     for name in CONFIG_FILES:
-        if directory is not None and (directory / name).is_file():
+        if (directory / name).is_file():
             read = json.loads((directory / name).read_text(encoding="utf-8"))
             return dict(read.get("image_processor", read))
-    return {}
+    raise ConfigError(
+        f"{directory} has no {CONFIG_FILES[0]}, which says how the model's pictures are scaled and normalised: copy it "
+        "from where the model comes from"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +120,11 @@ def test_max_pixels_scales_pictures_down_as_the_processors_do() -> None:
 def test_other_models_are_refused_by_name_with_the_reason(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{kind}' cannot be trained with pictures: \w+"):
         read_format(SimpleNamespace(model_type=kind, vision_config=SimpleNamespace()), None, [])
+
+
+def test_a_model_without_a_preprocessor_config_is_refused(tmp_path: Path) -> None:
+    """Defaults would be wrong in silence: Qwen2.5-VL, for one, has a mean of its own."""
+    tokenizer = make_tokenizer("qwen2_5_vl")
+    model, _ = make_model("qwen2_5_vl", tokenizer)
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
+        read_format(model.config, tmp_path, tokenizer.get_vocab())
