@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from agent_r1.api.screen import is_interactive
 from agent_r1.cli.signals import stop_work
 from agent_r1.train.rng import restore_rng, rng_state
 
@@ -48,15 +49,18 @@ def _wait(work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="agent-r1", daemon=True)
-    thread.start()
     try:
+        thread.start()
         return done.result()
     except KeyboardInterrupt:
         if done.done():  # raised by the work itself
             raise
     while not done.done() and not stop_work(thread):
         time.sleep(POLL_SECONDS)
-    return done.result()
+    result = done.result()
+    if not is_interactive():  # it came too late to stop the work, but the script must end
+        raise KeyboardInterrupt
+    return result
 
 
 class Loop:
@@ -64,7 +68,14 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="agent-r1 loop", daemon=True).start()
+        threading.Thread(target=self._run, name="agent-r1 loop", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
