@@ -16,7 +16,7 @@ from agent_r1.config import PYTHON
 from agent_r1.data.rows import Demo, row_from_record
 from agent_r1.errors import ConfigError, brief, did_you_mean
 from agent_r1.places import anchored
-from agent_r1.tools.base import BaseTool, get_tool, tool
+from agent_r1.tools.base import BaseTool, ToolSet, get_tool, tool
 from agent_r1.types import TaskRow
 
 HELD_OUT_SHARE = 0.2  # of a list of rows without test rows
@@ -111,8 +111,10 @@ def tool_names(tools: Any) -> list[Any]:
 def _entry(each: Any) -> Any:
     """A tool's name, or settings of tools such as those of an MCP server. Its command starts in the working directory,
     as a recipe's starts in the recipe's folder."""
+    if isinstance(each, list | tuple | set | frozenset):
+        raise ConfigError(f"tools holds {brief(each)}: list its tools one by one, as in tools=[lookup, *others]")
     if not isinstance(each, Mapping):
-        return give(_as_tool(each))
+        return give(_as_tool(each), made_of=each.made_of if isinstance(each, ToolSet) else None)
     return {
         kind: {**given, "cwd": str(anchored(given.get("cwd", "")))} if "command" in given else given
         for kind, given in each.items()

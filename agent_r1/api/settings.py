@@ -7,7 +7,7 @@ are replaced by names here; what the tree then says is read by the same builders
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -82,7 +82,10 @@ class Config:
 
     def __init__(self, recipe: str | Path | None = None, /, **keywords: Unpack[Settings]) -> None:
         self.recipe = PYTHON if recipe is None else str(recipe)
-        self.keywords = dict(keywords)
+        # They are read again by `with_settings`, and an iterator can be read only once.
+        self.keywords = {
+            name: list(value) if isinstance(value, Iterator) else value for name, value in keywords.items()
+        }
         self.tree = read_keywords(self.keywords)
         self.resolved = load_config(self.recipe, settings=self.tree)
 
@@ -117,7 +120,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> Tree:
 def _section(name: str, value: Any) -> Any:
     """A section as a dict. Some take their main setting alone."""
     if name not in MAIN or isinstance(value, Mapping):
-        return dict(value) if isinstance(value, Mapping) else value
+        return _copied(value)
     if name == "model" and callable(value):
         return {"make": value}
     return {MAIN[name]: str(value) if isinstance(value, Path) else value}
@@ -132,7 +135,12 @@ def _set(tree: Tree, dotted: str, value: Any, given: str) -> None:
         raise ConfigError(f"{given}: {'.'.join(parents)} is not a section")
     if last in place:
         raise ConfigError(f"{given} sets {dotted}, which another keyword sets too: give it once")
-    place[last] = dict(value) if isinstance(value, Mapping) and not parents else value
+    place[last] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """Copy dicts, which are changed here, and nothing in them."""
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _name_objects(tree: Tree, test_rows: Any) -> None:
