@@ -20,7 +20,7 @@ LARGE = 10_000  # items; of longer lists, only some are looked at
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _DATA = (str, int, float, list, tuple, dict, set, frozenset)
 _WRAPPED = ("__func__", "__self__", "__wrapped__", "function", "fget")  # what is in a method, a decorated one, a tool
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in a repr: differs between processes
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: differs between processes
 _NOT_HASHED = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__")
 
 
@@ -62,6 +62,8 @@ def _of_class(kind: type) -> list[Any]:
 
 
 def _of_object(thing: Any) -> list[Any]:
+    if callable(getattr(thing, "tobytes", None)):  # arrays and pictures
+        return [_text(thing)]
     inner = [value for name in _WRAPPED if (value := getattr(thing, name, None)) is not None]
     own = {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in _NOT_HASHED}
     computed = [name for name in own if isinstance(getattr(type(thing), name, None), cached_property)]
@@ -82,7 +84,7 @@ def _is_content(value: Any, holder: Any) -> bool:
 def _text(thing: Any) -> str:
     """What an object without attributes is, such as a path: its repr or its bytes."""
     try:
-        shown = "" if type(thing).__repr__ is object.__repr__ else _ADDRESS.sub("", repr(thing))
+        shown = "" if getattr(type(thing), "__repr__", None) is object.__repr__ else _ADDRESS.sub("", repr(thing))
         return shown + hashlib.sha256(thing.tobytes()).hexdigest() if hasattr(thing, "tobytes") else shown
     except Exception:  # noqa: BLE001 (code of any class)
         return ""

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from agent_r1.api.fingerprint import fingerprint
 from agent_r1.api.given import give
 from agent_r1.build.resolve import resolve
 from agent_r1.config import PYTHON
@@ -91,14 +92,14 @@ def _records(rows: Any, what: str) -> list[Any]:
 
 
 def _content(thing: Any) -> str:
-    """Rows as text, to tell versions apart. Pictures and other objects count by their repr."""
+    """Rows as text, to tell versions apart. Pictures, arrays and other objects count by their fingerprint."""
     return json.dumps(thing, default=_as_data, sort_keys=True)
 
 
 def _as_data(thing: Any) -> Any:
     if isinstance(thing, TaskRow):
         return [getattr(thing, field.name) for field in fields(TaskRow)]
-    return dict(thing) if isinstance(thing, Mapping) else repr(thing)
+    return dict(thing) if isinstance(thing, Mapping) else fingerprint(thing)
 
 
 def tool_names(tools: Any) -> list[Any]:

@@ -102,11 +102,6 @@ class BaseTool(Resource, ABC):
     async def end_episode(self) -> None:
         """Release what the tool of an episode holds. Called at its end, also after failures; may be called twice."""
 
-    @property
-    def made_of(self) -> object:
-        """What tells this set apart from others of its class. Unlike connections, it never changes."""
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
         return self  # a copied row shares its tools
 
@@ -158,6 +153,11 @@ class ToolSet(ABC):
     @abstractmethod
     def tools(self) -> Sequence[BaseTool]:
         """The tools, the same objects every time."""
+
+    @property
+    def made_of(self) -> object:
+        """What tells this set apart from others of its class. Unlike connections, it never changes."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolSet:
         return self

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import agent_r1 as ar
 from agent_r1.api.fingerprint import fingerprint
@@ -184,6 +185,10 @@ def score_with(judge: Any) -> Any:
     return lambda row, trajectory: judge.score(row, trajectory)
 
 
+def score_with_words(row: ar.TaskRow, trajectory: ar.Trajectory, words: list[str]) -> float:
+    return float(trajectory.final_text in words)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -192,7 +197,7 @@ def score_with(judge: Any) -> Any:
         lambda words: score_with(Judge(words)),
         lambda words: score_with(np.array([len(word) for word in words])),
         lambda words: score_with(Path(words[0])),
-        lambda words: partial(coins.reward, words=words),
+        lambda words: partial(score_with_words, words=words),
     ],
     ids=["object", "method", "closure over an object", "over an array", "over a path", "partial"],
 )
@@ -201,6 +206,17 @@ def test_objects_that_differ_in_what_they_hold_do_not_share_a_name(make: Any) ->
     one, other, again = (ar.Config(**rest, reward=make(words)).resolved.task.reward for words in (["a"], ["bc"], ["a"]))
     assert one != other
     assert one == again
+
+
+def test_rows_are_told_apart_by_the_content_of_pictures_and_arrays() -> None:
+    def name(colour: str, number: int) -> str:
+        vector = np.arange(5000)
+        vector[2500] = number  # in the part that a repr leaves out
+        row = {"prompt": "look", "images": [Image.new("RGB", (4, 4), colour)], "vector": vector}
+        return ar.Config(rows=[row, row], reward=coins.reward, model="some/model").resolved.task.rows
+
+    assert name("red", 1) == name("red", 1)
+    assert len({name("red", 1), name("blue", 1), name("red", 2)}) == 3
 
 
 def test_sets_of_tools_from_different_servers_have_different_names_that_do_not_change() -> None:
