@@ -15,7 +15,7 @@ from agent_r1.build.models.cache import put
 from agent_r1.build.models.load import MODEL_FILES
 from agent_r1.build.start import has_warm_start
 from agent_r1.config import RunConfig, parse_config, recipe_name
-from agent_r1.data.files import dump_json
+from agent_r1.data.files import dump_json, read_json
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.model.lora import require_peft
 from agent_r1.runs.reader import latest_checkpoint
@@ -67,7 +67,14 @@ def export_run(
         (part / SETTINGS).write_text(dump_json(settings, indent=2) + "\n", encoding="utf-8")
         public = base if base is not None and HUB_ID.fullmatch(base) else None
         about = About(
-            run=run, config=config, step=step, is_adapter=is_adapter, base=public, has_curve=has_curve, place=name
+            run=run,
+            config=config,
+            step=step,
+            is_adapter=is_adapter,
+            sees_pictures="vision_config" in read_json((checkpoint / "config.json").read_text("utf-8")),
+            base=public,
+            has_curve=has_curve,
+            place=name,
         )
         (part / "README.md").write_text(model_card(about), encoding="utf-8")
         if gguf is not None:
