@@ -18,18 +18,40 @@ import torch
 
 from agent_r1.api.screen import is_interactive
 from agent_r1.cli.signals import stop_work
+from agent_r1.errors import ConfigError
 from agent_r1.train.rng import restore_rng, rng_state
 
 T = TypeVar("T")
 
+NAME = "agent-r1"  # of threads that train or evaluate
 POLL_SECONDS = 0.05  # until work that has just begun can be stopped
+_at_work = threading.Lock()  # held by the thread that trains or evaluates
 
 
 def apart(work: Callable[[], T]) -> T:
     """Return what `work` returns, run in another thread. Random streams and thread counts are left as they were.
 
-    Raises `Interrupted` if Ctrl-C stopped it.
+    Raises `Interrupted` if Ctrl-C stopped it, and ConfigError while other work goes on, unless that work itself calls
+    this: random streams and the loading of models are shared by the whole process.
     """
+    if threading.current_thread().name == NAME:  # a callback, for which the outer work waits
+        return _isolated(work)
+    if not _at_work.acquire(blocking=False):
+        raise ConfigError(
+            "another run is training or being evaluated in this process, and they would disturb each other: wait for "
+            "it, or use another process"
+        )
+
+    def release_after() -> T:
+        try:
+            return work()
+        finally:
+            _at_work.release()
+
+    return _isolated(release_after)
+
+
+def _isolated(work: Callable[[], T]) -> T:
     random_streams, threads = rng_state(), torch.get_num_threads()
     try:
         return _wait(work)
@@ -48,7 +70,7 @@ def _wait(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (raised below, in the caller's thread)
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="agent-r1", daemon=True)
+    thread = threading.Thread(target=run, name=NAME, daemon=True)
     try:
         thread.start()
         return done.result()

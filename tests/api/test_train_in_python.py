@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,24 @@ def test_closed_agents_leave_no_threads_and_no_open_files(run: ar.Run) -> None:
             ar.Agent(run.config, str(run.path / "missing"))
     wait_for_loops()
     assert in_use() == before
+
+
+def test_only_one_run_works_in_a_process_at_a_time_except_in_its_own_callbacks() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert end.wait(20)
+        return apart(lambda: "in a callback")
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(apart, work)
+        assert begun.wait(20)
+        with pytest.raises(ar.ConfigError, match="process"):
+            apart(lambda: "at the same time")
+        end.set()
+        assert first.result(20) == "in a callback"
+    assert apart(lambda: "afterwards") == "afterwards"
 
 
 def test_an_interrupt_that_comes_too_late_to_stop_anything_still_ends_the_script() -> None:
