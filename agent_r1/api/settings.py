@@ -7,7 +7,7 @@ are replaced by names here; what the tree then says is read by the same builders
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -101,9 +101,7 @@ class Config:
 
 def read_keywords(keywords: Mapping[str, Any]) -> Tree:
     """Return the sections that the keywords set, with names in place of objects."""
-    for name in keywords:
-        if name not in KEYWORDS:
-            raise ConfigError(f"unknown keyword {name!r}.{did_you_mean(name, KEYWORDS)}")
+    check_names(keywords)
     tree: Tree = {}
     for name in SECTIONS:
         if name in keywords:
@@ -115,6 +113,13 @@ def read_keywords(keywords: Mapping[str, Any]) -> Tree:
             _set(tree, dotted, keywords[name], f"{name}=")
     _name_objects(tree, keywords.get("test_rows"))
     return {section: _plain(value, section) for section, value in tree.items()}
+
+
+def check_names(keywords: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Refuse unknown keywords. `others` are further ones of the same function."""
+    for name in keywords:
+        if name not in KEYWORDS:
+            raise ConfigError(f"unknown keyword {name!r}.{did_you_mean(name, [*KEYWORDS, *others])}")
 
 
 def _section(name: str, value: Any) -> Any:

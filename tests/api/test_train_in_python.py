@@ -289,6 +289,7 @@ def test_errors_are_those_of_the_command_line(tmp_path: Path) -> None:
         ({"rows": [{"question": "no prompt"}, {"question": "no prompt"}]}, "prompt"),
         ({"demos": None}, "demos"),
         ({"backend": "verl"}, "verl"),
+        ({"on_steps": print}, "'on_step'"),
     ]
     for wrong, word in cases:
         with pytest.raises((ar.ConfigError, ar.DataError), match=word):
