@@ -34,6 +34,8 @@ SHORT = {
 }
 SECTIONS = [name for name in RunConfig.model_fields if name != "recipe"]
 MAIN = {"model": "path", "algorithm": "name", "engine": "kind", "context": "policy"}  # `model="..."`: its path
+# Their values reach environments and tools as they are in the config; names in them are not looked up.
+PASSED_ON = ("task.env_kwargs.", "task.tool_kwargs.", "task.rows_kwargs.", "model.template_kwargs.")
 KEYWORDS = [*SHORT, "test_rows", "settings", *SECTIONS]
 
 
@@ -178,9 +180,17 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where} has the key {brief(key)}: config.json keeps only texts as keys")
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if callable(value) and where.startswith(PASSED_ON) and where != "task.env_kwargs.env_type":
+        raise ConfigError(
+            f"{where} is {brief(value)}: config.json cannot keep it. Give numbers, texts, lists and dicts, and put objects "
+            "into the class or function that needs them"
+        )
     if callable(value) or where.startswith("task.resources"):
         return give(value)
     raise ConfigError(f"{where} is {brief(value)}: give a number, text, list, dict, function or class")

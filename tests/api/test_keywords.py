@@ -79,6 +79,8 @@ def test_a_recipe_can_be_the_start() -> None:
         ({"tools": coins.lookup}, "tools must be a list"),
         ({"kl": 3}, "unknown keyword"),
         ({"env": "text", "env_kwargs": [1]}, "task.env_kwargs"),
+        ({"env": "text", "env_kwargs": {"judge": print}}, "task.env_kwargs.judge"),
+        ({"env": "text", "env_kwargs": {"levels": {1: "easy"}}}, "task.env_kwargs.levels"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_that_names_it(keywords: dict[str, Any], named: str) -> None:
