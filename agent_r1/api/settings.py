@@ -188,8 +188,8 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if callable(value) and where.startswith(PASSED_ON) and where != "task.env_kwargs.env_type":
         raise ConfigError(
-            f"{where} is {brief(value)}: config.json cannot keep it. Give numbers, texts, lists and dicts, and put objects "
-            "into the class or function that needs them"
+            f"{where} is {brief(value)}: config.json cannot keep it. Give numbers, texts, lists and dicts, and put "
+            "objects into the class or function that needs them"
         )
     if callable(value) or where.startswith("task.resources"):
         return give(value)
