@@ -40,13 +40,21 @@ class Agent:
 
     def __init__(self, config: RunConfig, model: str) -> None:
         self._loop = Loop()
-        self._rows = self._loop.submit(self._open(config, model)).result()
+        try:
+            self._rows = self._loop.submit(self._open(config, model)).result()
+        except BaseException:
+            self._loop.close()
+            raise
         self._asked = 0
         self._finalizer = weakref.finalize(self, _close, self._chat, self._loop)
 
     async def _open(self, config: RunConfig, model: str) -> Sequence[TaskRow]:
         self._chat = open_chat(config, model)
-        await self._chat.open()
+        try:
+            await self._chat.open()
+        except BaseException:
+            await self._chat.close()
+            raise
         return self._chat.rows
 
     async def __call__(self, question: str, *, row: int | TaskRow = 0) -> Answer:

@@ -8,15 +8,19 @@ that the code names.
 from __future__ import annotations
 
 import hashlib
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FunctionType
+from functools import cached_property, partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 LENGTH = 8  # hexadecimal digits: they only tell the objects of one run apart
 LARGE = 10_000  # items; of longer lists, only some are looked at
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _DATA = (str, int, float, list, tuple, dict, set, frozenset)
-_WRAPPED = ("__func__", "__wrapped__", "function", "fget")  # the function in a method, a decorated one, a tool
+_WRAPPED = ("__func__", "__self__", "__wrapped__", "function", "fget")  # what is in a method, a decorated one, a tool
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: differs between processes
 _NOT_HASHED = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__")
 
 
@@ -58,18 +62,40 @@ def _of_class(kind: type) -> list[Any]:
 
 
 def _of_object(thing: Any) -> list[Any]:
+    if callable(getattr(thing, "tobytes", None)):  # arrays and pictures
+        return [_text(thing)]
     inner = [value for name in _WRAPPED if (value := getattr(thing, name, None)) is not None]
-    own = getattr(thing, "__dict__", {})
-    return [
-        inner,
-        {name: value for name, value in own.items() if isinstance(value, _PLAIN) and name not in _NOT_HASHED},
-    ]
+    own = {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in _NOT_HASHED}
+    computed = [name for name in own if isinstance(getattr(type(thing), name, None), cached_property)]
+    data = {name: value for name, value in own.items() if name not in computed and _is_content(value, thing)}
+    return [inner, _text(thing), data]
+
+
+def _is_content(value: Any, holder: Any) -> bool:
+    """Whether an attribute tells versions of its holder apart. Loggers, clients and the like do not."""
+    if isinstance(value, _PLAIN):
+        return True
+    module = type(holder).__module__
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    return isinstance(value, (*_DATA, FunctionType, partial)) or type(value).__module__ == module
+
+
+def _text(thing: Any) -> str:
+    """What an object without attributes is, such as a path: its repr or its bytes."""
+    try:
+        shown = "" if getattr(type(thing), "__repr__", None) is object.__repr__ else _ADDRESS.sub("", repr(thing))
+        return shown + hashlib.sha256(thing.tobytes()).hexdigest() if hasattr(thing, "tobytes") else shown
+    except Exception:  # noqa: BLE001 (code of any class)
+        return ""
 
 
 _KINDS: list[tuple[Any, Callable[[Any], list[Any]]]] = [
     (FunctionType, _of_function),
     (CodeType, _of_code),
     (type, _of_class),
+    (ModuleType, lambda thing: [thing.__name__]),
+    (partial, lambda thing: [thing.func, thing.args, thing.keywords]),
     (Mapping, lambda thing: [part for item in thing.items() for part in item]),
     ((list, tuple), lambda thing: list(thing if len(thing) <= LARGE else _sample(thing))),
     ((set, frozenset), lambda thing: sorted(thing, key=repr)),

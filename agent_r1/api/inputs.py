@@ -10,13 +10,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from agent_r1.api.fingerprint import fingerprint
 from agent_r1.api.given import give
 from agent_r1.build.resolve import resolve
 from agent_r1.config import PYTHON
 from agent_r1.data.rows import Demo, row_from_record
 from agent_r1.errors import ConfigError, brief, did_you_mean
 from agent_r1.places import anchored
-from agent_r1.tools.base import BaseTool, get_tool, tool
+from agent_r1.tools.base import BaseTool, ToolSet, get_tool, tool
 from agent_r1.types import TaskRow
 
 HELD_OUT_SHARE = 0.2  # of a list of rows without test rows
@@ -91,14 +92,14 @@ def _records(rows: Any, what: str) -> list[Any]:
 
 
 def _content(thing: Any) -> str:
-    """Rows as text, to tell versions apart. Pictures and other objects count by their repr."""
+    """Rows as text, to tell versions apart. Pictures, arrays and other objects count by their fingerprint."""
     return json.dumps(thing, default=_as_data, sort_keys=True)
 
 
 def _as_data(thing: Any) -> Any:
     if isinstance(thing, TaskRow):
         return [getattr(thing, field.name) for field in fields(TaskRow)]
-    return dict(thing) if isinstance(thing, Mapping) else repr(thing)
+    return dict(thing) if isinstance(thing, Mapping) else fingerprint(thing)
 
 
 def tool_names(tools: Any) -> list[Any]:
@@ -111,8 +112,10 @@ def tool_names(tools: Any) -> list[Any]:
 def _entry(each: Any) -> Any:
     """A tool's name, or settings of tools such as those of an MCP server. Its command starts in the working directory,
     as a recipe's starts in the recipe's folder."""
+    if isinstance(each, list | tuple | set | frozenset):
+        raise ConfigError(f"tools holds {brief(each)}: list its tools one by one, as in tools=[lookup, *others]")
     if not isinstance(each, Mapping):
-        return give(_as_tool(each))
+        return give(_as_tool(each), made_of=each.made_of if isinstance(each, ToolSet) else None)
     return {
         kind: {**given, "cwd": str(anchored(given.get("cwd", "")))} if "command" in given else given
         for kind, given in each.items()

@@ -15,6 +15,7 @@ from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.run_dir import Evaluation
 from agent_r1.runs.trajectories import transcript
 from agent_r1.types import Group, TaskRow, Trajectory
+from agent_r1.vision.contents import text_of
 
 WIDTH = 100
 
@@ -30,7 +31,7 @@ class Transcript:
     def lines(self) -> list[tuple[str, str]]:
         """(speaker, text): user, agent, tool, env or memo."""
         asked = self.trajectory.opening or self.row.prompt
-        said = [("user", str(message["content"])) for message in asked if message["role"] == "user"]
+        said = [("user", text_of(message["content"])) for message in asked if message["role"] == "user"]
         return [*said, *transcript(self.trajectory)]
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ are replaced by names here; what the tree then says is read by the same builders
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -34,6 +34,8 @@ SHORT = {
 }
 SECTIONS = [name for name in RunConfig.model_fields if name != "recipe"]
 MAIN = {"model": "path", "algorithm": "name", "engine": "kind", "context": "policy"}  # `model="..."`: its path
+# Their values reach environments and tools as they are in the config; names in them are not looked up.
+PASSED_ON = ("task.env_kwargs.", "task.tool_kwargs.", "task.rows_kwargs.", "model.template_kwargs.")
 KEYWORDS = [*SHORT, "test_rows", "settings", *SECTIONS]
 
 
@@ -82,7 +84,10 @@ class Config:
 
     def __init__(self, recipe: str | Path | None = None, /, **keywords: Unpack[Settings]) -> None:
         self.recipe = PYTHON if recipe is None else str(recipe)
-        self.keywords = dict(keywords)
+        # They are read again by `with_settings`, and an iterator can be read only once.
+        self.keywords = {
+            name: list(value) if isinstance(value, Iterator) else value for name, value in keywords.items()
+        }
         self.tree = read_keywords(self.keywords)
         self.resolved = load_config(self.recipe, settings=self.tree)
 
@@ -98,9 +103,7 @@ class Config:
 
 def read_keywords(keywords: Mapping[str, Any]) -> Tree:
     """Return the sections that the keywords set, with names in place of objects."""
-    for name in keywords:
-        if name not in KEYWORDS:
-            raise ConfigError(f"unknown keyword {name!r}.{did_you_mean(name, KEYWORDS)}")
+    check_names(keywords)
     tree: Tree = {}
     for name in SECTIONS:
         if name in keywords:
@@ -114,10 +117,17 @@ def read_keywords(keywords: Mapping[str, Any]) -> Tree:
     return {section: _plain(value, section) for section, value in tree.items()}
 
 
+def check_names(keywords: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Refuse unknown keywords. `others` are further ones of the same function."""
+    for name in keywords:
+        if name not in KEYWORDS:
+            raise ConfigError(f"unknown keyword {name!r}.{did_you_mean(name, [*KEYWORDS, *others])}")
+
+
 def _section(name: str, value: Any) -> Any:
     """A section as a dict. Some take their main setting alone."""
     if name not in MAIN or isinstance(value, Mapping):
-        return dict(value) if isinstance(value, Mapping) else value
+        return _copied(value)
     if name == "model" and callable(value):
         return {"make": value}
     return {MAIN[name]: str(value) if isinstance(value, Path) else value}
@@ -132,7 +142,12 @@ def _set(tree: Tree, dotted: str, value: Any, given: str) -> None:
         raise ConfigError(f"{given}: {'.'.join(parents)} is not a section")
     if last in place:
         raise ConfigError(f"{given} sets {dotted}, which another keyword sets too: give it once")
-    place[last] = dict(value) if isinstance(value, Mapping) and not parents else value
+    place[last] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """Copy dicts, which are changed here, and nothing in them."""
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _name_objects(tree: Tree, test_rows: Any) -> None:
@@ -165,9 +180,17 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where} has the key {brief(key)}: config.json keeps only texts as keys")
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if callable(value) and where.startswith(PASSED_ON) and where != "task.env_kwargs.env_type":
+        raise ConfigError(
+            f"{where} is {brief(value)}: config.json cannot keep it. Give numbers, texts, lists and dicts, and put "
+            "objects into the class or function that needs them"
+        )
     if callable(value) or where.startswith("task.resources"):
         return give(value)
     raise ConfigError(f"{where} is {brief(value)}: give a number, text, list, dict, function or class")

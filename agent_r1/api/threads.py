@@ -16,19 +16,42 @@ from typing import Any, TypeVar
 
 import torch
 
+from agent_r1.api.screen import is_interactive
 from agent_r1.cli.signals import stop_work
+from agent_r1.errors import ConfigError
 from agent_r1.train.rng import restore_rng, rng_state
 
 T = TypeVar("T")
 
+NAME = "agent-r1"  # of threads that train or evaluate
 POLL_SECONDS = 0.05  # until work that has just begun can be stopped
+_at_work = threading.Lock()  # held by the thread that trains or evaluates
 
 
 def apart(work: Callable[[], T]) -> T:
     """Return what `work` returns, run in another thread. Random streams and thread counts are left as they were.
 
-    Raises `Interrupted` if Ctrl-C stopped it.
+    Raises `Interrupted` if Ctrl-C stopped it, and ConfigError while other work goes on, unless that work itself calls
+    this: random streams and the loading of models are shared by the whole process.
     """
+    if threading.current_thread().name == NAME:  # a callback, for which the outer work waits
+        return _isolated(work)
+    if not _at_work.acquire(blocking=False):
+        raise ConfigError(
+            "another run is training or being evaluated in this process, and they would disturb each other: wait for "
+            "it, or use another process"
+        )
+
+    def release_after() -> T:
+        try:
+            return work()
+        finally:
+            _at_work.release()
+
+    return _isolated(release_after)
+
+
+def _isolated(work: Callable[[], T]) -> T:
     random_streams, threads = rng_state(), torch.get_num_threads()
     try:
         return _wait(work)
@@ -47,16 +70,19 @@ def _wait(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (raised below, in the caller's thread)
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="agent-r1", daemon=True)
-    thread.start()
+    thread = threading.Thread(target=run, name=NAME, daemon=True)
     try:
+        thread.start()
         return done.result()
     except KeyboardInterrupt:
         if done.done():  # raised by the work itself
             raise
     while not done.done() and not stop_work(thread):
         time.sleep(POLL_SECONDS)
-    return done.result()
+    result = done.result()
+    if not is_interactive():  # it came too late to stop the work, but the script must end
+        raise KeyboardInterrupt
+    return result
 
 
 class Loop:
@@ -64,7 +90,14 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="agent-r1 loop", daemon=True).start()
+        threading.Thread(target=self._run, name="agent-r1 loop", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

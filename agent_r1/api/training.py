@@ -15,7 +15,7 @@ from agent_r1.api.results import EvalResult
 from agent_r1.api.resume import stored_config
 from agent_r1.api.run import Run
 from agent_r1.api.screen import is_interactive, screen
-from agent_r1.api.settings import Config, Settings, read_keywords
+from agent_r1.api.settings import Config, Settings, check_names, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.build.plan import build_plan
 from agent_r1.build.start import base_model
@@ -54,6 +54,7 @@ def train(
     Ctrl-C saves the last finished step. In a notebook or at a prompt the run is then returned, with `stopped` set; a
     script gets the KeyboardInterrupt.
     """
+    check_names(keywords, ("out", "resume", "on_step", "on_episode", "on_eval", "quiet"))
     console = screen(quiet=quiet)
     job = _new_job(config, keywords, out) if resume is None else _continued_job(config, keywords, out, Path(resume))
     if job.config.backend != "local":

@@ -28,7 +28,7 @@ class About:
     config: RunConfig
     step: int  # of the checkpoint
     is_adapter: bool
-    sees: bool  # it takes pictures
+    sees_pictures: bool
     base: str | None  # the hub id of the model that was trained, if it has one
     has_curve: bool
     place: str  # where others will find the folder: a hub id, or the folder's name
@@ -59,7 +59,7 @@ def _header(about: About) -> dict[str, Any]:
     return {
         "library_name": "peft" if about.is_adapter else "transformers",
         **({} if about.base is None else {"base_model": about.base}),
-        "pipeline_tag": "image-text-to-text" if about.sees else "text-generation",
+        "pipeline_tag": "image-text-to-text" if about.sees_pictures else "text-generation",
         "tags": ["agent-r1", "reinforcement-learning", "agent", about.config.algorithm.name],
     }
 
@@ -94,16 +94,20 @@ def _usage(about: About) -> str:
     folder = f'"{about.place}"'
     tools = ", ".join(str(_last(each)) for each in about.config.task.tools)
     needs = f" It was trained with the tools {tools}." if tools else ""
-    loader = "AutoModelForImageTextToText" if about.sees else "AutoModelForCausalLM"
-    imports, model = f"from transformers import {loader}, AutoTokenizer", f"{loader}.from_pretrained({folder})"
-    again = "" if about.is_adapter else f" `agent-r1 eval RUN --model {about.place}` repeats its evaluation."
-    if about.is_adapter and about.sees:  # peft has no class that finds the base of such a model
-        imports = f"from peft import PeftModel\n{imports}"
-        model = f'PeftModel.from_pretrained({loader}.from_pretrained("{about.base or "BASE"}"), {folder})'
+    whole = "AutoModelForImageTextToText" if about.sees_pictures else "AutoModelForCausalLM"
+    if about.is_adapter and about.sees_pictures:  # peft has no class that finds the base of such a model
+        imports = f"from peft import PeftModel\nfrom transformers import {whole}, AutoTokenizer"
+        loader, again = f"PeftModel.from_pretrained({whole}.from_pretrained({about.base or 'BASE'!r}), {folder})", ""
     elif about.is_adapter:
         imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        model = f"AutoPeftModelForCausalLM.from_pretrained({folder})"
-    code = f"model = {model}\ntokenizer = AutoTokenizer.from_pretrained({folder})"
+        loader, again = f"AutoPeftModelForCausalLM.from_pretrained({folder})", ""
+    else:
+        imports = f"from transformers import {whole}, AutoTokenizer"
+        loader, again = (
+            f"{whole}.from_pretrained({folder})",
+            f" `agent-r1 eval RUN --model {about.place}` repeats its evaluation.",
+        )
+    code = f"model = {loader}\ntokenizer = AutoTokenizer.from_pretrained({folder})"
     return f"```python\n{imports}\n\n{code}\n```\n\nThe chat template is the one of training.{needs}{again}"
 
 

@@ -71,7 +71,7 @@ def export_run(
             config=config,
             step=step,
             is_adapter=is_adapter,
-            sees="vision_config" in read_json((checkpoint / "config.json").read_text(encoding="utf-8")),
+            sees_pictures="vision_config" in read_json((checkpoint / "config.json").read_text("utf-8")),
             base=public,
             has_curve=has_curve,
             place=name,

@@ -154,6 +154,11 @@ class ToolSet(ABC):
     def tools(self) -> Sequence[BaseTool]:
         """The tools, the same objects every time."""
 
+    @property
+    def made_of(self) -> object:
+        """What tells this set apart from others of its class. Unlike connections, it never changes."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolSet:
         return self
 

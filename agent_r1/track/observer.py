@@ -29,6 +29,7 @@ from agent_r1.runs.trajectories import transcript
 from agent_r1.text import visible
 from agent_r1.track.base import Kind, Start, Table, Tracker, missing
 from agent_r1.types import Group, TaskRow, Trajectory
+from agent_r1.vision.contents import text_of
 
 KINDS = {name: f"agent_r1.track.{name}_tracker" for name in ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")}
 IDS = "trackers.json"  # in the run directory: the id of the run in each tracker
@@ -180,7 +181,7 @@ def evaluation_table(evaluation: Evaluation, success_reward: float) -> Table:
 
 
 def _table_row(row: TaskRow, trajectory: Trajectory, success_reward: float) -> list[str | float]:
-    asked = "\n".join(str(message["content"]) for message in row.prompt if message["role"] == "user")
+    asked = "\n".join(text_of(message["content"]) for message in row.prompt if message["role"] == "user")
     won = float(is_success(trajectory, success_reward))
     texts = [visible(text)[:TABLE_CHARS] for text in (row.row_id, asked, trajectory.final_text)]
     return [*texts, trajectory.total_reward, won, float(len(trajectory.steps)), trajectory.stop.value]
@@ -196,6 +197,6 @@ def chosen_transcripts(evaluation: Evaluation, success_reward: float) -> list[st
 
 
 def _text(row: TaskRow, trajectory: Trajectory) -> str:
-    asked = [("user", str(message["content"])) for message in row.prompt if message["role"] == "user"]
+    asked = [("user", text_of(message["content"])) for message in row.prompt if message["role"] == "user"]
     lines = [f"{speaker}: {text}" for speaker, text in [*asked, *transcript(trajectory)]]
     return visible("\n".join([f"row {row.row_id}, reward {trajectory.total_reward:g}", *lines]))

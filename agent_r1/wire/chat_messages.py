@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agent_r1.data.files import is_nested_deeper
 from agent_r1.errors import DataError
 from agent_r1.text import sanitize
 from agent_r1.types import Message
 from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, image_part
 from agent_r1.wire.api_error import invalid, unsupported
-from agent_r1.wire.request_body import Fields
+from agent_r1.wire.request_body import MAX_NESTING, Fields
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 256
@@ -141,7 +142,9 @@ def decode_arguments(text: str) -> dict[str, Any] | str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return sanitize(text)
-    return value if isinstance(value, dict) else sanitize(text)
+    if not isinstance(value, dict) or is_nested_deeper(value, MAX_NESTING, text=text):
+        return sanitize(text)
+    return value
 
 
 def read_tools(values: Sequence[Any]) -> list[dict[str, Any]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import agent_r1 as ar
 from agent_r1.api.fingerprint import fingerprint
@@ -76,6 +79,8 @@ def test_a_recipe_can_be_the_start() -> None:
         ({"tools": coins.lookup}, "tools must be a list"),
         ({"kl": 3}, "unknown keyword"),
         ({"env": "text", "env_kwargs": [1]}, "task.env_kwargs"),
+        ({"env": "text", "env_kwargs": {"judge": print}}, "task.env_kwargs.judge"),
+        ({"env": "text", "env_kwargs": {"levels": {1: "easy"}}}, "task.env_kwargs.levels"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_that_names_it(keywords: dict[str, Any], named: str) -> None:
@@ -164,6 +169,81 @@ def test_fingerprints_tell_classes_closures_and_tools_apart() -> None:
     recursive: list[Any] = []
     recursive.append(recursive)
     assert fingerprint(recursive)
+
+
+class Judge:
+    """Defined in a module, as a user's judge is."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def score(self, row: ar.TaskRow, trajectory: ar.Trajectory) -> float:
+        return float(trajectory.final_text in self.words)
+
+    __call__ = score
+
+
+def score_with(judge: Any) -> Any:
+    return lambda row, trajectory: judge.score(row, trajectory)
+
+
+def score_with_words(row: ar.TaskRow, trajectory: ar.Trajectory, words: list[str]) -> float:
+    return float(trajectory.final_text in words)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Judge,
+        lambda words: Judge(words).score,
+        lambda words: score_with(Judge(words)),
+        lambda words: score_with(np.array([len(word) for word in words])),
+        lambda words: score_with(Path(words[0])),
+        lambda words: partial(score_with_words, words=words),
+    ],
+    ids=["object", "method", "closure over an object", "over an array", "over a path", "partial"],
+)
+def test_objects_that_differ_in_what_they_hold_do_not_share_a_name(make: Any) -> None:
+    rest: dict[str, Any] = {"rows": ROWS, "model": "some/model"}
+    one, other, again = (ar.Config(**rest, reward=make(words)).resolved.task.reward for words in (["a"], ["bc"], ["a"]))
+    assert one != other
+    assert one == again
+
+
+def test_rows_are_told_apart_by_the_content_of_pictures_and_arrays() -> None:
+    def name(colour: str, number: int) -> str:
+        vector = np.arange(5000)
+        vector[2500] = number  # in the part that a repr leaves out
+        row = {"prompt": "look", "images": [Image.new("RGB", (4, 4), colour)], "vector": vector}
+        return ar.Config(rows=[row, row], reward=coins.reward, model="some/model").resolved.task.rows
+
+    assert name("red", 1) == name("red", 1)
+    assert len({name("red", 1), name("blue", 1), name("red", 2)}) == 3
+
+
+def test_sets_of_tools_from_different_servers_have_different_names_that_do_not_change() -> None:
+    sets = [ar.MCPTools(command="one"), ar.MCPTools(command="two"), ar.MCPTools(url="http://localhost:1/mcp")]
+    names = tool_names(sets)
+    assert len(set(names)) == 3
+    assert [resolve(name, recipe=PYTHON) for name in names] == sets
+    sets[0]._tools = []  # as after the server was asked
+    assert tool_names(sets) == names
+    assert tool_names([ar.MCPTools(command="one")]) == names[:1]
+
+
+def test_a_list_among_tools_is_refused() -> None:
+    with pytest.raises(ar.ConfigError, match="tools="):
+        tool_names([coins.lookup, [coins.lookup]])
+
+
+def test_iterators_and_nested_sections_can_be_read_more_than_once() -> None:
+    given = {"path": "some/model", "template_kwargs": {"thinks": True}}
+    task: dict[str, Any] = {**TASK, "rows": iter(ROWS), "model": given, "demos": None}
+    config = ar.Config(**task, settings={"model.template_kwargs.brief": True})
+    assert given == {"path": "some/model", "template_kwargs": {"thinks": True}}
+    longer = config.with_settings(steps=9)
+    assert longer.resolved.task.rows == config.resolved.task.rows
+    assert longer.resolved.model == config.resolved.model
 
 
 def test_environments_and_flows_are_given_as_classes() -> None:

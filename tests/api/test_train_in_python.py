@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ import pytest
 
 import agent_r1 as ar
 from agent_r1.api import given
+from agent_r1.api.threads import apart
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.reader import list_checkpoints
 from tests.api.coins import COINS, ROWS, SETTINGS, TASK, question
@@ -115,6 +121,57 @@ def test_an_agent_answers_awaited_and_not(run: ar.Run) -> None:
         agent.ask("hello?")
 
 
+def test_closed_agents_leave_no_threads_and_no_open_files(run: ar.Run) -> None:
+    def in_use() -> tuple[list[str], int]:
+        return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+    def wait_for_loops() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "agent-r1 loop":
+                thread.join(20)
+
+    wait_for_loops()  # of earlier tests
+    before = in_use()
+    for _ in range(2):
+        with run.agent() as agent:
+            agent.ask(question("Ada"))
+        with pytest.raises(ar.ConfigError):
+            ar.Agent(run.config, str(run.path / "missing"))
+    wait_for_loops()
+    assert in_use() == before
+
+
+def test_only_one_run_works_in_a_process_at_a_time_except_in_its_own_callbacks() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert end.wait(20)
+        return apart(lambda: "in a callback")
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(apart, work)
+        assert begun.wait(20)
+        with pytest.raises(ar.ConfigError, match="process"):
+            apart(lambda: "at the same time")
+        end.set()
+        assert first.result(20) == "in a callback"
+    assert apart(lambda: "afterwards") == "afterwards"
+
+
+def test_an_interrupt_that_comes_too_late_to_stop_anything_still_ends_the_script() -> None:
+    ended: list[bool] = []
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # has nothing that could be stopped
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        apart(work)
+    assert ended == [True]
+
+
 def test_evaluations_of_a_run_are_kept(run: ar.Run) -> None:
     result = run.evaluate(rows=ROWS[:5], samples=2, temperature=1.0, name="five", quiet=True)
     assert [group.row.row_id for group in result.groups] == [row["row_id"] for row in ROWS[:5]]
@@ -178,6 +235,7 @@ def test_an_error_of_a_callback_ends_the_run_after_its_step_was_saved(cache: Non
     with pytest.raises(OurError):
         ar.train(**TASK, **SETTINGS, steps=4, out=tmp_path / "run", on_step=fail, quiet=True)
     assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
+    assert not [thread.name for thread in threading.enumerate() if "engine" in thread.name]
     assert ar.train(resume=tmp_path / "run", steps=3, quiet=True).checkpoint.name == "step_000003"
 
 
@@ -231,6 +289,7 @@ def test_errors_are_those_of_the_command_line(tmp_path: Path) -> None:
         ({"rows": [{"question": "no prompt"}, {"question": "no prompt"}]}, "prompt"),
         ({"demos": None}, "demos"),
         ({"backend": "verl"}, "verl"),
+        ({"on_steps": print}, "'on_step'"),
     ]
     for wrong, word in cases:
         with pytest.raises((ar.ConfigError, ar.DataError), match=word):

@@ -12,6 +12,7 @@ import pytest
 
 from agent_r1.engines.base import Completion, Prompt, Sampling, Streamer
 from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.serve.api.events import together
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.served_model import Reading, Response
 from tests.chatml import renderer, tokenizer
@@ -240,6 +241,27 @@ def test_an_engine_that_cannot_stream_answers_all_at_once() -> None:
         response.sample(Prompt([1]), Sampling(max_tokens=50, stop_ids=renderer().stop_ids), session="s")
     )
     assert finished.choice.text == "one " == "".join(delta.text for delta in deltas)
+
+
+def test_if_one_of_several_answers_fails_the_others_are_ended() -> None:
+    ended: list[str] = []
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise KeyError
+
+    async def go_on() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("the other")
+
+    async def both() -> None:
+        with pytest.raises(KeyError):
+            await together([fail(), go_on()])
+        assert ended == ["the other"]
+
+    asyncio.run(both())
 
 
 def test_too_many_requests_at_once_are_asked_to_come_back() -> None:

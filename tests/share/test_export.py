@@ -12,6 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_r1.build.resolve import resolve
+from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.runs.reader import RunReader, latest_checkpoint
 from agent_r1.runs.run_dir import RunDir
@@ -85,6 +87,19 @@ def test_the_card_has_results_and_settings_and_no_paths_of_this_machine(run: Pat
     assert json.loads((out / "agent-r1.json").read_text())["rollout"]["rows_per_step"] == 1
     private = {"path": "/home/me/x.jsonl", "text": "a/b", "more": ["~/y", "agent_r1.api.given.f_0123abcd"]}
     assert without_paths(private) == {"path": ".../x.jsonl", "text": "a/b", "more": [".../y", "f"]}
+
+
+def test_a_model_that_sees_loads_as_its_card_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("vision_quickstart")
+    run = RunDir.create(tmp_path / "run", config)
+    resolve("tiny.make_tiny_model", recipe=config.recipe)(directory=run.checkpoints / "step_000001", seed=0)
+    out = export_run(run, tmp_path / "model", report=print)
+    _, header, text = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(header)["pipeline_tag"] == "image-text-to-text"
+    loaded: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```python\n")[1].split("```")[0], loaded)
+    assert loaded["model"].config.vision_config is not None
 
 
 def test_an_adapter_on_its_base_is_the_merged_model(adapted: Path, folder: Path, tmp_path: Path) -> None:

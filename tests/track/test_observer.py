@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agent_r1.api.results import Transcript
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import Evaluation, RunDir
@@ -20,6 +21,8 @@ from agent_r1.track import observer
 from agent_r1.track.base import Start, Table
 from agent_r1.track.observer import IDS, KINDS, Tracking, chosen_transcripts, evaluation_table
 from agent_r1.types import Group, Step, StopReason, TaskRow, Trajectory
+from agent_r1.vision.contents import picture_mark
+from agent_r1.vision.pictures import as_picture
 from tests.conftest import Cli
 from tests.ranks_started import MINI
 
@@ -218,6 +221,17 @@ def test_an_evaluation_is_a_table_and_a_few_transcripts() -> None:
         "row first, reward 0", "row second, reward 1", "row long, reward 0",
     ]  # fmt: skip
     assert texts[0].splitlines()[1] == "user: first?"
+
+
+def test_pictures_in_a_question_are_marks() -> None:
+    picture = as_picture(PNG, what="the picture")
+    group = episode("seen", 1.0)
+    group.row.prompt[0]["content"] = [{"type": "image", "image": picture}, {"type": "text", "text": "red?"}]
+    seen = Evaluation(metrics={}, groups=[group], panel="p")
+    asked = f"{picture_mark(picture)}\nred?"
+    assert evaluation_table(seen, 1.0).rows[0][1] == asked
+    assert f"user: {asked}" in chosen_transcripts(seen, 1.0)[0]
+    assert Transcript(group.row, group.trajectories[0]).lines[0] == ("user", asked)
 
 
 # The real clients that have a local mode and are light enough to run here. The others are in test_offline_logs.py.

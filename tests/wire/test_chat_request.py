@@ -143,6 +143,13 @@ def image(url: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
 
 
+def test_arguments_that_are_nested_too_deeply_stay_text() -> None:
+    text = '{"a": ' + "[" * 900 + "]" * 900 + "}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    (message,) = parse_chat(body(messages=[{"role": "assistant", "tool_calls": [call]}])).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
 def test_a_picture_is_read_from_its_data_url() -> None:
     file = io.BytesIO()
     Image.new("RGB", (2, 3), "red").save(file, "PNG")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import PYTHON, RunConfig, recipe_name
 from agent_r1.errors import ConfigError, DataError, RolloutError
+from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.places import shown
 from agent_r1.ranks.crew import Crew
 from agent_r1.ranks.launch import GPUS
@@ -141,19 +143,32 @@ async def _train(
             )
         else:
             trainer = await _build_local(config, plan, run, display, crew, weights, checkpoint)
-        if checkpoint is not None and done < config.trainer.steps:
-            display.note(f"continuing {run} after step {done}")
-        if crew.ranks.is_main:
-            run.forget_after(done)
-            run.write_tokens(token_texts(trainer.tokenizer))
-            plan.observer.start(run, step=done)
-        with parts_frozen():
-            done = await _loop(config, run, trainer, done)
-        if config.trainer.steps == 0:
-            trainer.save(0)  # for chat and eval
-        await trainer.engine.close()
+        async with _engine_closed(trainer):
+            if checkpoint is not None and done < config.trainer.steps:
+                display.note(f"continuing {run} after step {done}")
+            if crew.ranks.is_main:
+                run.forget_after(done)
+                run.write_tokens(token_texts(trainer.tokenizer))
+                plan.observer.start(run, step=done)
+            with parts_frozen():
+                done = await _loop(config, run, trainer, done)
+            if config.trainer.steps == 0:
+                trainer.save(0)  # for chat and eval
     took = time.monotonic() - began
     return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
+
+
+@asynccontextmanager
+async def _engine_closed(trainer: Trainer) -> AsyncIterator[None]:
+    """Close the engine, also if training fails or is interrupted: in a notebook, the process lives on."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the first error counts
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await trainer.engine.close()
+        raise
+    await trainer.engine.close()
 
 
 async def _build_local(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agent_r1.engines.base import Prompt
-from agent_r1.serve.api.events import Ended, Event, Events, follow
+from agent_r1.serve.api.events import Ended, Event, Events, follow, together
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.served_model import Reading, Response, ServedModel
 from agent_r1.types import Message
@@ -52,7 +52,7 @@ class BareMode:
             events.put_nowait(finished)
             return response.num_tokens
 
-        work = asyncio.ensure_future(asyncio.gather(*map(respond, range(n))))
+        work = asyncio.ensure_future(together(map(respond, range(n))))
         async for event in follow(work, events):
             yield event
         yield Ended(usage=Usage(prompt_tokens=len(prompt.ids), completion_tokens=sum(work.result())))

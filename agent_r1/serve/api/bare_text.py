@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agent_r1.engines.base import Prompt
 from agent_r1.serve.api.bare_mode import BareMode
-from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, follow
+from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, follow, together
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.served_model import Reading
 from agent_r1.types import Observation
@@ -47,7 +47,7 @@ async def _answer(bare: BareMode, request: TextRequest, prompts: list[Prompt]) -
                 events.put_nowait(replace(event, index=event.index + offset))
         return usage
 
-    work = asyncio.ensure_future(asyncio.gather(*(respond(*each) for each in enumerate(prompts))))
+    work = asyncio.ensure_future(together(respond(*each) for each in enumerate(prompts)))
     async for event in follow(work, events):
         yield event
     usages = work.result()

@@ -1,15 +1,17 @@
-"""What a mode reports while it answers; `api_app.py` writes it as one answer or as a stream."""
+"""What a mode reports while it answers; `endpoints.py` writes it as one answer or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from agent_r1.wire.chat_answer import Choice, TokenLogprob, Usage
 from agent_r1.wire.chat_request import ChatRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,17 @@ async def follow(work: asyncio.Future[Any], events: asyncio.Queue[Event | None])
             await asyncio.wait({work})
         with suppress(asyncio.CancelledError):
             work.exception()  # looked at, so that asyncio does not report it
+
+
+async def together(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Like `asyncio.gather`, but if one fails, the others are cancelled instead of going on unheard."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Mode(Protocol):

@@ -88,6 +88,11 @@ class MCPTools(ToolSet):
         self._failure: tuple[float, ServerError] | None = None  # the last failed attempt to connect, and when
         self._tools: list[BaseTool] | None = None
 
+    @property
+    def made_of(self) -> object:
+        chosen = None if self._only is None else list(self._only)
+        return repr((self.server, chosen, self._prefix, self._per_episode, self._shared, self.timeout, self.parallel))
+
     def tools(self) -> list[BaseTool]:
         """Return the server's tools. The first call starts or asks the server. Raises ConfigError if it cannot."""
         if self._tools is None:
