@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from threading import Lock
+from types import TracebackType
 
 _start: Path | None = None
+_uses, _lock = 0, Lock()
 
 
-@contextmanager
-def started_here() -> Iterator[None]:
-    """Resolve relative paths against the current working directory. Nested uses keep the outermost directory."""
-    global _start
-    before = _start
-    _start = before or Path.cwd()
-    try:
-        yield
-    finally:
-        _start = before
+def started_here() -> AbstractContextManager[None]:
+    """Resolve relative paths against the current working directory. Uses that overlap, nested or in several threads,
+    keep the directory of the first until the last one ends."""
+    return _StartedHere()
+
+
+class _StartedHere(AbstractContextManager[None]):
+    """Not a generator, which would end its use whenever it is collected as garbage."""
+
+    def __enter__(self) -> None:
+        global _start, _uses
+        with _lock:
+            _start, _uses = _start or Path.cwd(), _uses + 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        global _start, _uses
+        with _lock:
+            _uses -= 1
+            _start = _start if _uses else None
 
 
 def anchored(path: str | Path) -> Path:

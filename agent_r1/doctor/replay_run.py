@@ -149,6 +149,7 @@ async def build_replayer(
         run=into,
         learner=build_learner(config, model, plan.algorithm, reference),
         tokenizer=model.tokenizer,
+        input_files=model.input_files,
         engine=engine,
         collector=train_collector(config, plan.task, model.renderer, engine),
         greedy_collector=None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent_r1 import places
 from agent_r1.backends.verl.inside.agent_loop import AgentLoop, Purpose, RemoteCollector
 from agent_r1.backends.verl.inside.sampler import SESSION, VerlSampler
 from agent_r1.backends.verl.reader import load_reader
@@ -27,6 +28,13 @@ from agent_r1.types import Group, Trajectory
 
 MINI = str(Path(__file__).parents[1] / "mini" / "base.yaml")
 pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture(autouse=True)
+def _end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is not stopped resolves paths for the rest of its process, which here goes on with other tests."""
+    monkeypatch.setattr(places, "_start", None)
+    monkeypatch.setattr(places, "_uses", 0)
 
 
 @dataclass
