@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +52,22 @@ class LearnerSizes:
 
 FULL = LearnerSizes(tokens_per_pack=131_072, packed=((1024, 32), (4096, 16)))
 QUICK = LearnerSizes(tokens_per_pack=256, packed=((24, 4),))
+
+
+def make_learner(policy: PolicyModel, *, tokens_per_pack: int, **settings: Any) -> Learner:
+    """A learner with the REINFORCE loss whose updates do all their work and change no weight."""
+    return Learner(
+        policy,
+        loss=get_algorithm("reinforce").loss,
+        lr=LR,
+        temperature=1.0,
+        betas=BETAS,
+        weight_decay=0.0,
+        max_grad_norm=MAX_GRAD_NORM,
+        max_tokens_per_pack=tokens_per_pack,
+        max_nonfinite_updates=1,
+        **settings,
+    )
 
 
 @dataclass(kw_only=True)
@@ -144,18 +161,7 @@ class LearnerBench:
         )
 
     def learner(self, policy: PolicyModel, prefix_sharing: PrefixSharing = "off") -> Learner:
-        return Learner(
-            policy,
-            loss=get_algorithm("reinforce").loss,
-            lr=LR,
-            temperature=1.0,
-            betas=BETAS,
-            weight_decay=0.0,
-            max_grad_norm=MAX_GRAD_NORM,
-            max_tokens_per_pack=self.sizes.tokens_per_pack,
-            max_nonfinite_updates=1,
-            prefix_sharing=prefix_sharing,
-        )
+        return make_learner(policy, tokens_per_pack=self.sizes.tokens_per_pack, prefix_sharing=prefix_sharing)
 
     def cost(self, model: nn.Module, step: Callable[[], object]) -> Cost:
         """Gradients of the last step are dropped first, so that those of this one count as added memory."""

@@ -119,7 +119,7 @@ async def replay(
 ) -> list[Comparison]:
     """Train into a new run directory, and compare its checkpoints with those of the run.
 
-    Its metrics have no times of playing, and there are no evaluations."""
+    Its metrics have no rollout times, and it evaluates nothing."""
     trainer = await build_replayer(route, source, config, plan, into, progress)
     into.write_tokens(token_texts(trainer.tokenizer))
     await train(

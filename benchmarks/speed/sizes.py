@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from agent_r1.bench.learner_speed import BETAS, LR, MAX_GRAD_NORM, PROMPT_SHARE
+from agent_r1.bench.learner_speed import PROMPT_SHARE, make_learner
 from agent_r1.bench.measure import GIB, Cost, free_memory, matmul_flops, measure
 from agent_r1.bench.models import BenchModel, LlamaShape
 from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.synthetic import SyntheticTrajectories
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.memory import fixed_bytes, least_room
 from agent_r1.learn.model.lora import LoRA
@@ -186,16 +185,9 @@ class SizesBench:
             checkpoint_activations=saving.checkpointing,
             mlp_chunk_tokens=saving.mlp_chunk,
         )
-        learner = Learner(
+        learner = make_learner(
             policy,
-            loss=get_algorithm("reinforce").loss,
-            lr=LR,
-            temperature=1.0,
-            betas=BETAS,
-            weight_decay=0.0,
-            max_grad_norm=MAX_GRAD_NORM,
-            max_tokens_per_pack=self.grid.tokens,
-            max_nonfinite_updates=1,
+            tokens_per_pack=self.grid.tokens,
             offload_optimizer=saving.offload,
             eight_bit_optimizer=saving.eight_bit,
         )

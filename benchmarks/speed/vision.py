@@ -26,14 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_r1.bench.learner_speed import BETAS, LR, MAX_GRAD_NORM
+from agent_r1.bench.learner_speed import BETAS, LR, MAX_GRAD_NORM, make_learner
 from agent_r1.bench.measure import GIB, Cost, alternate, free_memory, measure
 from agent_r1.bench.results import Figures, Row
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
-from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
@@ -294,17 +293,7 @@ class VisionBench:
             pictures=form,
             train_vision=train_vision,
         )
-        return Learner(
-            policy,
-            loss=get_algorithm("reinforce").loss,
-            lr=LR,
-            temperature=1.0,
-            betas=BETAS,
-            weight_decay=0.0,
-            max_grad_norm=MAX_GRAD_NORM,
-            max_tokens_per_pack=self.sizes.tokens_per_pack,
-            max_nonfinite_updates=1,
-        )
+        return make_learner(policy, tokens_per_pack=self.sizes.tokens_per_pack)
 
     def _batch(self, pictures: int, form: PictureFormat) -> list[CreditedTrajectory]:
         play = replace(self.sizes.play, groups=self.sizes.update_groups)
