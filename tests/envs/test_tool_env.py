@@ -18,7 +18,8 @@ from agent_r1.envs.base import env_class, make_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.guard import explain
-from agent_r1.tokens.formats import FORMATS, RetoolFormat
+from agent_r1.tokens.formats.retool import RetoolFormat
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 

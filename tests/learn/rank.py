@@ -13,8 +13,10 @@ from torch import distributed
 from transformers import LlamaForCausalLM
 
 from agent_r1.errors import TrainingError
-from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.model.sharding import local, whole
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.ranks.rank_crew import Ranks
