@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -19,8 +18,6 @@ from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
-MAX_NESTING = 30  # levels of settings; at some thousands, libyaml crashes the process
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 WARM_START = ("sft.demos", "sft.trajectories")
 NEEDS: dict[str, Sequence[str]] = {  # a setting -> those without which it has no effect
@@ -44,24 +41,12 @@ REPLACES = {  # a setting -> the one that it turns off
 }
 
 
-def check_nesting(text: str) -> None:
-    """Raise ValueError if YAML is nested too deeply to be loaded. Its events are read one by one, without recursion."""
-    depth = 0
-    for event in yaml.parse(text, YAML_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_NESTING:
-            raise ValueError(f"it is nested more than {MAX_NESTING} levels deep")
-
-
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
-        key, equals, value = item.partition("=")
+        key, equals, _ = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
-        if key.count(".") > MAX_NESTING:
-            raise ConfigError(f"override {key[:60]}...: the name has more than {MAX_NESTING} parts")
         try:
-            check_nesting(value)
             OmegaConf.from_dotlist([item])
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
             has_brackets = "{" in item or "[" in item
@@ -139,7 +124,6 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_nesting(path.read_text(encoding="utf-8"))
         tree = OmegaConf.load(path)
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
