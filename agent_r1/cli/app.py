@@ -16,7 +16,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from agent_r1 import __version__
-from agent_r1.cli.bench_command import app as bench
+from agent_r1.cli.bench_command import bench_command
 from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.commands.doctor import COMMANDS
 from agent_r1.cli.commands.publish import export_command, push_command
@@ -64,7 +64,7 @@ RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
 RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 
-app.add_typer(bench, name="bench", no_args_is_help=True)
+app.command("bench", no_args_is_help=True)(bench_command)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
 app.command("serve")(serve_command)
