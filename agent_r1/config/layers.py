@@ -48,7 +48,7 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
             raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
         try:
             OmegaConf.from_dotlist([item])
-        except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
             has_brackets = "{" in item or "[" in item
             hint = f". Quote text with brackets, once more than for the shell: '{key}=\"...\"'" if has_brackets else ""
             reason = str(error).partition("\n    full_key")[0]  # OmegaConf adds lines about its own types
