@@ -247,7 +247,7 @@ def _index_tools(tools: Sequence[str | BaseTool | ToolSet]) -> dict[str, BaseToo
     found: dict[str, BaseTool] = {}
     for tool in list_tools(tools):
         if tool.name in found:
-            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}")
+            raise ConfigError(f"two tools are named {tool.name!r}. Rename one, or set `prefix` for an MCP server")
         found[tool.name] = tool
     return found
 
