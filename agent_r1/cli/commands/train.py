@@ -69,7 +69,7 @@ def run_training(
         with (
             run.locked() if crew.ranks.is_main else nullcontext(),
             logging_to(rank_log(run, crew)),
-            _observed(plan, run) if crew.ranks.is_main else nullcontext(),
+            _observed(plan, run, resume=resume) if crew.ranks.is_main else nullcontext(),
             _verl_session(config, run, console) as watch,
         ):
             work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
@@ -87,7 +87,9 @@ def run_training(
 
 
 @contextmanager
-def _observed(plan: Plan, run: RunDir) -> Iterator[None]:
+def _observed(plan: Plan, run: RunDir, *, resume: bool) -> Iterator[None]:
+    if resume:
+        run.record_versions()  # the code may be newer than the run
     try:
         yield
     finally:
