@@ -98,13 +98,16 @@ def read_item(text: str) -> Item:
 
 def normalized(text: str) -> str:
     """Without accents, citations, details in parentheses, outer quotation marks, a full stop at the end, and case."""
-    decomposed = unicodedata.normalize("NFKD", text)
-    plain = "".join(char for char in decomposed if unicodedata.category(char) != "Mn").translate(_QUOTES).strip()
+    plain = without_accents(text).translate(_QUOTES).strip()
     before = None
     while plain != before:
         before = plain
         plain = _without_ending(plain)
     return " ".join(plain.removesuffix(".").lower().split())
+
+
+def without_accents(text: str) -> str:
+    return "".join(char for char in unicodedata.normalize("NFKD", text) if unicodedata.category(char) != "Mn")
 
 
 def _without_ending(text: str) -> str:

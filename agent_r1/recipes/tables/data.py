@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ SPLITS = {
     "dev_train": "data/random-split-1-train.tsv",  # four fifths of train, by table, for choosing settings
     "dev": "data/random-split-1-dev.tsv",  # the other fifth
 }
+ESCAPES = {"n": "\n", "p": "|", "\\": "\\"}  # in questions and answers, after a backslash
 FIELDS = ["id", "utterance", "context", "targetValue"]
 
 Read = Callable[[str], bytes]  # the content of a file of the repository
@@ -147,7 +149,7 @@ def _questions(name: str, read: Read) -> Iterator[Asked]:
 
 
 def _unescape(text: str) -> str:
-    return text.replace(r"\n", "\n").replace(r"\p", "|").replace("\\\\", "\\")
+    return re.sub(r"\\([np\\])", lambda found: ESCAPES[found[1]], text)
 
 
 def read_table(name: str, read: Read) -> Table:

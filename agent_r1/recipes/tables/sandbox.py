@@ -16,7 +16,9 @@ def num(x):
         return x
     found = _re.search(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-\u2212]?\.\d+", str(x or ""), _re.A)
     value = float(found[0].replace(",", "").replace("\u2212", "-")) if found else None
-    return int(value) if value is not None and value.is_integer() else value
+    if value is None or value in (float("inf"), float("-inf")):
+        return None
+    return int(value) if value.is_integer() else value
 """
 
 

@@ -11,6 +11,7 @@ Two functions read cells that hold more than a number or a date: `num('$1,200 (e
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
 import threading
@@ -30,7 +31,8 @@ from agent_r1.tools.base import BaseTool, ToolError, ToolResult
 # Not printf, whose widths take any amount of time, and not random, so that queries can be repeated.
 FUNCTION_NAMES = """
 abs avg ceil char coalesce concat count cume_dist date datetime dense_rank first_value floor glob group_concat hex
-ifnull iif instr iso julianday lag last_value lead length like lower ltrim max min mod nth_value ntile nullif num percent_rank
+ifnull iif instr iso julianday lag last_value lead length like lower ltrim max min mod nth_value ntile nullif num
+percent_rank
 pow power quote rank replace round row_number rtrim sign sqrt strftime substr substring sum time total trim typeof
 unicode upper
 """
@@ -148,6 +150,8 @@ def first_number(value: Any) -> float | None:
     if found is None:
         return None
     number = float(found.replace(",", "").replace("\u2212", "-"))
+    if not math.isfinite(number):
+        return None
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 

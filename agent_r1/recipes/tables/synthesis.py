@@ -103,12 +103,14 @@ class Question:
 
     def __init__(self, text: str, table: Table) -> None:
         self.table = table
-        self.text = " ".join(text.lower().split())
-        self.words = WORD.findall(self.text)
+        whole = " ".join(text.lower().split())
+        self.words = WORD.findall(whole)
         self.columns = {name: self._explained(name) for name in table.columns if name != ROW}
         self.numeric = [name for name in self.columns if is_numeric(table, name) or is_dated(table, name)]
+        self.comparisons = list(self._comparisons(whole))
+        self.text = _without_comparisons(whole)  # "more than 5" asks neither for the most nor for a 5
+        self.words = WORD.findall(self.text)
         self.mentions = self._mentions()
-        self.comparisons = list(self._comparisons())
         self.targets = self._targets()
         self.measures = sorted(self.numeric, key=lambda name: (name in COUNTERS) - self.columns[name])[:4]
 
@@ -154,9 +156,9 @@ class Question:
             condition = Condition(column=column, operator="contains", value=spelled[0] if spelled else value)
         return Mention(condition=condition, rows=rows, words=size, start=start, is_whole=is_whole)
 
-    def _comparisons(self) -> Iterator[Condition]:
+    def _comparisons(self, text: str) -> Iterator[Condition]:
         for pattern, operator in COMPARISONS:
-            for found in pattern.finditer(self.text):
+            for found in pattern.finditer(text):
                 number = float(found[1].replace(",", "").rstrip(".") or "0") if _is_number(found[1]) else None
                 if number is None:
                     continue
@@ -190,6 +192,12 @@ class Question:
         return sorted(scores, key=lambda name: -scores[name])[:5]
 
 
+def _without_comparisons(text: str) -> str:
+    for pattern, _ in COMPARISONS:
+        text = pattern.sub(" ", text)
+    return text
+
+
 def stem(word: str) -> str:
     for ending, instead in (("ies", "y"), ("sses", "ss"), ("ches", "ch"), ("s", "")):
         if word.endswith(ending) and len(word) > len(ending) + 2:
@@ -216,7 +224,8 @@ def candidates(text: str, table: Table) -> list[Program]:
     filters = list(_filters(question))
     for conditions, explained in filters:
         for program, fit in _programs(question, conditions):
-            score = fit + explained
+            asks_number = question.has(COUNT) and program.target not in question.numeric
+            score = fit + explained - 1.5 * (asks_number and program.kind not in (Kind.COUNT, Kind.DISTINCT))
             scored[program] = max(score, scored.get(program, score))
     return sorted(scored, key=lambda program: -scored[program])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from agent_r1.errors import DataError
+from agent_r1.recipes.tables.answers import without_accents
 
 Cell = str | int | float | None
 
@@ -82,7 +82,7 @@ def column_names(header: Sequence[str]) -> list[str]:
     """`row`, then a name for each header: `Avg. Attendance` becomes `avg_attendance`."""
     names = [ROW]
     for place, text in enumerate(header, 1):
-        plain = unicodedata.normalize("NFKD", text.replace("#", " number ").replace("%", " percent ")).lower()
+        plain = without_accents(text.replace("#", " number ").replace("%", " percent ")).lower()
         name = "_".join(re.findall(r"[a-z0-9]+", plain.replace("'", "")))[:MAX_NAME_CHARS].strip("_")
         name = name or f"column_{place}"
         name = f"c_{name}" if name[0].isdigit() or not _is_free(name) else name
