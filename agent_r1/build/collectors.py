@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_r1.build.context import check_summary_budget
+from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
 from agent_r1.build.task import Task
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Sampler, Sampling
@@ -50,6 +50,7 @@ def _collector(
     config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, sampling: Sampling, group_size: int
 ) -> Collector:
     check_summary_budget(config, renderer)
+    check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
     rollout = config.rollout
     limits = Limits(
         max_steps=rollout.max_steps,

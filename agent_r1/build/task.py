@@ -107,7 +107,7 @@ class _Players:
     flow: type[AgentFlowBase]
     tools: list[BaseTool]
     make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
-    make_context: Callable[[], ContextPolicy] | None
+    make_context: Callable[[TemplateFormat | None], ContextPolicy] | None
     checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs that set their own format
 
     @property
@@ -124,7 +124,7 @@ class _Players:
         check_flow(flow, self.config)
         made: AgentFlowBase = flow(partial(self._make_env, template=template))
         if self.make_context is not None:
-            made.context = self.make_context()
+            made.context = self.make_context(template)
         return made
 
     def _make_env(self, row: TaskRow, template: TemplateFormat | None) -> AgentEnv:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +18,7 @@ from yaml import YAMLError
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
+DEFAULT_CONTEXT: Literal["append"] = "append"  # the context policy if the settings name none
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
 MAX_NESTING = 30  # levels of settings; at some thousands, libyaml crashes the process
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
@@ -127,8 +128,9 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         if name not in (None, _value(old, "algorithm.name")) and _value(old, "algorithm.settings"):
             below.algorithm.settings = {}
         policy, other = _value(new, "context.policy"), _value(old, "context.policy")
-        if None not in (policy, other) and policy != other:
-            below.context = {}
+        if policy is not None and policy != (other or DEFAULT_CONTEXT):
+            reasoning = _value(old, "context.reasoning")
+            below.context = {} if reasoning is None else {"reasoning": reasoning}  # which every policy has
         kind = _value(new, "engine.kind")
         if kind not in (None, _value(old, "engine.kind") or DEFAULT_ENGINE):
             below.engine = {}
