@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ class Ended:
 
 Cli = Callable[..., Ended]
 TRAINING = {"train", "learning", "cli", "benchmarks", "docs"}  # folders whose files take longest
+
+
+def pytest_configure() -> None:
+    """A shell ignores SIGINT in what it starts in the background; tests of Ctrl-C need it there too."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
