@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch and numpy are imported: with tiny matrices, a second thread only takes time from the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-settings.register_profile("ci", derandomize=True)  # reproducible failures in CI
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Examples may take any time: a busy machine is not a failure.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", patient)
+settings.register_profile("ci", patient, derandomize=True)  # reproducible failures in CI
+settings.load_profile("ci" if os.environ.get("CI") else "patient")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _FORKS.set_forkserver_preload(
         "agent_r1.recipes.quickstart.tiny",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
+        "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
         "tests.frozen",  # the last one
     ]
