@@ -72,8 +72,8 @@ def named(node: ast.stmt) -> str | None:
 
 
 def first_line(node: ast.stmt) -> int:
-    decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min(decorator.lineno for decorator in (node, *decorators))
 
 
 def replace_line(file: Path, old: str, new: str) -> None:
