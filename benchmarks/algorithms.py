@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agent_r1.learn import ALGORITHMS
+from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.track.plots import drawn, series
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import Job, as_they_end, held_out, keep

@@ -18,8 +18,9 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.patches import Rectangle
 
-from agent_r1.learn import assign_credit, get_algorithm
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.batch.packs import Segment, merge_steps
+from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.rewards import outcome_rewards, process_rewards
 from agent_r1.track.plots import drawn
 from agent_r1.types import Group, PerToken, Step, StopReason, TaskRow, ToolCallRecord, Trajectory

@@ -72,8 +72,8 @@ def named(node: ast.stmt) -> str | None:
 
 
 def first_line(node: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min(decorator.lineno for decorator in (node, *decorators))
+    decorators = getattr(node, "decorator_list", [])
+    return min([int(node.lineno), *(int(decorator.lineno) for decorator in decorators)])
 
 
 def replace_line(file: Path, old: str, new: str) -> None:

@@ -94,7 +94,8 @@ class Display:
         self._history.append(value)
         self._episodes = Text("")
         self.advance(done)
-        left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
+        seconds = _seconds_left(self._began, self._done - self._first, self._total - self._first)
+        left = f"{'at most ' if may_end_early else ''}{clock(seconds)} left"
         self._line = Text(summary)
         self._progress.update(self._task, left=left)
         if self._console.is_terminal:
@@ -106,9 +107,6 @@ class Display:
         """Print a line that stays on screen above the live part."""
         self._printed = time.monotonic()
         self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
-
-    def seconds_left(self) -> float:
-        return _seconds_left(self._began, self._done - self._first, self._total - self._first)
 
     def _within(self, text: str, finished: int, total: int) -> None:
         now = time.monotonic()
@@ -147,18 +145,13 @@ def warm_start_progress(display: Display, *, may_end_early: bool) -> Callable[[i
 
 
 def step_summary(metrics: Metrics) -> str:
-    problems = errors_summary(metrics) + _refused(metrics)
+    refused = metrics.get("skipped_updates", 0.0)
+    problems = errors_summary(metrics) + (f"  updates refused {refused:.0f}" if refused else "")
     return (
         f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{problems}  "
         f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
         f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
     )
-
-
-def _refused(metrics: Metrics) -> str:
-    """`  updates refused 1`, or nothing if no update was refused."""
-    refused = metrics.get("skipped_updates", 0.0)
-    return f"  updates refused {refused:.0f}" if refused else ""
 
 
 def eval_summary(metrics: Metrics) -> str:
@@ -174,15 +167,10 @@ def errors_summary(metrics: Metrics) -> str:
     return f"  errors {100 * share:.3g}%" if share > 0 else ""
 
 
-def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Draw one bar per value and a gap for values that are not finite."""
-    top = max([high, *filter(math.isfinite, values)])
-    scale = (len(BARS) - 1) / (top - low)
-
-    def bar(value: float) -> str:
-        return BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] if math.isfinite(value) else " "
-
-    return "".join(map(bar, values))
+def sparkline(values: Sequence[float]) -> str:
+    """Draw one bar per value, from 0 to 1 or to the highest, and a gap for values that are not finite."""
+    scale = (len(BARS) - 1) / max([1.0, *filter(math.isfinite, values)])
+    return "".join(BARS[max(0, round(value * scale))] if math.isfinite(value) else " " for value in values)
 
 
 def program() -> str:

@@ -77,11 +77,8 @@ def _continued(directory: RunDir, wanted: RunConfig) -> Job:
             f"{directory} was started with {name}={stored.get(name)}, not {given.get(name)}: give the same settings, "
             "or choose another directory"
         )
-    return _resumed(directory, wanted, [f"{name}={_word(given[name])}" for name in changed])
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value)
+    words = [f"{name}={'null' if given[name] is None else given[name]}" for name in changed]
+    return _resumed(directory, wanted, words)
 
 
 def _resumed(directory: RunDir, config: RunConfig, changes: Sequence[str]) -> Job:

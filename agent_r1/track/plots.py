@@ -1,7 +1,7 @@
 """The style of every plot: of runs, and of the pictures in the docs. Also draws the curve of a run.
 
-Pictures are shown about 800 pixels wide, so figures are 8 inches wide with text of about 10 points. The colours suit
-colour-blind readers (close to those of Okabe and Ito), and each series has a line style and a marker of its own.
+Pictures are shown about 800 pixels wide, so figures are 8 inches wide with text of about 10 points. The colours, close
+to those of Okabe and Ito, suit colour-blind readers, and each series has a line style and a marker of its own.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ SHORTER = [
     *("trainer.steps=2", "trainer.eval_every=2", "trainer.save_every=2", "sft.count=16", "sft.epochs=1"),
     *("eval.rows=4", "rollout.rows_per_step=2", "rollout.group_size=2"),
 ]
+MORE = {"train": SHORTER, "eval": ["eval.rows=4"], "chat": ["--ask", ""]}  # so that commands end soon
 ELSEWHERE = ("python3 -m venv", "source ", "pip ")  # .ci/package installs the package
 FOREVER = "agent-r1 view runs/shop"  # tests/serve/test_view_server.py opens it
 

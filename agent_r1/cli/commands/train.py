@@ -210,7 +210,8 @@ def _examine(config: RunConfig, plan: Plan, model: Model, display: Display) -> N
 async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> int:
     """Evaluate the policy that training begins with, then train; return the last step."""
     evaluated = any(record["step"] == done for record in run.read_metrics("eval"))
-    if trainer.crew.ranks.broadcast(not evaluated and _eval_due(config, done)):
+    is_due = done % config.trainer.eval_every == 0 or done == config.trainer.steps
+    if trainer.crew.ranks.broadcast(is_due and not evaluated):
         await trainer.evaluate(done)
     limits = config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
     if isinstance(trainer, AsyncTrainer):
@@ -226,10 +227,6 @@ async def _start(config: RunConfig, task: Task, console: Console, crew: Crew) ->
 
     made = await crew.all(part())
     return made[crew.ranks.rank] or await seeded_start(config, task, console)
-
-
-def _eval_due(config: RunConfig, step: int) -> bool:
-    return step % config.trainer.eval_every == 0 or step == config.trainer.steps
 
 
 async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
