@@ -36,6 +36,13 @@ def test_every_recipe_has_a_page_and_the_readme_is_the_home_page(pages: dict[str
     assert len(start) + len(end) >= len(readme) - 2
 
 
+def test_the_buttons_of_the_home_page_lead_to_pages(pages: dict[str, Page]) -> None:
+    text = rewrite(pages["index.md"].text, "index.md", pages, lambda path: None)
+    targets = re.findall(r"\]\(([^)]+)\)\{ \.md-button", text)
+    assert len(targets) == 3
+    assert set(targets) <= set(pages)
+
+
 def test_the_api_reference_shows_every_public_name_and_each_has_a_docstring() -> None:
     assert set(public_names()) == set(agent_r1.__all__)
     shown = [line[4:] for page in api_pages().values() for line in page.text.splitlines() if line.startswith(":::")]
