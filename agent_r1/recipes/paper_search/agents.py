@@ -2,8 +2,8 @@
 
 All get a library and a question, and return what they say step by step. The expert knows the gold papers but uses only
 words that it has read: it tries out many calls and makes those that find missing gold papers. The others know the
-question only: `one_search` searches for it once, `reader` searches for its parts and expands what fits best, `random`
-makes any calls.
+question only: `one_search` searches for it once, `reader` searches for its parts and expands what fits best,
+`random_calls` makes any calls, `repeat_search` always the same.
 """
 
 from __future__ import annotations
@@ -131,6 +131,11 @@ def random_calls(query: Query, library: LocalPapers, seed: int = 0) -> list[str]
     return [*said, DONE]
 
 
+def repeat_search(query: Query, library: LocalPapers) -> list[str]:
+    """Ask the same again and again, which must not pay."""
+    return [*(["\n".join([str(Call(query.text))] * 2)] * MAX_STEPS), DONE]
+
+
 def _find(visit: Visit, missing: set[str]) -> None:
     """Make the expert's calls until nothing is missing, and remove from `missing` what they find."""
     titles = sorted(missing)
@@ -160,7 +165,11 @@ def _candidates(visit: Visit, titles: Iterable[str], missing: set[str]) -> Itera
     words = subject_words(visit.question)
     windows = (words[start : start + size] for size in WINDOWS for start in range(0, len(words) - size + 1))
     readable = set(_WORD.findall(visit.text.lower()))
-    hinted = ([word for word in title.split() if word in readable and word not in STOP_WORDS] for title in titles if title in missing)
+    hinted = (
+        [word for word in title.split() if word in readable and word not in STOP_WORDS]
+        for title in titles
+        if title in missing
+    )
     texts = [visit.question, *(" ".join(part) for part in chain([words], hinted, windows) if part)]
     yield from (Call(text) for text in dict.fromkeys(texts))
     shown = [entry for entry in visit.shown if not entry.expanded]

@@ -73,5 +73,6 @@ def _identifier(collection: str, volume: str, paper: str) -> str:
     """Return the Anthology's id: 2022.bionlp-1.1, but P18-1001 and W02-0101 before 2020."""
     if collection[:1].isdigit():
         return f"{collection}-{volume}.{paper}"
-    width = 2 if collection.startswith("W") or collection in ("C69", "D19") else 3
+    many_volumes = collection.startswith("W") or collection == "C69" or (collection == "D19" and int(volume) >= 5)
+    width = 2 if many_volumes else 3
     return f"{collection}-{volume.zfill(4 - width)}{paper.zfill(width)}"

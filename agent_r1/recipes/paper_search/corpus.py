@@ -124,6 +124,9 @@ class LocalPapers(PaperSource):
     def __len__(self) -> int:
         return len(self._table)
 
+    def __contains__(self, paper_id: object) -> bool:
+        return paper_id in self._places
+
     def __getitem__(self, place: int) -> Paper:
         row: dict[str, Any] = {name: self._table[name][place].as_py() for name in _SCHEMA.names}
         return Paper(

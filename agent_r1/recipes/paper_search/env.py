@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
@@ -21,8 +20,8 @@ from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transit
 MAX_CALLS = 5  # of a response
 SHOWN_NEW, SHOWN_EXPANDED, ABSTRACT_CHARS = 8, 4, 160
 INSTRUCTION = (
-    "Find all papers that answer the question. search(query) finds papers by words, expand(paper_id) those related to a "
-    "paper of the list. Make up to {calls} calls at once, never the same twice. When nothing is missing, say: done"
+    "Find all papers that answer the question. search(query) finds papers by words, expand(paper_id) those related to "
+    "one of the list. Make up to {calls} calls at once, never the same twice. When nothing is missing, say: done"
 )
 
 
@@ -30,9 +29,7 @@ class PaperSearch(ToolEnv):
     """`shown_new` and `shown_expanded` limit how many papers of each kind are shown, best first; `abstract_chars` how
     much of an abstract; `shown_calls` how many of the last calls."""
 
-    deterministic: ClassVar[bool] = True
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what the policy sees, and the limits of its calls)
         self,
         *,
         tools: Sequence[str | BaseTool | ToolSet],
@@ -86,7 +83,9 @@ class PaperSearch(ToolEnv):
         sections = {
             "Question": [self.pool.question],
             "Calls so far": self._calls[-self._shown_calls :],
-            f"Papers ({len(self.pool.papers.entries)} found)": [paper_line(entry, self._abstract_chars) for entry in shown],
+            f"Papers ({len(self.pool.papers.entries)} found)": [
+                paper_line(entry, self._abstract_chars) for entry in shown
+            ],
             "Problems": self._problems,
         }
         text = "\n".join(f"### {name}\n" + "\n".join(lines) for name, lines in sections.items() if lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -41,12 +41,13 @@ VERBS = ("propose", "introduce", "present", "develop", "investigate", "explore",
 _CLAIM = re.compile(rf"\b(?:[Ww]e|paper|work|article) (?:also |then |first )?({'|'.join(VERBS)})s? ([^.,;:()?!]+)")
 _PART, _WORD = re.compile(r"[.,:;!?()\[\]\"“”/–—]|\s-\s"), re.compile(r"[^\W_]+(?:[-'’][^\W_]+)*")  # noqa: RUF001
 _OWN = frozenset({"our", "we", "us", "this", "these", "here"})  # words that only make sense in the paper itself
-_GENERIC = frozenset(  # words that end a phrase, like stop words
-    """about across after all analysis and approach approaches based between beyond can case challenge does during evaluating
-    findings from how improving its language learning method methods model models more natural new novel on overview
-    paper proceedings processing shared so some study system systems task tasks than through towards toward two under
-    use using via what when where which while without workshop your""".split()  # noqa: SIM905
+_GENERIC_WORDS = (  # words that end a phrase, like stop words
+    "about across after all analysis and approach approaches based between beyond can case challenge does during "
+    "evaluating findings from how improving its language learning method methods model models more natural new novel "
+    "on overview paper proceedings processing shared so some study system systems task tasks than through towards "
+    "toward two under use using via what when where which while without workshop your"
 )
+_GENERIC = frozenset(_GENERIC_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def _topics(papers: Sequence[Paper]) -> Iterator[Query]:
             titles[phrase] = []
 
 
-def _titles_by_phrase(papers: Iterable[Paper]) -> Mapping[str, list[str]]:
+def _titles_by_phrase(papers: Iterable[Paper]) -> dict[str, list[str]]:
     titles: defaultdict[str, list[str]] = defaultdict(list)
     for paper in papers:
         for phrase in dict.fromkeys(_phrases(paper.title)):

@@ -25,19 +25,20 @@ MAX_CHARS = 2000  # of a paper's text that a model reads
 TITLE_SHARE = 0.35  # of the lexical score: what a stem counts for standing in the title too
 
 # Words that ask for papers and say nothing about their subject.
-REQUEST = frozenset(
-    """about academic advance advanced advancement advancements aim aimed analysis analyze answer any approach approaches
-    are article articles based been best can cite comprehensive could current cutting detail did discuss discussed do
-    does done edge effective examples example exist explain explore explored explores find first focus focused focuses
-    from give had has have help how i including intend into introduce introduced introduces investigate investigated
-    investigates journal journals know latest like list literature looking made make many me mention mentioned method
-    methods multiple my need novel one our paper papers particularly past perspective perspectives please point present
-    presented presents previous problem problems propose proposed proposes provide provided provides publication
-    publications published recent reference references relate related report research researches researchers resources
-    review search show some specific specifically specify studied studies study studying suggest suggestions summarize
-    support survey tackle talk tell top topic toward towards try type use used uses using utilize various want was we
-    were what when where which while who work works would years you your""".split()  # noqa: SIM905
+_REQUEST = (
+    "about academic advance advanced advancement advancements aim aimed analysis analyze answer any approach "
+    "approaches are article articles based been best can cite comprehensive could current cutting detail did discuss "
+    "discussed do does done edge effective examples example exist explain explore explored explores find first focus "
+    "focused focuses from give had has have help how i including intend into introduce introduced introduces "
+    "investigate investigated investigates journal journals know latest like list literature looking made make many "
+    "me mention mentioned method methods multiple my need novel one our paper papers particularly past perspective "
+    "perspectives please point present presented presents previous problem problems propose proposed proposes provide "
+    "provided provides publication publications published recent reference references relate related report research "
+    "researches researchers resources review search show some specific specifically specify studied studies study "
+    "studying suggest suggestions summarize support survey tackle talk tell top topic toward towards try type use "
+    "used uses using utilize various want was we were what when where which while who work works would years you your"
 )
+REQUEST = frozenset(_REQUEST.split())
 
 
 class Selector(Resource):
@@ -80,7 +81,7 @@ class LexicalSelector(Selector):
 
 def subject_words(question: str) -> list[str]:
     """Return the words of a question that say what it is about, in order."""
-    words = (word.strip(".,;:?!()\"“”") for word in question.replace("-", " ").split())
+    words = (word.strip('.,;:?!()"“”') for word in question.replace("-", " ").split())
     return [word for word in words if word and word.lower() not in REQUEST and word.lower() not in STOP_WORDS]
 
 
@@ -116,6 +117,7 @@ class ModelSelector(Selector):
         return found
 
     async def _score(self, pairs: list[tuple[str, str]]) -> Sequence[float]:
+        assert self._model is not None
         scores: list[float] = await call(self._model, pairs)
         return scores
 

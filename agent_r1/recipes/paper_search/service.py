@@ -39,7 +39,7 @@ Json = Mapping[str, Any]
 class ServicePapers(PaperSource):
     """A connection pool to one service, for one event loop at a time; opened and closed by the tool."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all settings of a connection)
         self,
         url: str,
         *,
@@ -69,13 +69,6 @@ class ServicePapers(PaperSource):
         self._http: httpx.AsyncClient | None = None
         self._next_request = 0.0  # when the rate limit allows it
 
-    @property
-    def longest_call(self) -> float:
-        """An upper bound for a call of a tool, which asks at most twice in a row."""
-        waits = sum(1.5 * self._attempts.backoff_seconds * 2**number for number in range(self._attempts.attempts))
-        once = self._attempts.attempts * (self._attempts.seconds + self._max_wait) + waits
-        return 2 * once + 100 * self._gap
-
     async def open(self) -> None:
         limits = httpx.Limits(max_connections=self._max_connections, max_keepalive_connections=self._max_connections)
         self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=self._headers)
@@ -83,7 +76,7 @@ class ServicePapers(PaperSource):
             await self.search("language", 1)
         except SourceError as error:
             raise ConfigError(
-                f"no paper service answers at {self.url}: {error}. Start one: agent-r1 search papers, or correct the url"
+                f"no paper service answers at {self.url}: {error}. Start one (agent-r1 search papers) or correct url"
             ) from error
 
     async def close(self) -> None:

@@ -64,10 +64,10 @@ def rows(split: str, count: int | None = None) -> list[TaskRow]:
 
 
 def demos(count: int, seed: int) -> list[Demo]:
-    return expert_demos(library(), queries("train"), count, seed)
+    return expert_demos(open_synthetic(), queries("train"), count, seed)
 
 
-def library(folder: Path | None = None) -> LocalPapers:
+def open_synthetic(folder: Path | None = None) -> LocalPapers:
     """Return the library of the synthetic papers, built in a second on first use."""
     place = data_dir(FOLDER) / "synthetic" if folder is None else folder
     try:
@@ -82,8 +82,8 @@ def library(folder: Path | None = None) -> LocalPapers:
 class SyntheticSearch(Search):
     """Searches the synthetic papers."""
 
-    def __init__(self) -> None:
-        super().__init__(library=library().folder)
+    def __init__(self, *, library: Path | None = None) -> None:
+        super().__init__(library=open_synthetic(library).folder)
 
 
 def make_model(directory: str | Path, seed: int) -> None:
@@ -93,10 +93,15 @@ def make_model(directory: str | Path, seed: int) -> None:
     lines = "\n".join(
         f"[{number}] (0.{number:02}) [NEW] {paper.title}: {paper.abstract}" for number, paper in enumerate(papers())
     )
-    said = "\n".join(f"search {paper.title}: found 10 papers, {number % 11} of them new" for number, paper in enumerate(papers()))
+    said = "\n".join(
+        f"search {paper.title}: found 10 papers, {number % 11} of them new" for number, paper in enumerate(papers())
+    )
     shown = [
         {"role": "system", "content": INSTRUCTION.format(calls=MAX_CALLS)},
-        {"role": "user", "content": f"### Question\n### Calls so far\n{said}\n### Papers ({len(papers())} found)\n{lines}"},
+        {
+            "role": "user",
+            "content": f"### Question\n### Calls so far\n{said}\n### Papers ({len(papers())} found)\n{lines}",
+        },
     ]
     read = [(TaskRow(prompt=[*shown, *row.prompt]), texts) for row, texts in demos(NUM_TRAIN, seed=0)]
     make_tiny_model(directory, seed, demos=read, tools=[SyntheticSearch(), Expand()])

@@ -10,7 +10,6 @@ from typing import Any
 
 from agent_r1.errors import ConfigError
 from agent_r1.recipes.paper_search.corpus import open_library
-from agent_r1.recipes.paper_search.papers import PaperSource
 from agent_r1.recipes.paper_search.pool import Library, Pool
 from agent_r1.recipes.paper_search.selector import make_selector
 from agent_r1.recipes.paper_search.service import ServicePapers
@@ -27,9 +26,9 @@ class Search(BaseTool):
         "required": ["query"],
     }
     parallel = True
-    timeout = 60.0  # with a service, see `__init__`
+    timeout = 600.0  # a service has its own, shorter limits, after which the policy is told what is wrong
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all settings of where papers come from and who scores them)
         self,
         *,
         library: str | Path | None = None,  # a folder; a relative one is looked up here, then in the data directory
@@ -53,7 +52,7 @@ class Search(BaseTool):
                 "search needs per_search and per_expand of at least 1 and call_cost of at least 0, got "
                 f"{per_search}, {per_expand} and {call_cost}"
             )
-        source = self._open_source(library, url, kind, service or {})
+        source = open_library(library, kind) if library is not None else ServicePapers(str(url), **(service or {}))
         self.library = Library(
             source=source,
             selector=make_selector(selector, source, selector_model),
@@ -70,18 +69,8 @@ class Search(BaseTool):
         await self.library.selector.close()
         await self.library.source.close()
 
-    async def execute(self, args: dict[str, Any], *, pool: Pool) -> ToolResult:
+    async def execute(self, args: dict[str, Any], *, pool: Pool) -> ToolResult:  # type: ignore[override]  # the env gives it
         return await pool.search(args["query"])
-
-    def _open_source(
-        self, library: str | Path | None, url: str | None, kind: Kind | None, service: dict[str, Any]
-    ) -> PaperSource:
-        if url is None:
-            assert library is not None
-            return open_library(library, kind)
-        papers = ServicePapers(url, **service)
-        self.timeout = papers.longest_call
-        return papers
 
 
 class Expand(BaseTool):
@@ -95,5 +84,5 @@ class Expand(BaseTool):
     parallel = True
     timeout = Search.timeout
 
-    async def execute(self, args: dict[str, Any], *, pool: Pool) -> ToolResult:
+    async def execute(self, args: dict[str, Any], *, pool: Pool) -> ToolResult:  # type: ignore[override]  # the env gives it
         return await pool.expand(args["paper_id"])
