@@ -226,9 +226,9 @@ def make_paper_config(library: PaperLibrary, limits: PaperLimits) -> uvicorn.Con
     for prefix in ("/graph/v1", ""):
         routes.append(Route(f"{prefix}/paper/search", app.search))
         for kind in ("references", "citations"):
-            routes.append(Route(f"{prefix}/paper/{{paper_id}}/{kind}", partial(app.linked, kind=kind)))
-        routes.append(Route(f"{prefix}/paper/{{paper_id}}", app.paper))
-    routes.append(Route("/recommendations/v1/papers/forpaper/{paper_id}", app.recommended))
+            routes.append(Route(f"{prefix}/paper/{{paper_id:path}}/{kind}", partial(app.linked, kind=kind)))
+        routes.append(Route(f"{prefix}/paper/{{paper_id:path}}", app.paper))
+    routes.append(Route("/recommendations/v1/papers/forpaper/{paper_id:path}", app.recommended))
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # accepting more would fail for all clients
     places = max(1, min(limits.max_connections, open_files - FILES_RESERVED))
     return uvicorn.Config(

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def paper(number: int, **fields: Any) -> Paper:
 class Scripted(PaperSource):
     """Finds what it is told to, after as many rounds of the event loop as it is told to wait."""
 
-    def __init__(self, found: dict[str, Sequence[Paper]], waits: dict[str, int] | None = None) -> None:
+    def __init__(self, found: Mapping[str, Sequence[Paper]], waits: dict[str, int] | None = None) -> None:
         self.found, self.waits = found, waits or {}
 
     async def search(self, query: str, limit: int) -> Sequence[Paper]:
@@ -71,7 +71,7 @@ class ByNumber(Selector):
         return [int(paper.title.split()[1]) / 10 for paper in papers]
 
 
-def make_pool(found: dict[str, Sequence[Paper]], waits: dict[str, int] | None = None, **settings: Any) -> Pool:
+def make_pool(found: Mapping[str, Sequence[Paper]], waits: dict[str, int] | None = None, **settings: Any) -> Pool:
     pool = Pool(Library(source=Scripted(found, waits), selector=ByNumber(), **settings))
     pool.begin("question")
     return pool
@@ -386,7 +386,8 @@ def test_every_observation_is_written_anew_from_the_list(tools: list[Search | Ex
     assert f"[NEW] {older} for" in lines[5]
     assert said[0] not in shown[2]  # its own words are not shown again
     assert f"### Problems\nsearch {older}: you searched for this before" in shown[2]
-    assert "[1] (" in shown[2] and "[EXP]" in shown[2] and f"for {kind}: It extends earlier" in shown[2]
+    assert "[EXP]" in next(line for line in shown[2].splitlines() if line.startswith("[1] ("))
+    assert f"for {kind}: It extends earlier" in shown[2]
     assert [len(each.calls) for each in transitions] == [1, 2, 0]
     assert transitions[1].calls[1].reward == -0.5
     assert transitions[1].reward == sum(record.reward for record in transitions[1].calls)
@@ -398,7 +399,7 @@ def test_the_list_shows_the_best_of_each_kind_and_long_prompts_stay_short(tools:
     said = [call("search", query=f"{kind}") for kind in synthetic.TASKS] + [call("expand", paper_id=3)]
     shown, _ = play(PaperSearch(tools=tools, shown_new=4, shown_expanded=2), row_of(QUERY), said)
     listed = [line for line in shown[-1].splitlines() if line.startswith("[")]
-    assert ["NEW", "NEW", "NEW", "NEW", "EXP"] == [line.split("] ")[1].split("[")[1] for line in listed]
+    assert [line.split("] ")[1].split("[")[1] for line in listed] == ["NEW", "NEW", "NEW", "NEW", "EXP"]
     scores = [float(line.partition("(")[2].partition(")")[0]) for line in listed[:4]]
     assert scores == sorted(scores, reverse=True)
 
@@ -465,10 +466,10 @@ def test_settings_that_make_no_sense_are_refused(library: LocalPapers, tools: li
 def test_the_expert_finds_every_synthetic_paper_and_earns_the_full_reward(
     library: LocalPapers, tools: list[Search | Expand]
 ) -> None:
-    for query in synthetic.queries("test"):
-        said = agents.demonstrate(query, library)
-        assert said is not None
-        assert said[-1] == "done"
+    shown = [(query, agents.demonstrate(query, library)) for query in synthetic.queries("test")]
+    assert [query for query, said in shown if said is None or said[-1] != "done"] == []
+    query, said = shown[-1]
+    assert said is not None
     _, transitions = play(PaperSearch(tools=tools), row_of(query), said)
     assert [each.error for transition in transitions for each in transition.calls if each.error] == []
     assert task.parts_of(row_of(query), episode(*(each.calls for each in transitions)))["recall"] == 1.0

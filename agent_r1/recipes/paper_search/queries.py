@@ -20,7 +20,7 @@ from agent_r1.tools.search.lexical import STOP_WORDS
 NUM_VALID, NUM_TRAIN = 300, 6000
 MIN_TITLES, MAX_TITLES = 2, 8  # that share the phrase of a topic
 PHRASE_WORDS = (4, 3, 2)  # longer phrases first
-MIN_CLAIM_WORDS, MAX_CLAIM_WORDS = 7, 18
+MIN_CLAIM_WORDS, MAX_CLAIM_WORDS = 5, 11
 EASY, ANSWERABLE = 10, 100  # a search for the question finds all gold papers in the first 100, but not in the first 10
 
 TOPICS = (

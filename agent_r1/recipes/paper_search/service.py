@@ -12,9 +12,11 @@ same time are one, because the attempts of a group ask the same. What cannot be 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +26,7 @@ from agent_r1.data.files import read_json
 from agent_r1.errors import ConfigError
 from agent_r1.recipes.paper_search.papers import Paper, PaperSource, Related, SourceError
 from agent_r1.rollout.rewards.attempts import Attempts, OutOfAttempts, TransientError
+from agent_r1.serve.listening import is_loopback
 from agent_r1.text import sanitize
 
 GRAPH = "/graph/v1"
@@ -71,7 +74,13 @@ class ServicePapers(PaperSource):
 
     async def open(self) -> None:
         limits = httpx.Limits(max_connections=self._max_connections, max_keepalive_connections=self._max_connections)
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=self._headers)
+        self._http = httpx.AsyncClient(
+            timeout=None,
+            limits=limits,
+            headers=self._headers,
+            verify=_certificates(),
+            trust_env=not is_loopback(httpx.URL(self.url).host),  # no proxy leads to this machine
+        )
         try:
             await self.search("language", 1)
         except SourceError as error:
@@ -157,13 +166,13 @@ class ServicePapers(PaperSource):
     async def _read(self, key: str) -> httpx.Response:
         assert self._http is not None
         async with self._http.stream("GET", key) as answer:
-            body = b""
+            body = bytearray()
             async for chunk in answer.aiter_bytes():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise SourceError("unreadable", f"the service sent more than {MAX_BODY_BYTES:,} bytes")
         headers = {name: value for name, value in answer.headers.items() if name.lower() == "retry-after"}
-        return httpx.Response(answer.status_code, headers=headers, content=body)
+        return httpx.Response(answer.status_code, headers=headers, content=bytes(body))
 
     async def _wait_for_rate(self) -> None:
         if self._gap:
@@ -171,6 +180,11 @@ class ServicePapers(PaperSource):
             begin = max(now, self._next_request)
             self._next_request = begin + self._gap
             await asyncio.sleep(begin - now)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes longer than a search
 
 
 def _json(answer: httpx.Response) -> Json:
