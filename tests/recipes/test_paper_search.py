@@ -550,6 +550,13 @@ def test_no_question_has_a_gold_paper_of_an_evaluation_set_or_of_the_other_split
     assert not gold["valid"] & gold["train"]
 
 
+def test_no_two_questions_have_the_same_words() -> None:
+    said = "We present a device that turns all wooden mills by hand."
+    twins = [paper(n, title=f"Mill {n}", abstract=said) for n in range(2)]
+    made = training_queries(twins, set(), lambda query, limit: ([""] * 10 + ["mill 0", "mill 1"])[:limit])
+    assert len([*made["train"], *made["valid"]]) == 1
+
+
 def test_questions_that_are_too_easy_or_cannot_be_answered_are_left_out() -> None:
     found = [each.key for each in corpus()]
     assert training_queries(corpus(), set(), lambda query, limit: (found[:3] + found[12:15])[:limit])["train"] == []
@@ -707,7 +714,7 @@ def test_presets_are_valid(preset: str) -> None:
 
 
 SHARED = Path(os.environ.get("AGENT_R1_SHARED_DATA", "/nowhere")) / "paper_search"
-PANELS = {"autoscholar": "", "spar": ""}
+PANELS = {"autoscholar": "dacac1801235", "spar": "ba55e7035998"}
 
 
 @pytest.mark.slow

@@ -15,12 +15,13 @@ from hashlib import sha256
 from itertools import groupby
 
 from agent_r1.recipes.paper_search.papers import Paper
+from agent_r1.recipes.paper_search.selector import subject_words
 from agent_r1.tools.search.lexical import STOP_WORDS
 
 NUM_VALID, NUM_TRAIN = 300, 6000
 MIN_TITLES, MAX_TITLES = 2, 8  # that share the phrase of a topic
 PHRASE_WORDS = (4, 3, 2)  # longer phrases first
-MIN_CLAIM_WORDS, MAX_CLAIM_WORDS = 5, 11
+MIN_SUBJECT_WORDS, MAX_CLAIM_WORDS = 5, 12
 EASY, ANSWERABLE = 10, 100  # a search for the question finds all gold papers in the first 100, but not in the first 10
 
 TOPICS = (
@@ -77,17 +78,19 @@ def training_queries(
     sources = [iter(_topics(ordered)), iter(_claims(ordered))]
     taken: dict[str, set[str]] = {"valid": set(), "train": set()}
     found: dict[str, list[Query]] = {"valid": [], "train": []}
+    asked = set[str]()
     for split, count in (("valid", num_valid), ("train", num_train)):
         closed = taken["valid"] if split == "train" else set()
         for number, source in enumerate(sources):
             wanted = count * (number + 1) // len(sources)
             while len(found[split]) < wanted and (query := next(source, None)) is not None:
                 gold = set(query.gold)
-                if gold & closed or gold & taken[split] or any(key in held_out for key in gold):
+                if query.text in asked or gold & closed or gold & taken[split] or any(key in held_out for key in gold):
                     continue
                 ranked = search(query.text, ANSWERABLE)
                 if gold <= set(ranked[:EASY]) or not gold <= set(ranked):
                     continue
+                asked.add(query.text)
                 taken[split] |= gold
                 found[split].append(query)
     return {split: sorted(queries, key=lambda query: query.digest) for split, queries in found.items()}
@@ -128,8 +131,9 @@ def _claims(papers: Iterable[Paper]) -> Iterator[Query]:
             words = rest.split()
             # A name of its own that the title has too would give the paper away.
             named = any(sum(letter.isupper() for letter in word) > 1 and word in title for word in words)
-            if MIN_CLAIM_WORDS <= len(words) <= MAX_CLAIM_WORDS and not named and not _OWN & set(words):
-                said = " ".join(words)
+            said = " ".join(words)
+            is_clear = len(subject_words(said)) >= MIN_SUBJECT_WORDS and not named and not _OWN & set(words)
+            if len(words) <= MAX_CLAIM_WORDS and is_clear:
                 done = f"{verb}{'d' if verb.endswith('e') else 'ed'}"
                 yield Query(text=_pick(CLAIMS, said).format(done, said), gold=(paper.key,), kind="claim")
                 break
