@@ -19,7 +19,7 @@ from agent_r1.recipes.paper_search.env import ABSTRACT_CHARS, SHOWN_EXPANDED, SH
 from agent_r1.recipes.paper_search.pool import Entry, PaperList, payment
 from agent_r1.recipes.paper_search.queries import Query
 from agent_r1.recipes.paper_search.selector import LexicalSelector, subject_words
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.search.lexical import STOP_WORDS
 
 MAX_STEPS = 4  # with calls; one more step is for the end

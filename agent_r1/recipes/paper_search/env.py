@@ -13,7 +13,8 @@ from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.recipes.paper_search.pool import Entry, Library, Pool
 from agent_r1.recipes.paper_search.tools import Search
-from agent_r1.tokens.formats import AUTO, ToolCallFormat
+from agent_r1.tokens.formats.base import ToolCallFormat
+from agent_r1.tokens.formats.table import AUTO
 from agent_r1.tools.base import BaseTool, ToolSet, list_tools
 from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transition
 
