@@ -40,6 +40,8 @@ from agent_r1.recipes.paper_search.queries import Query, training_queries
 from agent_r1.recipes.paper_search.selector import LexicalSelector, ModelSelector, Selector, make_selector
 from agent_r1.recipes.paper_search.tools import Expand, Search
 from agent_r1.tools.base import ToolError, ToolResult
+from agent_r1.tools.search.dense import DenseSettings, EncoderSettings
+from agent_r1.tools.search.index import KINDS, Kind
 from agent_r1.types import Action, Observation, Step, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 
 
@@ -75,6 +77,9 @@ def make_pool(found: Mapping[str, Sequence[Paper]], waits: dict[str, int] | None
     pool = Pool(Library(source=Scripted(found, waits), selector=ByNumber(), **settings))
     pool.begin("question")
     return pool
+
+
+ROOT = Path(__file__).parents[2]
 
 
 # Process rewards
@@ -323,6 +328,24 @@ def test_a_model_scores_in_batches_what_it_scores_alone(kind: str, labels: int, 
     assert together == pytest.approx([scores[0] for scores in alone], abs=1e-5)
     assert all(0 <= score <= 1 for score in together)
     assert len(set(together)) == 3
+
+
+def test_a_library_with_an_encoder_is_searched_by_meaning_or_both(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    vocabulary = save_tokenizer(tmp_path / "encoder")
+    BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **sizes)).save_pretrained(
+        tmp_path / "encoder"
+    )
+    dense = DenseSettings(encoder=EncoderSettings(model=str(tmp_path / "encoder"), pooling="mean"))
+    papers = [paper(1, title="river"), paper(2, title="moon"), paper(3, title="title")]
+    build_library(papers, tmp_path / "library", dense=dense)
+    kinds: dict[Kind, list[str]] = {
+        kind: [each.paper_id for each in open_library(tmp_path / "library", kind).find("moon", 3)] for kind in KINDS
+    }
+    assert kinds["lexical"] == ["id2"]
+    assert kinds["dense"][0] == kinds["hybrid"][0] == "id2"
+    assert len(kinds["dense"]) == len(kinds["hybrid"]) == 3
 
 
 def test_selector_settings_that_do_not_fit_are_refused() -> None:
@@ -711,6 +734,19 @@ def test_presets_are_valid(preset: str) -> None:
     assert config.rewards.process == {"outcome": "ignored", "steppo+outcome": "ignored", "process": "raw"}.get(
         preset, "largest_return"
     )
+
+
+def test_the_page_shows_the_measured_results() -> None:
+    page = (ROOT / "agent_r1/recipes/paper_search/README.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/results/paper_search_agents.json").read_text(encoding="utf-8"))
+    for split, measured in result["splits"].items():
+        assert f"{measured['rank_agreement']:.2f} on `{split}`" in page
+        for agent in measured["agents"].values():
+            recall = f"{agent['recall']:.3f} ± {agent['recall_stderr']:.3f}"
+            others = f"{agent['precision']:.3f} | {agent['f1']:.3f} | {agent['earned']:.2f} | {agent['found']:.0f}"
+            assert f"| {recall} | {others} | {agent['calls']:.1f} |" in page
+    assert {split: result["splits"][split]["panel"] for split in PANELS} == PANELS
+    assert result["commit"] in page
 
 
 SHARED = Path(os.environ.get("AGENT_R1_SHARED_DATA", "/nowhere")) / "paper_search"

@@ -23,9 +23,10 @@ from agent_r1.data.files import json_lines, parquet_rows, plain_or_gzipped
 from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.paper_search.anthology import read_anthology, write_papers
-from agent_r1.recipes.paper_search.corpus import TABLE, build_library
+from agent_r1.recipes.paper_search.corpus import TABLE, build_library, open_library
 from agent_r1.recipes.paper_search.papers import Paper, title_key
 from agent_r1.recipes.paper_search.queries import Query, training_queries
+from agent_r1.tools.search.dense import DenseSettings
 
 FOLDER = "paper_search"  # of the data directory
 LIBRARY, QUESTIONS = "library", "questions.jsonl.gz"
@@ -73,11 +74,11 @@ def prepare(directory: Path, report: Report, source: Path | None = None) -> None
     build(directory, report)
 
 
-def build(directory: Path, report: Report) -> None:
-    """Build the library from the files of `directory`."""
+def build(directory: Path, report: Report, dense: DenseSettings | None = None) -> None:
+    """Build the library from the files of `directory`, with `dense` also for search by meaning."""
     acl = list(merge(anthology(directory)))
     known = {paper.key for paper in acl}
-    library = build_library(merge([*acl, *spar_papers(directory)]), directory / LIBRARY, report=report)
+    library = build_library(merge([*acl, *spar_papers(directory)]), directory / LIBRARY, dense=dense, report=report)
     keys = [title_key(title) for title in library.titles]
     sets = {
         "autoscholar": [q for q in _autoscholar(directory, set(keys)) if known & set(q.gold)],
@@ -85,7 +86,9 @@ def build(directory: Path, report: Report) -> None:
     }
     held_out = {key for asked in sets.values() for query in asked for key in query.gold}
     report("making training questions")
-    sets |= training_queries(acl, held_out, lambda query, limit: [keys[place] for place in library.rank(query, limit)])
+    # Made with lexical search, so that a library with a dense index has the same questions.
+    words = open_library(directory / LIBRARY, kind="lexical")
+    sets |= training_queries(acl, held_out, lambda query, limit: [keys[place] for place in words.rank(query, limit)])
     with write_atomically(directory / LIBRARY / QUESTIONS) as part, gzip.open(part, "wt", encoding="utf-8") as out:
         for split in SPLITS:
             for query in sorted(sets[split], key=lambda each: each.digest):
