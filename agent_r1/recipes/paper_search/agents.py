@@ -49,7 +49,7 @@ class Visit:
     def __init__(self, question: str, library: LocalPapers) -> None:
         self.question, self.said = question, list[str]()
         self._library, self._selector = library, LexicalSelector(library.weights)
-        self.papers, self._made = PaperList(), set[Call]()
+        self.papers, self._made = PaperList(), set[str]()
 
     @property
     def shown(self) -> list[Entry]:
@@ -74,10 +74,10 @@ class Visit:
             self._call(call, self.papers)
             if isinstance(call.of, int):
                 self.papers.entries[call.of - 1].expanded = True
-        self._made.update(made)
+        self._made.update(str(call).lower() for call in made)
 
     def is_new(self, call: Call) -> bool:
-        return call not in self._made
+        return str(call).lower() not in self._made
 
     def _call(self, call: Call, to: PaperList) -> list[Entry]:
         if isinstance(call.of, str):
@@ -171,7 +171,7 @@ def _candidates(visit: Visit, titles: Iterable[str], missing: set[str]) -> Itera
         if title in missing
     )
     texts = [visit.question, *(" ".join(part) for part in chain([words], hinted, windows) if part)]
-    yield from (Call(text) for text in dict.fromkeys(texts))
     shown = [entry for entry in visit.shown if not entry.expanded]
+    texts += [entry.paper.title for entry in shown[:4]]
+    yield from (Call(text) for text in {text.lower(): text for text in texts}.values())
     yield from (Call(entry.number) for entry in shown)
-    yield from (Call(entry.paper.title) for entry in shown[:4])

@@ -20,6 +20,7 @@ from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transit
 
 MAX_CALLS = 5  # of a response
 SHOWN_NEW, SHOWN_EXPANDED, ABSTRACT_CHARS = 8, 4, 160
+MAX_ARGUMENT = 80  # characters of a call's argument that are shown again
 INSTRUCTION = (
     "Find all papers that answer the question. search(query) finds papers by words, expand(paper_id) those related to "
     "one of the list. Make up to {calls} calls at once, never the same twice. When nothing is missing, say: done"
@@ -73,10 +74,8 @@ class PaperSearch(ToolEnv):
         transition = await super().step(action)
         self._problems = []
         for call in transition.calls:
-            if call.error is not None or "problem" in call.info:
-                self._problems.append(f"{_describe(call)}: {call.result}")
-            else:
-                self._calls.append(f"{_describe(call)}: {call.result}")
+            is_problem = call.error is not None or "problem" in call.info
+            (self._problems if is_problem else self._calls).append(_describe(call))
         return transition if transition.terminated else replace(transition, observation=self._observe())
 
     def _observe(self) -> Observation:
@@ -95,14 +94,17 @@ class PaperSearch(ToolEnv):
 
 
 def paper_line(entry: Entry, abstract_chars: int) -> str:
-    abstract = entry.paper.abstract[:abstract_chars].rpartition(" ")[0]
+    abstract = entry.paper.abstract
+    if len(abstract) > abstract_chars:
+        abstract = abstract[:abstract_chars].rpartition(" ")[0]
     text = f"{entry.paper.title}: {abstract}" if abstract else entry.paper.title
     return f"[{entry.number}] ({entry.score:.2f}) [{'EXP' if entry.expanded else 'NEW'}] {text}"
 
 
 def _describe(call: ToolCallRecord) -> str:
-    """Return the call in a few words; a malformed one has no arguments."""
-    return " ".join([call.name or "unreadable call", *(str(value)[:80] for value in call.arguments.values())])
+    """Return the call and its result on one line; a malformed call has no arguments."""
+    said = " ".join([call.name or "unreadable call", *(str(value)[:MAX_ARGUMENT] for value in call.arguments.values())])
+    return " ".join(f"{said}: {call.result}".split())
 
 
 def _library_of(tools: Sequence[str | BaseTool | ToolSet]) -> Library:

@@ -21,7 +21,7 @@ from agent_r1.tools.search.lexical import STOP_WORDS
 NUM_VALID, NUM_TRAIN = 300, 6000
 MIN_TITLES, MAX_TITLES = 2, 8  # that share the phrase of a topic
 PHRASE_WORDS = (4, 3, 2)  # longer phrases first
-MIN_SUBJECT_WORDS, MAX_CLAIM_WORDS = 5, 12
+MIN_SUBJECT_WORDS, MAX_CLAIM_WORDS = 5, 12  # a claim is neither vague nor the whole abstract
 EASY, ANSWERABLE = 10, 100  # a search for the question finds all gold papers in the first 100, but not in the first 10
 
 TOPICS = (
@@ -71,8 +71,8 @@ def training_queries(
     num_valid: int = NUM_VALID,
     num_train: int = NUM_TRAIN,
 ) -> dict[str, list[Query]]:
-    """Return `valid` and `train`, half topics and half claims, whose gold papers are in neither the other split nor
-    `held_out` (keys of papers). The same papers in any order give the same questions."""
+    """Return at most so many questions for `valid` and `train`, at most half of them topics. Their gold papers are
+    neither in the other split nor in `held_out` (keys of papers). The order of the papers does not matter."""
     described = {paper.key: paper for paper in papers if paper.abstract}
     ordered = sorted(described.values(), key=lambda paper: _hash(paper.key))
     sources = [iter(_topics(ordered)), iter(_claims(ordered))]
