@@ -38,6 +38,13 @@ class DiskError(AgentR1Error, OSError):
     """A run ended because something could not be written or read."""
 
 
+def at_least(least: float, owner: str, **values: float) -> None:
+    """Raise ConfigError for a setting of a class below its least value."""
+    for name, value in values.items():
+        if not value >= least:  # refuses NaN too
+            raise ConfigError(f"{owner}: {name}={value} must be at least {least:g}")
+
+
 def brief(value: object) -> str:
     """Return the type of a value and the beginning of its repr, for messages."""
     try:

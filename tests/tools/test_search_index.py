@@ -227,7 +227,7 @@ def test_an_index_supports_only_the_rankers_it_was_built_with(index: Index) -> N
         index.search(["x"], 1, "dense")
     with pytest.raises(ConfigError, match="Did you mean 'lexical'"):
         index.search(["x"], 1, "lexicall")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="top_k must be at least 1"):
+    with pytest.raises(ConfigError, match="top_k=0 must be at least 1"):
         index.search(["x"], 0)
 
 
