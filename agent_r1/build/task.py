@@ -20,7 +20,8 @@ from agent_r1.build.resolve import (
 )
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import RewriteContext, SummaryContext
-from agent_r1.data.rows import FORMATS, load_rows
+from agent_r1.data.files import FORMATS
+from agent_r1.data.rows import load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.envs.tool_env import ToolEnv
