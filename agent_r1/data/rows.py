@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_r1.data.columns import map_columns
 from agent_r1.data.files import FORMATS, read_json, read_records
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import ConfigError, DataError, import_extra
 from agent_r1.places import anchored
 from agent_r1.types import Message, TaskRow
 from agent_r1.vision.contents import read_pictures
@@ -144,10 +144,7 @@ def _read_hub(source: str, split: str) -> Iterable[Any]:
     name, _, config = source.partition(":")
     if not name.strip():
         raise ConfigError(f"hf:{source} does not name a dataset: write hf:NAME or hf:NAME:CONFIG")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
+    datasets = import_extra("datasets", f"reading {name!r}", "datasets")
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError) as error:  # the bases of everything that datasets raises
