@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_r1.build.context import check_summary_budget
+from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
 from agent_r1.build.task import Task
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Sampler, Sampling
@@ -35,6 +35,7 @@ def _collector(
     config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, noise: dict[str, Any], group_size: int
 ) -> Collector:
     check_summary_budget(config, renderer)
+    check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
     rollout = config.rollout
     sampling = Sampling(max_tokens=rollout.max_response_tokens, stop_ids=tuple(renderer.stop_ids), **noise)
     limits = Limits(

@@ -179,7 +179,7 @@ def warm_start_key(config: RunConfig, base: str | Path) -> str:
         config.learner.model_dump(include={"betas", "adam_eps", "weight_decay", "max_grad_norm", "optimizer_state"}),
         folder_digest(trajectories_of(imitated)) if imitated is not None else None,
         config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"}),
-        config.context.model_dump(),
+        config.context.model_dump(exclude_none=True),
         config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
         config.seed,
         _start_digest(config),

@@ -50,7 +50,7 @@ class Task:
     tools: list[BaseTool]
     resources: Sequence[Resource]  # open while episodes are played: `task.resources`, tools, env processes
     make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
-    make_context: Callable[[], ContextPolicy] | None
+    make_context: Callable[[TemplateFormat | None], ContextPolicy] | None
     checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs that set their own format
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -90,7 +90,7 @@ class Task:
         check_flow(flow, self.config)
         made: AgentFlowBase = flow(partial(self._make_env, template=template))
         if self.make_context is not None:
-            made.context = self.make_context()
+            made.context = self.make_context(template)
         return made
 
     def _make_env(self, row: TaskRow, template: TemplateFormat | None) -> AgentEnv:

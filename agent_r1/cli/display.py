@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -206,22 +205,3 @@ def shorten(text: str, limit: int = 800) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     short = "\n".join(lines[:20])[:limit]
     return short if short == "\n".join(lines) else f"{short} ... ({len(text)} characters)"
-
-
-def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
-    """Plot training and held-out success over steps; the label says how held-out rows were sampled."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and imports every kind of plot
-
-    trained = [(r["step"], r["success"]) for r in records if r["kind"] == "train"]
-    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots(gridspec_kw={"left": 0.09, "right": 0.98, "bottom": 0.12, "top": 0.92})
-    if trained:
-        axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
-    if held_out:
-        steps, success, error = zip(*held_out, strict=True)
-        axes.errorbar(steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label=held_out_label)
-    axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)

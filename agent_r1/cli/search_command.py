@@ -1,4 +1,4 @@
-"""agent-r1 search: build | ask | serve | load."""
+"""agent-r1 search: build | ask | serve | load | papers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rich.text import Text
 
 from agent_r1.cli.terminal import say, tell
 from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.serve.paper_server import papers_command
 
 app = typer.Typer(help="Build, search and serve indexes of passages.", no_args_is_help=True)
+app.command("papers")(papers_command)
 
 EncoderName = Literal["minilm", "bge-small", "bge-base", "bge-large"]  # see `ENCODERS` in dense.py
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]

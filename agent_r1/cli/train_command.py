@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from agent_r1 import __version__
 from agent_r1.cli.dry_run import print_training_plan
 from agent_r1.cli.terminal import Interrupted, Terminal
 from agent_r1.config import RunConfig, change_config, load_config, parse_config, recipe_name
@@ -224,7 +225,8 @@ def _join_group(crew: RankCrew, job: Job) -> None:
         raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
     crew.connect(on_gpu=model_device(job.config).type == "cuda")
     settings = job.config.model_dump(exclude={"recipe"})  # a path, which may differ between hosts
-    facts = {name: version(name) for name in ("agent-r1", "torch", "transformers")} | flatten(settings)
+    facts = {name: version(name) for name in ("torch", "transformers")} | flatten(settings)
+    facts["agent-r1"] = __version__
     facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
     crew.check_same({**facts, "step to continue from": job.done})
 

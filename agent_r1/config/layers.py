@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,6 +16,7 @@ from yaml import YAMLError
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
+DEFAULT_CONTEXT: Literal["append"] = "append"  # the context policy if the settings name none
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 REPLACES = {  # a setting -> the one that it turns off
@@ -99,8 +100,9 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         if name not in (None, _value(old, "algorithm.name")) and _value(old, "algorithm.settings"):
             below.algorithm.settings = {}
         policy, other = _value(new, "context.policy"), _value(old, "context.policy")
-        if None not in (policy, other) and policy != other:
-            below.context = {}
+        if policy is not None and policy != (other or DEFAULT_CONTEXT):
+            reasoning = _value(old, "context.reasoning")
+            below.context = {} if reasoning is None else {"reasoning": reasoning}  # which every policy has
         kind = _value(new, "engine.kind")
         if kind not in (None, _value(old, "engine.kind") or DEFAULT_ENGINE):
             below.engine = {}

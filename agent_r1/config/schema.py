@@ -5,11 +5,12 @@ Only `build/` and the command line read this tree; everything below them takes p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agent_r1.config.layers import DEFAULT_ENGINE
+from agent_r1.config.layers import DEFAULT_CONTEXT, DEFAULT_ENGINE
 
 
 class Section(BaseModel):
@@ -28,17 +29,13 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # how YAML reads on and off
 
 
-def _default_kind(value: Any) -> Any:
-    return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
+def _default(value: Any, **choice: str) -> Any:
+    return choice | value if isinstance(value, dict) else value
 
 
-ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
-    "gymnasium": "gymnasium_env",
-    "reasoning_gym": "reasoning_tasks",
-    "verifiers": "verifiers_tasks",
-    "harbor": "harbor",
-    "openenv": "openenv_env",
-}
+# Names for `task.rows`, `task.env` and `task.reward`, and their modules.
+ADAPTERS = {"gymnasium": "gymnasium_env", "reasoning_gym": "reasoning_tasks", "verifiers": "verifiers_tasks"}
+ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
@@ -188,20 +185,24 @@ class RolloutConfig(Section):
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
 
 
-class AppendContext(Section):
+class ContextSection(Section):
+    reasoning: Literal["keep", "strip"] | None = None  # thinking in earlier replies; None: as the template shows it
+
+
+class AppendContext(ContextSection):
     """Show the whole conversation, so prompts only grow."""
 
-    policy: Literal["append"] = "append"
+    policy: Literal["append"] = DEFAULT_CONTEXT
 
 
-class WindowContext(Section):
+class WindowContext(ContextSection):
     """Show the first observation and the last exchanges."""
 
     policy: Literal["window"]
     turns: int = Field(default=4, ge=1)  # exchanges: a reply and the answer to it
 
 
-class DropResultsContext(Section):
+class DropResultsContext(ContextSection):
     """Replace older results and observations by a placeholder."""
 
     policy: Literal["drop_results"]
@@ -209,7 +210,7 @@ class DropResultsContext(Section):
     placeholder: str = "[no longer shown]"
 
 
-class SummaryContext(Section):
+class SummaryContext(ContextSection):
     """When a prompt grows too long, the model writes a summary, in a step that is trained too."""
 
     policy: Literal["summary"]
@@ -224,14 +225,14 @@ class SummaryContext(Section):
     demo_summary: str | None = None  # for sft.demos: a function (messages) -> text
 
 
-class RewriteContext(Section):
+class RewriteContext(ContextSection):
     """Show what a function of the recipe returns for the conversation."""
 
     policy: Literal["rewrite"]
     function: str  # rewrite(messages) -> messages, sync or async
 
 
-class NotesContext(Section):
+class NotesContext(ContextSection):
     """Show the first observation, earlier exchanges related to the latest observation, and the last exchanges."""
 
     policy: Literal["notes"]
@@ -243,6 +244,7 @@ class NotesContext(Section):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
+    BeforeValidator(partial(_default, policy=DEFAULT_CONTEXT)),
 ]
 
 
@@ -253,8 +255,7 @@ class LocalEngineConfig(Section):
     device: str | None = Field(default=None, pattern=r"^cuda:\d+$")  # another GPU than the learner's; None: the same
     # sequences decoded together; None: 256, on a GPU the number of episodes at once, up to 1,024
     max_running: int | None = Field(default=None, ge=1)
-    # prompt tokens per engine step; None: 2,048, on a GPU 16,384
-    max_batch_tokens: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)  # prompt tokens per step; None: 2,048, on a GPU 16,384
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
@@ -268,8 +269,7 @@ class TransformersEngineConfig(Section):
 
     kind: Literal["transformers"]
     max_running: int | None = Field(default=None, ge=1)  # requests computed together; None: 64
-    # the requests of a batch times the longest of them; None: 131,072
-    max_cached_tokens: int | None = Field(default=None, ge=256)
+    max_cached_tokens: int | None = Field(default=None, ge=256)  # requests times the longest one; None: 131,072
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 
 
@@ -295,7 +295,7 @@ class VLLMEngineConfig(Section):
 EngineConfig = Annotated[
     LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_default_kind),
+    BeforeValidator(partial(_default, kind=DEFAULT_ENGINE)),
 ]
 
 

@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, pass signals on to them, and say why they ended.
 
-This process hosts the store through which the ranks meet, so it outlives every rank and can tell the others which of
-them died.
+The processes are those of torch's elastic launcher. This one hosts the store through which the ranks meet, so it
+outlives every rank and can tell the others which of them died.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ from subprocess import Popen
 from types import FrameType
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from agent_r1.ranks.rank_env import AGENT_STORE
 from agent_r1.ranks.watch import claims_report, own_keys, post_failure, posted_failure
@@ -40,21 +43,30 @@ def launch(program: Sequence[str], size: int) -> tuple[int, str | None]:
         GPUS: str(size),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    launched = Launched(own_keys(store, "0"), {})
-    try:
-        for rank in range(size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            launched.ranks[rank] = Popen(program, env={**os.environ, **common, **own}, start_new_session=True)
-        return launched.wait()
-    finally:
-        launched.kill()
+    environments = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)}
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            "agent-r1",
+            program[0],
+            dict.fromkeys(range(size), tuple(program[1:])),
+            environments,
+            DefaultLogsSpecs(log_dir=folder),
+        )
+        assert isinstance(context, SubprocessContext)
+        launched = Launched(
+            own_keys(store, "0"), {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        )
+        try:
+            return launched.wait()
+        finally:
+            launched.kill()
 
 
 class Launched:
     """Ranks that run."""
 
     def __init__(self, store: Store, ranks: dict[int, Popen[bytes]]) -> None:
-        self._store, self.ranks = store, ranks
+        self._store, self._ranks = store, ranks
         self._first: float | None = None  # time of the first signal
         self._deadline: float | None = None  # when ranks that are left are killed
 
@@ -62,7 +74,7 @@ class Launched:
         before = {number: signal.signal(number, self._pass_on) for number in SIGNALS if _is_heard(number)}
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # ranks would miss the store
         try:
-            while any(process.poll() is None for process in self.ranks.values()):
+            while any(process.poll() is None for process in self._ranks.values()):
                 if self._deadline is None and self._record_failure():
                     self._deadline = time.monotonic() + END_SECONDS
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -73,7 +85,7 @@ class Launched:
             for number, handler in before.items():
                 signal.signal(number, handler)
         cause = posted_failure(self._store)
-        code = self.ranks[0].returncode
+        code = self._ranks[0].returncode
         if code < 0:
             code = 128 - code if self._first is not None else 1
         if cause is None:
@@ -82,7 +94,7 @@ class Launched:
 
     def kill(self) -> None:
         """End the ranks that are left, and the processes that they started."""
-        for process in self.ranks.values():
+        for process in self._ranks.values():
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -93,7 +105,7 @@ class Launched:
         now = time.monotonic()
         if self._first is None:
             self._first = now
-            for process in self.ranks.values():
+            for process in self._ranks.values():
                 if process.poll() is None:
                     process.send_signal(number)
         elif now - self._first > SAME_SECONDS:
@@ -101,7 +113,7 @@ class Launched:
 
     def _record_failure(self) -> bool:
         """Tell the other ranks if one has died; False if none has. A rank that raised has told them itself."""
-        for rank, process in self.ranks.items():
+        for rank, process in self._ranks.items():
             code = process.poll()
             if code is None or code == 0 or code in (128 + number for number in SIGNALS):  # saved and stopped
                 continue
