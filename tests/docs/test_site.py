@@ -23,7 +23,9 @@ def pages() -> dict[str, Page]:
 
 
 def test_every_page_is_in_the_navigation_once(pages: dict[str, Page]) -> None:
-    assert sorted(page for _, _, page in entries(navigation())) == sorted(pages)
+    listed = [page for _, _, page in entries(navigation())]
+    assert sorted(set(pages) - set(listed)) == [], "add these pages to nav in mkdocs.yml"
+    assert sorted(listed) == sorted(pages)
 
 
 def test_every_recipe_has_a_page_and_the_readme_is_the_home_page(pages: dict[str, Page]) -> None:
