@@ -138,6 +138,7 @@ def test_a_comment_beside_a_field_or_above_it_documents_it() -> None:
     assert comment_of(lines, 3, 3) == "Above, in two lines."
     assert comment_of(lines, 4, 4) == "beside"
     assert comment_of(lines, 6, 6) == ""
+    assert comment_of(["        self.a = 1  # beside"], 1, 1) == ""
 
 
 GOOD = '<p>text</p><a href="b.html#there">b</a><img src="a.png"><ul><li>- x</li></ul>'
