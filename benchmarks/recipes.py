@@ -32,6 +32,7 @@ from agent_r1.runs.compare import compare, find_sides
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import PairedDifference
+from agent_r1.track.plots import GRAY, LINES, drawn, series
 from benchmarks.machine import RESULTS, machine
 from benchmarks.over_seeds import seeds_table
 
@@ -302,35 +303,20 @@ def setting(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
     names, seeds = (list(dict.fromkeys(run[key] for run in results["runs"])) for key in ("name", "seed"))
-    for run in results["runs"]:
-        points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
-        steps, success, error = zip(*points, strict=True)
-        axes.errorbar(
-            steps,
-            success,
-            yerr=error,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            label=run["name"] if len(seeds) == 1 else f"{run['name']} {run['seed']}",
-            color=f"C{names.index(run['name'])}",
-            linestyle=("-", "--", ":", "-.")[seeds.index(run["seed"]) % 4],
-        )
-    zero = 100 * results["start"]["held_out"][0]["success"]
-    axes.axhline(zero, color="gray", linestyle=":", label="zero-shot")
-    axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with drawn(picture) as figure:
+        axes = figure.subplots()
+        for run in results["runs"]:
+            points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
+            steps, success, error = zip(*points, strict=True)
+            look = series(names.index(run["name"])) | {"linestyle": LINES[seeds.index(run["seed"]) % len(LINES)]}
+            axes.errorbar(steps, success, yerr=error, **look, label=run["name"] if run["seed"] == seeds[0] else None)
+        zero = 100 * results["start"]["held_out"][0]["success"]
+        axes.axhline(zero, color=GRAY, linestyle=":", label="zero-shot")
+        axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))
+        if len(seeds) > 1:
+            axes.set_title(f"{title} (one line style per seed)")
+        axes.legend()
 
 
 def parser_of(module: str, *, compared: str) -> argparse.ArgumentParser:

@@ -14,9 +14,8 @@ from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.flows.reasoning import StripReasoning
-from agent_r1.tokens.formats import get_format
 from agent_r1.tokens.formats.infer import TemplateFormat, template_format
-from agent_r1.tokens.formats.table import FALLBACK
+from agent_r1.tokens.formats.table import FALLBACK, get_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation

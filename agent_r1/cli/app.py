@@ -16,7 +16,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from agent_r1 import __version__
-from agent_r1.cli.bench_command import app as bench
+from agent_r1.cli.bench_command import bench_command
 from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.commands.doctor import COMMANDS
 from agent_r1.cli.commands.publish import export_command, push_command
@@ -65,7 +65,7 @@ RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
 RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 
-app.add_typer(bench, name="bench", no_args_is_help=True)
+app.command("bench", no_args_is_help=True)(bench_command)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
 app.command("serve")(serve_command)
@@ -181,7 +181,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     from agent_r1.build.plan import build_plan
     from agent_r1.runs.run_dir import RunDir
 
-    if config.sft.demos is None and config.sft.trajectories is None:
+    if not config.sft.imitates:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:

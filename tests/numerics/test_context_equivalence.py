@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.flows.context import ContextPolicy, Notes, Window
-from agent_r1.learn import PolicyModel
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import Group, TaskRow, Trajectory
 from tests.chatml import row
 from tests.flows.test_context_episode import POLICIES, play, segments, summary

@@ -11,7 +11,7 @@ from agent_r1.engines.base import Completion, Engine, OnTokens, Prompt, Sampling
 from agent_r1.errors import DataError
 from agent_r1.serve.api.events import Delta, Finished
 from agent_r1.serve.api.text_stream import TextStream, as_logprobs
-from agent_r1.tokens.formats import ToolCallFormat
+from agent_r1.tokens.formats.base import ToolCallFormat
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
 from agent_r1.vision.pictures import check_all, pictures_of, without_repeats
