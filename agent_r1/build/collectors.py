@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from agent_r1.build.context import check_summary_budget
 from agent_r1.build.task import Task
 from agent_r1.config import RunConfig
@@ -22,7 +25,8 @@ def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: 
         keep_support=rollout.top_k > 0,
         stop_ids=tuple(renderer.stop_ids),
     )
-    return _collector(config, task, renderer, sampler, sampling, rollout.group_size)
+    temperatures = {name: role.temperature or rollout.temperature for name, role in rollout.roles.items()}
+    return _collector(config, task, renderer, sampler, sampling, rollout.group_size, temperatures)
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
@@ -47,7 +51,13 @@ def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: S
 
 
 def _collector(
-    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, sampling: Sampling, group_size: int
+    config: RunConfig,
+    task: Task,
+    renderer: Renderer,
+    sampler: Sampler,
+    sampling: Sampling,
+    group_size: int,
+    temperatures: Mapping[str, float] | None = None,  # by role; evaluation has one for all
 ) -> Collector:
     check_summary_budget(config, renderer)
     rollout = config.rollout
@@ -65,4 +75,12 @@ def _collector(
         limits=limits,
         group_size=group_size,
         max_concurrent=rollout.max_concurrent,
+        role_sampling={
+            name: replace(
+                sampling,
+                max_tokens=role.max_response_tokens or sampling.max_tokens,
+                temperature=(temperatures or {}).get(name, sampling.temperature),
+            )
+            for name, role in rollout.roles.items()
+        },
     )

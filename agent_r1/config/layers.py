@@ -19,6 +19,13 @@ from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
+ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
+    "gymnasium": "gymnasium_env",
+    "reasoning_gym": "reasoning_tasks",
+    "verifiers": "verifiers_tasks",
+    "harbor": "harbor",
+    "openenv": "openenv_env",
+}
 MAX_NESTING = 30  # levels of settings; at some thousands, libyaml crashes the process
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
@@ -42,6 +49,11 @@ REPLACES = {  # a setting -> the one that it turns off
     "gateway.agent": "gateway.command",
     "gateway.command": "gateway.agent",
 }
+
+
+def read_switch(value: Any) -> Any:
+    """Read on and off as YAML does."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def check_nesting(text: str) -> None:

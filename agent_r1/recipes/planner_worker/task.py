@@ -1,0 +1,80 @@
+"""Two roles of one policy on the quickstart's questions: a planner, and a worker that sees only the plan and has the tools.
+
+Both earn the outcome. The worker also earns a process reward for carrying out the plan, so a bad plan does not count
+against it. The demonstrations of both are imperfect: most plans are wrong, and most workers skip the calculation.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
+from agent_r1.recipes.quickstart.task import ANSWER, Kind, as_row, calculate, draw_puzzle, evaluate, lookup, rows
+from agent_r1.tokens.formats import FORMATS
+from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transition
+
+__all__ = ["PlannerWorker", "calculate", "demos", "lookup", "reward", "right_demos", "rows"]
+WRONG = {Kind.TOTAL: 0.7, Kind.DIFFERENCE: 0.6, Kind.MULTIPLE: 0.0}  # share of the demonstrated plans
+CARELESS = 0.6  # share of the demonstrated workers
+
+
+class PlannerWorker(AgentFlowBase):
+    roles = ("planner", "worker")
+
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        plan = (await episode.act(Observation(messages=row.prompt), role="planner")).text
+        async with self.playing(replace(row, prompt=[{"role": "user", "content": plan}])) as (env, observation):
+            while True:
+                action = await episode.act(observation, tools=env.tool_schemas, role="worker")
+                transition = await episode.step(env, action)
+                if transition.observation is None:
+                    episode.observe(Transition(terminated=True, reward=0.5 * says(action.text, value_of(plan, row))))
+                    return transition.stop
+                observation = transition.observation
+
+
+def says(text: str, value: int | None) -> bool:
+    found = ANSWER.fullmatch(text.strip())
+    return found is not None and int(found[1]) == value
+
+
+def value_of(plan: str, row: TaskRow) -> int | None:
+    """Return what a plan such as "Faro Elm + Tara West" comes to; None if it is not a plan."""
+    for name, coins in row.env_kwargs["tools_kwargs"]["lookup"]["table"].items():
+        plan = plan.replace(name, str(coins))
+    try:
+        return evaluate(plan) if " " in plan else int(plan)
+    except ValueError:
+        return None
+
+
+def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """Pay 1 for the right number. Also report whether the plan was right, and whether it was carried out."""
+    answer, plan = int(row.ground_truth), value_of(trajectory.steps[0].action_text, row)
+    is_right, is_work = says(trajectory.final_text, answer), says(trajectory.final_text, plan)
+    return {"reward": float(is_right), "right_plan": float(plan == answer), "carried_out": float(is_work)}
+
+
+def demos(count: int, seed: int, mistakes: float = 1.0) -> list[tuple[TaskRow, list[str]]]:
+    """Return training rows, each with a plan and the worker's responses to it."""
+    rng, shown = random.Random(f"roles:{seed}"), []
+    for index in range(count):
+        puzzle, call = draw_puzzle("train", rng), FORMATS["hermes"].write_call
+        coins = {name: puzzle.table[name] for name in puzzle.people}
+        expression, is_wrong = puzzle.expression, rng.random() < mistakes * WRONG[puzzle.kind]
+        if is_wrong:
+            expression = expression.split()[0] if puzzle.kind is Kind.TOTAL else expression.replace("-", "+")
+        texts = [expression] + [call("lookup", {"name": name}) for name in coins if str(coins[name]) in expression]
+        for name, number in coins.items():
+            texts[0] = texts[0].replace(str(number), name)
+        if " " in expression and rng.random() >= mistakes * CARELESS:
+            texts.append(call("calculate", {"expression": expression}))
+            expression = str(evaluate(expression))
+        shown.append((as_row(puzzle, f"demo-{seed}-{index}"), [*texts, f"#### {expression.split()[-1]}"]))
+    return shown
+
+
+def right_demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
+    return demos(count, seed, mistakes=0.0)
