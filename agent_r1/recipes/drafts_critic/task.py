@@ -62,7 +62,9 @@ def draw(split: str, rng: random.Random, row_id: str) -> TaskRow:
     lines = [f"{name} {coins}" for name, coins in zip(names, rng.sample(range(10, 100), 4), strict=True)]
     table = sorted(lines, key=lambda line: rng.random())
     candidates = [line for line in table if line in lines[:2]]
-    name, _, coins = candidates[rng.random() < 0.75].rpartition(" ")  # mostly the second, so that the first is not enough
+    name, _, coins = candidates[rng.random() < 0.75].rpartition(
+        " "
+    )  # mostly the second, so that the first is not enough
     question = {"role": "user", "content": "\n".join([*table, f"{first}?"])}
     info, model = {"candidates": candidates, "name": name}, {"style": "rule", "ground_truth": coins}
     return TaskRow(prompt=[question], row_id=row_id, reward_model=model, extra_info=info, data_source="drafts_critic")

@@ -50,6 +50,7 @@ function filterEpisodes(data, params) {
     (row) =>
       ["kind", "row", "stop"].every((key) => !params[key] || params[key].split("\n").includes(row[key])) &&
       (!params.tool || row.tools.includes(params.tool)) &&
+      (!params.role || row.roles.includes(params.role)) &&
       (!params.step || row.step === Number(params.step)) &&
       RANGES.every((key) => (!params[`${key}_min`] || row[key] >= params[`${key}_min`]) && (!params[`${key}_max`] || row[key] <= params[`${key}_max`])) &&
       (!text || JSON.stringify(data.episode[`${row.file}/${row.n}`] ?? row).toLowerCase().includes(text)),
@@ -64,6 +65,7 @@ function filterEpisodes(data, params) {
     rows: matches.slice(offset, offset + Number(params.limit ?? 200)),
     stops: { ...Object.fromEntries(data.episodes.map((row) => [row.stop, 0])), ...count(matches.map((row) => row.stop)) },
     tools: { ...Object.fromEntries(data.episodes.flatMap((row) => row.tools).map((tool) => [tool, 0])), ...count(matches.flatMap((row) => row.tools)) },
+    roles: { ...Object.fromEntries(data.episodes.flatMap((row) => row.roles).map((role) => [role, 0])), ...count(matches.flatMap((row) => row.roles)) },
     kinds: [...new Set(data.episodes.map((row) => row.kind))],
     mean_reward: matches.length ? matches.reduce((sum, row) => sum + row.reward, 0) / matches.length : null,
     read: data.episodes.length,
