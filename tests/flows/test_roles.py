@@ -167,7 +167,7 @@ def test_metrics_describe_each_role() -> None:
     assert (metrics["role/asker/reward"], metrics["role/teller/reward"]) == (0.0, 0.25)
     assert metrics["role/teller/cut"] == 0.0
     credited = CreditedTrajectory(trajectory=trajectory, advantages=[[2.0] * 4, [1.0] * 3, [-1.0] * 7, [-1.0] * 4])
-    # asker: (4 * 2 - 7) / 11 and (8 + 7) / 11; teller: (3 - 4) / 7 and 1
+    # of the asker, 4 tokens at 2 and 7 at -1: sums 1 and 15; of the teller, 3 at 1 and 4 at -1
     assert role_advantages([credited]) == {
         "role/asker/advantage": pytest.approx(1 / 11),
         "role/asker/advantage_size": pytest.approx(15 / 11),

@@ -167,7 +167,7 @@ def test_with_a_single_role_credit_by_role_is_that_of_the_episode(name: str, bat
 
 
 def test_a_kl_in_the_reward_is_paid_by_the_role_whose_tokens_differ() -> None:
-    # planner: 0.25 + 1 - 0.1 * (1 + 1) = 1.05; worker: 0.5 + 1 - 0.1 * 3 = 1.2
+    # The planner earns 1.25 and pays a tenth of 1 + 1 from its first token on; the worker earns 1.5 and pays 0.3.
     shaper = RewardShaper(by_role=True, kl=KLInReward(coef=0.1, target=None, horizon=1))
     algorithm = get_algorithm("reinforce", whiten_batch=False)
     [got] = assign_credit([group(MIXED)], algorithm, shaper=shaper, kl=[[[3.0], [1.0, 1.0], [0.0]]])

@@ -1,7 +1,7 @@
-"""Two roles of one policy on the quickstart's questions: a planner, and a worker that sees only the plan and has the tools.
+"""Two roles of one policy on the quickstart's questions: a planner, and a worker that has the tools but only the plan.
 
-Both earn the outcome. The worker also earns a process reward for carrying out the plan, so a bad plan does not count
-against it. The demonstrations of both are imperfect: most plans are wrong, and most workers skip the calculation.
+Both earn the outcome, and the worker a process reward for carrying out the plan, so that a bad plan counts less against
+it. The demonstrations of both are imperfect: most plans are wrong, and most workers skip the calculation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transit
 __all__ = ["PlannerWorker", "calculate", "demos", "lookup", "reward", "right_demos", "rows"]
 WRONG = {Kind.TOTAL: 0.7, Kind.DIFFERENCE: 0.6, Kind.MULTIPLE: 0.0}  # share of the demonstrated plans
 CARELESS = 0.6  # share of the demonstrated workers
+CALL = FORMATS["hermes"].write_call
 
 
 class PlannerWorker(AgentFlowBase):
@@ -36,8 +37,7 @@ class PlannerWorker(AgentFlowBase):
 
 
 def says(text: str, value: int | None) -> bool:
-    found = ANSWER.fullmatch(text.strip())
-    return found is not None and int(found[1]) == value
+    return (found := ANSWER.fullmatch(text.strip())) is not None and int(found[1]) == value
 
 
 def value_of(plan: str, row: TaskRow) -> int | None:
@@ -52,25 +52,24 @@ def value_of(plan: str, row: TaskRow) -> int | None:
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     """Pay 1 for the right number. Also report whether the plan was right, and whether it was carried out."""
-    answer, plan = int(row.ground_truth), value_of(trajectory.steps[0].action_text, row)
-    is_right, is_work = says(trajectory.final_text, answer), says(trajectory.final_text, plan)
-    return {"reward": float(is_right), "right_plan": float(plan == answer), "carried_out": float(is_work)}
+    answer, plan, said = int(row.ground_truth), value_of(trajectory.steps[0].action_text, row), trajectory.final_text
+    parts = {"reward": says(said, answer), "right_plan": plan == answer, "carried_out": says(said, plan)}
+    return {name: float(part) for name, part in parts.items()}
 
 
 def demos(count: int, seed: int, mistakes: float = 1.0) -> list[tuple[TaskRow, list[str]]]:
     """Return training rows, each with a plan and the worker's responses to it."""
     rng, shown = random.Random(f"roles:{seed}"), []
     for index in range(count):
-        puzzle, call = draw_puzzle("train", rng), FORMATS["hermes"].write_call
-        coins = {name: puzzle.table[name] for name in puzzle.people}
-        expression, is_wrong = puzzle.expression, rng.random() < mistakes * WRONG[puzzle.kind]
-        if is_wrong:
+        puzzle = draw_puzzle("train", rng)
+        coins, expression = {name: puzzle.table[name] for name in puzzle.people}, puzzle.expression
+        if rng.random() < mistakes * WRONG[puzzle.kind]:
             expression = expression.split()[0] if puzzle.kind is Kind.TOTAL else expression.replace("-", "+")
-        texts = [expression] + [call("lookup", {"name": name}) for name in coins if str(coins[name]) in expression]
+        texts = [expression] + [CALL("lookup", {"name": name}) for name in coins if str(coins[name]) in expression]
         for name, number in coins.items():
             texts[0] = texts[0].replace(str(number), name)
         if " " in expression and rng.random() >= mistakes * CARELESS:
-            texts.append(call("calculate", {"expression": expression}))
+            texts.append(CALL("calculate", {"expression": expression}))
             expression = str(evaluate(expression))
         shown.append((as_row(puzzle, f"demo-{seed}-{index}"), [*texts, f"#### {expression.split()[-1]}"]))
     return shown

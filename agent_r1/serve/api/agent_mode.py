@@ -14,7 +14,8 @@ from typing import Any
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.flows.context import ContextPolicy, ContextView
-from agent_r1.flows.episode import Episode, Response
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.episode import Response as Responded
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, Happened, follow
 from agent_r1.serve.api.served_model import Reading, Response, ServedModel
@@ -132,7 +133,7 @@ class WatchedEpisode(Episode):
             self.is_noting = False
 
     def observe(
-        self, transition: Transition, *, to: Response | None = None, seconds: float = 0.0, source: str = "the env"
+        self, transition: Transition, *, to: Responded | None = None, seconds: float = 0.0, source: str = "the env"
     ) -> None:
         super().observe(transition, to=to, seconds=seconds, source=source)
         step = len(self.steps) - 1 if to is None else self.position(to.number)

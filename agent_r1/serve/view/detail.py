@@ -1,4 +1,7 @@
-"""One episode as the page shows it, and the times of a whole batch. Long texts and token lists are cut; the page asks for the rest in parts."""
+"""One episode as the page shows it, and the times of a whole batch.
+
+Long texts and token lists are cut; the page asks for the rest in parts.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +156,8 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
     for n, (row, each) in enumerate(zip(rows, read, strict=False)):
         episodes.append(
             {
-                "n": n, "row": row.row, "stop": row.stop, "reward": _finite(row.reward), "outcome": _finite(row.outcome),
+                "n": n, "row": row.row, "stop": row.stop,
+                "reward": _finite(row.reward), "outcome": _finite(row.outcome),
                 "start": (each.started or 0.0) - first if recorded else 0.0, "seconds": each.seconds,
                 "steps": [
                     [round(step.start, 4), round(step.sampling, 4), round(step.waiting, 4),
