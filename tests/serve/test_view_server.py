@@ -225,6 +225,46 @@ def test_an_episode_of_an_older_version_is_shown(run: RunDir, client: TestClient
     assert "is damaged" in client.get("/api/episode", params={**where, "n": "2"}).json()["error"]
 
 
+def test_the_times_of_a_batch_are_on_one_clock(client: TestClient) -> None:
+    batch = client.get("/api/batch", params={"run": "shop", "file": "train_000002"}).json()
+    assert (batch["kind"], batch["step"], batch["recorded"]) == ("train", 2, True)
+    assert (batch["before"], batch["after"]) == ("train_000001", "train_000003")
+    assert [(one["row"], one["start"], one["seconds"]) for one in batch["episodes"]] == [
+        ("tea", 0.0, 2.0), ("tea", 1.0, 2.0), ("hostile", 0.0, 2.0), ("broken", 0.0, 2.0),
+    ]  # fmt: skip
+    assert batch["seconds"] == 3.0  # the second attempt began one second later
+    names = batch["names"]
+    won = [(*step[:3], names[step[3]], names[step[4]]) for step in batch["episodes"][0]["steps"]]
+    assert won == [(0.125, 0.5, 0.25, "price", "buyer"), (1.25, 0.5, 0.25, "environment", "seller")]
+    # five steps in all; the rest of the 4 * 2 s is something else; three of four ended a second before the batch
+    assert batch["spent"] == {
+        "sampling": 2.5, "price": 0.75, "environment": 0.25, "stock": 0.25, "\0other": 4.25, "\0ended": 3.0,
+    }  # fmt: skip
+    newest = client.get("/api/batch", params={"run": "shop"}).json()
+    assert (newest["file"], newest["after"]) == ("train_000003", None)
+
+
+def test_a_batch_of_an_older_run_is_drawn_without_a_clock(run: RunDir, client: TestClient) -> None:
+    lines = run.trajectories_file("train", 1).read_text(encoding="utf-8").splitlines()
+    older = [{key: value for key, value in json.loads(line).items() if key != "started"} for line in lines]
+    for record in older:
+        record["format"] = 2
+        for step in record["steps"]:
+            del step["start_seconds"]
+    text = "".join(json.dumps(record) + "\n" for record in older) + '{"steps": 3}\n'  # and a damaged one
+    (run.path / "trajectories" / "train_000008.jsonl").write_text(text, encoding="utf-8")
+    batch = client.get("/api/batch", params={"run": "shop", "file": "train_000008"}).json()
+    assert not batch["recorded"]
+    assert [step[0] for step in batch["episodes"][0]["steps"]] == [0.0, 0.75]  # one after the other
+    assert {one["start"] for one in batch["episodes"]} == {0.0}
+    assert (len(batch["episodes"]), batch["episodes"][4]["steps"]) == (5, [])
+
+
+def test_a_run_without_episodes_has_no_time_line(run: RunDir, client: TestClient) -> None:
+    shutil.rmtree(run.path / "trajectories")
+    assert "has kept no episodes" in client.get("/api/batch", params={"run": "shop"}).json()["error"]
+
+
 def test_a_run_without_token_texts_still_shows_ids(run: RunDir, client: TestClient) -> None:
     (run.path / "tokens.json").unlink()
     page = client.get("/api/episode", params={"run": "shop", "file": "train_000002", "n": "0"}).json()

@@ -1,8 +1,8 @@
 """Two roles of one policy on the quickstart's questions: a drafter of two plans, and a critic that chooses one of them.
 
-A plan is the question as an expression: "Faro Elm + Tara West". The critic sees the drafts in alphabetical order, so it has
-to judge what they say. Both roles earn the outcome, and a process reward of their own. The demonstrations of both are
-imperfect: more than half of the drafters miss the right plan, and most critics take the plan that they see first.
+A plan is the question as an expression: "Faro Elm + Tara West". The critic sees the drafts in alphabetical order, so it
+has to judge what they say. Both roles earn the outcome and a process reward of their own. The demonstrations of both
+are imperfect: more than half of the drafters miss the right plan, and most critics take the plan that they see first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_right(row: TaskRow, drafts: list[str], choice: str) -> bool:
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """Pay 1 if the critic chose a right draft. Also report whether the choice was one between a right and a wrong one."""
+    """Pay 1 if the critic chose a right draft. Also report whether it could choose between a right and a wrong one."""
     drafts, choice = [step.action_text for step in trajectory.steps[:2]], trajectory.final_text
     won = len(trajectory.steps) == 3 and is_right(row, drafts, choice)
     offered = len(drafts) == 2 and is_offered(row, drafts)

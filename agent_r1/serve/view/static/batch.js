@@ -117,7 +117,7 @@ function axis(total) {
 
 function batchRow(page, episode, run, status) {
   const label = `${episode.row} (episode ${episode.n})`;
-  const canvas = h("canvas");
+  const canvas = h("canvas", { role: "img", "aria-label": "time line" });
   const row = h("a.row", { href: hrefTo(["run", run, "episode", page.file, String(episode.n)]), "aria-label": `${label}: ${seconds(episode.seconds)}` }, h("span.who", {}, rewardMark("", episode.outcome, page.success_reward, episode.stop), h("span", {}, episode.row)), canvas, h("span.num", {}, seconds(episode.seconds)));
   row.dataset.n = episode.n;
   if (status) {
