@@ -57,11 +57,11 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", choices=[*RECIPES, []], default=list(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    kept = json.loads(OUT.read_text(encoding="utf-8"))["runs"] if OUT.is_file() else []
     for recipe in args.recipes:
         run = train(recipe, args.seed)
-        kept = [each for each in kept if (each["recipe"], each["seed"]) != (recipe, args.seed)] + [run]
-        keep(OUT, {"command": "python -m benchmarks.roles", "runs": kept})
+        known = json.loads(OUT.read_text(encoding="utf-8"))["runs"] if OUT.is_file() else []
+        others = [each for each in known if (each["recipe"], each["seed"]) != (recipe, args.seed)]
+        keep(OUT, {"command": "python -m benchmarks.roles", "runs": [*others, run]})
         print(f"{recipe}, seed {args.seed}, {run['seconds']:.0f} s\n\n{table(run)}\n", flush=True)
 
 

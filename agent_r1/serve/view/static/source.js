@@ -37,6 +37,7 @@ function answerFromStore(name, params) {
     const at = rows.indexOf(params.row);
     return attempts.length ? { attempts, before: rows[at - 1], after: rows[at + 1], success_reward: data.success_reward } : missing();
   }
+  if (name === "batch") return data.batches[params.file ?? Object.keys(data.batches).find((file) => file.startsWith("train"))] ?? missing();
   if (name === "episode") return data.episode[`${params.file}/${params.n}`] ?? missing();
   if (name === "tokens") return data.tokens[`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
   return data[name] ?? missing();
