@@ -3,9 +3,9 @@
     python -m benchmarks.watch                # an hour: 1,800 polls, 360 training steps; writes results/watch.json
 
 A page asks for news every two seconds. Here its timers run `--speed` times as fast, and this program writes a training
-step of a generated run after every fifth poll, so an hour's updates take minutes. Two pages are open: the curves and the
-table of episodes. Then the run is over, and the pages go on asking: whatever grows now is a leak. The server's index
-grows with the episodes by design; the result has its size per episode.
+step of a generated run after every fifth poll, so an hour's updates take minutes. Two pages are open: the curves and
+the table of episodes. Then the run is over, and the pages go on asking: whatever grows now is a leak. The server's
+index grows with the episodes by design; the result has its size per episode.
 
 Needs Linux, playwright and Chromium (see `browser.py`).
 """

@@ -24,7 +24,8 @@ from agent_r1.runs.run_dir import RunDir
 from agent_r1.serve.listening import is_loopback
 from agent_r1.serve.view.library import Library
 from agent_r1.serve.view.server import COOKIE, HEADERS, make_app, static_files
-from tests.serve.small_runs import HOSTILE, LONG, make_episode, make_groups, make_run, make_step
+from agent_r1.types import Step
+from tests.serve.small_runs import HOSTILE, LONG, group, make_episode, make_groups, make_run, make_step
 
 STATIC = Path(__file__).parents[2] / "agent_r1" / "serve" / "view" / "static"
 
@@ -263,6 +264,19 @@ def test_a_batch_of_an_older_run_is_drawn_without_a_clock(run: RunDir, client: T
 def test_a_run_without_episodes_has_no_time_line(run: RunDir, client: TestClient) -> None:
     shutil.rmtree(run.path / "trajectories")
     assert "has kept no episodes" in client.get("/api/batch", params={"run": "shop"}).json()["error"]
+
+
+def test_a_role_s_prompt_is_compared_with_its_own_last_step(run: RunDir, client: TestClient) -> None:
+    said = {"response_ids": [9], "response_logprobs": [-1.0]}
+    steps = [
+        Step(prompt_ids=ids, role=role, **said)
+        for ids, role in (([1], "asker"), ([5, 6], "teller"), ([1, 9, 2], "asker"), ([5, 7], "teller"))
+    ]
+    run.write_trajectories("train", 7, [group("row", "?", None, make_episode("row", 0, 1.0, *steps))])
+    page = client.get("/api/episode", params={"run": "shop", "file": "train_000007", "n": "0"}).json()
+    assert [(step["role"], step["shared_tokens"], step["kept_all"]) for step in page["steps"]] == [
+        ("asker", 0, True), ("teller", 0, True), ("asker", 2, True), ("teller", 1, False),
+    ]  # fmt: skip
 
 
 def test_a_run_without_token_texts_still_shows_ids(run: RunDir, client: TestClient) -> None:

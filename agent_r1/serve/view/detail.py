@@ -89,7 +89,9 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
     step = steps[index]
     at = f"steps/{index}"
     prompt = step["prompt_ids"]
-    before = [*steps[index - 1]["prompt_ids"], *steps[index - 1]["response_ids"]] if index else []
+    # A role goes on from its own last step, whoever acted in between.
+    earlier = [one for one in steps[:index] if one.get("role", "") == step.get("role", "")][-1:]
+    before = [token for one in earlier for token in (*one["prompt_ids"], *one["response_ids"])]
     return {
         "text": _clip(str(step["action_text"]), f"{at}/action_text"),
         "role": str(step.get("role", "")),

@@ -99,7 +99,7 @@ function seenByModel(step, index, where) {
       const block = tokenBlock(first, "prompt", "mask", 1, fetchFrom);
       const spans = block.querySelectorAll(".token");
       for (let number = 0; number < Math.min(step.shared_tokens, spans.length); number += 1) if (index > 0) spans[number].classList.add("old");
-      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in the step before."), block);
+      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in an earlier step."), block);
     } catch (error) {
       replace(body, error.message);
     }
