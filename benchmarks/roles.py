@@ -2,6 +2,7 @@
 
     python -m benchmarks.roles                         # both recipes, seed 0; writes results/roles.json
     python -m benchmarks.roles drafts_critic --seed 1  # one of them; the others in the file are kept
+    python -m benchmarks.roles drafts_critic --run runs/drafts_critic  # a run that is there already
 
 The runs start with an empty cache, so they make and warm-start their model. What a role did right is a part of the
 reward: `right_plan` and `carried_out` of planner and worker, `offered` and `chosen` of drafter and critic. `offered`
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from agent_r1.runs.run_dir import RunDir
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import Job, keep
 
@@ -37,9 +39,12 @@ def train(recipe: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"AGENT_R1_CACHE": str(Path(folder) / "cache")}
         job = Job(name=recipe, seed=seed, words=("train", recipe), environment=environment)
-        run, seconds = job.run(Path(folder))
-        held_out = [shares(record) for record in run.read_metrics("eval")]
-    return {"recipe": recipe, "seed": seed, "seconds": seconds, **machine(), "held_out": held_out}
+        return result(job.run(Path(folder))[0])
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    held_out = [shares(record) for record in run.read_metrics("eval")]
+    return {"recipe": run.settings["recipe"], "seed": run.settings["seed"], **machine(), "held_out": held_out}
 
 
 def table(run: dict[str, Any]) -> str:
@@ -56,13 +61,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", choices=[*RECIPES, []], default=list(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", type=Path, help="read this run of the recipe instead of training")
     args = parser.parse_args()
     for recipe in args.recipes:
-        run = train(recipe, args.seed)
+        run = train(recipe, args.seed) if args.run is None else result(RunDir.open(args.run))
+        if run["recipe"] != recipe:
+            raise SystemExit(f"{args.run} is a run of {run['recipe']}, not of {recipe}")
         known = json.loads(OUT.read_text(encoding="utf-8"))["runs"] if OUT.is_file() else []
-        others = [each for each in known if (each["recipe"], each["seed"]) != (recipe, args.seed)]
+        others = [each for each in known if (each["recipe"], each["seed"]) != (recipe, run["seed"])]
         keep(OUT, {"command": "python -m benchmarks.roles", "runs": [*others, run]})
-        print(f"{recipe}, seed {args.seed}, {run['seconds']:.0f} s\n\n{table(run)}\n", flush=True)
+        print(f"{recipe}, seed {run['seed']}\n\n{table(run)}\n", flush=True)
 
 
 if __name__ == "__main__":

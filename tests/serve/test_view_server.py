@@ -267,9 +267,8 @@ def test_a_run_without_episodes_has_no_time_line(run: RunDir, client: TestClient
 
 
 def test_a_role_s_prompt_is_compared_with_its_own_last_step(run: RunDir, client: TestClient) -> None:
-    said = {"response_ids": [9], "response_logprobs": [-1.0]}
     steps = [
-        Step(prompt_ids=ids, role=role, **said)
+        Step(prompt_ids=ids, role=role, response_ids=[9], response_logprobs=[-1.0])
         for ids, role in (([1], "asker"), ([5, 6], "teller"), ([1, 9, 2], "asker"), ([5, 7], "teller"))
     ]
     run.write_trajectories("train", 7, [group("row", "?", None, make_episode("row", 0, 1.0, *steps))])

@@ -154,7 +154,7 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
     recorded = bool(read) and all(each.started is not None for each in read)
     first = min((each.started or 0.0 for each in read), default=0.0)
     names = {"": 0}
-    episodes = []
+    episodes = list[dict[str, Any]]()
     for n, (row, each) in enumerate(zip(rows, read, strict=False)):
         episodes.append(
             {
