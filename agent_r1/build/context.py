@@ -13,7 +13,11 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
+from agent_r1.flows.reasoning import StripReasoning
+from agent_r1.tokens.formats.infer import TemplateFormat, template_format
+from agent_r1.tokens.formats.table import FALLBACK, get_format
 from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 
 _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
@@ -25,18 +29,31 @@ _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
 }
 
 
-def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[], ContextPolicy] | None:
-    """Return a factory of context policies, one per episode; None for `append`, which needs none."""
+def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[TemplateFormat | None], ContextPolicy] | None:
+    """Return a factory of context policies, one per episode; None if everything is shown."""
     context = config.context
-    if context.policy == "append":
+    if not changes_history(config):
         return None
     check_env_repeats(env, config.task.env_kwargs, config)
-    settings: dict[str, Any] = context.model_dump(exclude={"policy", "demo_summary"})
+    settings: dict[str, Any] = context.model_dump(exclude={"policy", "reasoning", "demo_summary"})
     if context.policy == "rewrite":
         settings["function"] = message_function(config, "context.function", context.function)
     if context.policy == "summary" and context.demo_summary is not None:
         message_function(config, "context.demo_summary", context.demo_summary)
-    return lambda: _POLICIES[context.policy](**settings)
+
+    def make(template: TemplateFormat | None) -> ContextPolicy:
+        policy = _POLICIES[context.policy](**settings) if context.policy != "append" else None
+        if policy is not None and context.reasoning != "strip":
+            return policy
+        written = get_format((template and template.name) or FALLBACK)
+        return StripReasoning(policy, tool_format=written.for_prompt(thinks=template is not None and template.thinks))
+
+    return make
+
+
+def changes_history(config: RunConfig) -> bool:
+    """Whether the model may be shown anything but the whole conversation."""
+    return config.context.policy != "append" or config.context.reasoning == "strip"
 
 
 def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
@@ -70,10 +87,30 @@ def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
             f"rewards.by_role has no effect with the flow {flow.__name__}, which has no roles: leave it out, or name "
             "them in the class (roles = (...)) and in episode.act(..., role=...)"
         )
-    if config.context.policy != "append" and not flow.uses_context:
+    if changes_history(config) and not flow.uses_context:
+        policy = config.context.policy
+        name, instead = ("policy", "append") if policy != "append" else ("reasoning", "null")
         raise ConfigError(
-            f"context.policy={config.context.policy} has no effect with the flow {flow.__name__}, which does not use "
-            "it. Set context.policy=append, or pass context=self.context to episode.act and set uses_context = True"
+            f"context.{name}={getattr(config.context, name)} has no effect with the flow {flow.__name__}, which does "
+            f"not use it. Set context.{name}={instead}, or pass context=self.context to episode.act and set "
+            "uses_context = True"
+        )
+
+
+def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools: bool) -> None:
+    """Refuse context.reasoning=keep if prompts are rendered from scratch by a template that drops earlier thinking."""
+    report, policy = verify_template(renderer), config.context.policy
+    extends = report.extends_after_tool if calls_tools else report.extends
+    if config.context.reasoning != "keep" or (policy == "append" and extends):
+        return
+    thought = "a thought</think>" if template_format(renderer).thinks else "<think>a thought</think>"
+    roles = ("user", "assistant", "tool" if calls_tools and report.tool_role else "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ("?", thought, "!"), strict=True)]
+    if "a thought" not in renderer.decode(renderer.render(Observation(messages=messages))):
+        raise ConfigError(
+            f"context.reasoning=keep is not possible: context.policy={policy} renders prompts from scratch here, and "
+            "then the chat template drops the thinking of earlier replies. Set context.reasoning=strip, or another "
+            "template in model.chat_template"
         )
 
 

@@ -5,11 +5,12 @@ Only `build/` and the command line read this tree; everything below them takes p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agent_r1.config.layers import ADAPTERS, DEFAULT_ENGINE, read_switch
+from agent_r1.config.layers import ADAPTERS, DEFAULT_CONTEXT, DEFAULT_ENGINE, read_switch, with_default
 
 
 class Section(BaseModel):
@@ -22,10 +23,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
-
-
-def _default_kind(value: Any) -> Any:
-    return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(read_switch)]
@@ -116,6 +113,10 @@ class SFTConfig(Section):
     schedule: Decay = "cosine"  # to a tenth of lr
     target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
+    @property
+    def imitates(self) -> bool:
+        return self.demos is not None or self.trajectories is not None
+
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
@@ -161,9 +162,7 @@ class CorrectionConfig(Section):
 
 
 class RoleConfig(Section):
-    """What one role of a flow does differently; None: as `rollout` says."""
-
-    temperature: float | None = Field(default=None, gt=0)
+    temperature: float | None = Field(default=None, gt=0)  # None, here and below: as `rollout` says
     max_response_tokens: int | None = Field(default=None, ge=1)
 
 
@@ -182,20 +181,24 @@ class RolloutConfig(Section):
     roles: dict[str, RoleConfig] = {}  # by the names that the flow declares
 
 
-class AppendContext(Section):
+class ContextSection(Section):
+    reasoning: Literal["keep", "strip"] | None = None  # thinking in earlier replies; None: as the template shows it
+
+
+class AppendContext(ContextSection):
     """Show the whole conversation, so prompts only grow."""
 
-    policy: Literal["append"] = "append"
+    policy: Literal["append"] = DEFAULT_CONTEXT
 
 
-class WindowContext(Section):
+class WindowContext(ContextSection):
     """Show the first observation and the last exchanges."""
 
     policy: Literal["window"]
     turns: int = Field(default=4, ge=1)  # exchanges: a reply and the answer to it
 
 
-class DropResultsContext(Section):
+class DropResultsContext(ContextSection):
     """Replace older results and observations by a placeholder."""
 
     policy: Literal["drop_results"]
@@ -203,7 +206,7 @@ class DropResultsContext(Section):
     placeholder: str = "[no longer shown]"
 
 
-class SummaryContext(Section):
+class SummaryContext(ContextSection):
     """When a prompt grows too long, the model writes a summary, in a step that is trained too."""
 
     policy: Literal["summary"]
@@ -218,14 +221,14 @@ class SummaryContext(Section):
     demo_summary: str | None = None  # for sft.demos: a function (messages) -> text
 
 
-class RewriteContext(Section):
+class RewriteContext(ContextSection):
     """Show what a function of the recipe returns for the conversation."""
 
     policy: Literal["rewrite"]
     function: str  # rewrite(messages) -> messages, sync or async
 
 
-class NotesContext(Section):
+class NotesContext(ContextSection):
     """Show the first observation, earlier exchanges related to the latest observation, and the last exchanges."""
 
     policy: Literal["notes"]
@@ -237,6 +240,7 @@ class NotesContext(Section):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
+    BeforeValidator(partial(with_default, policy=DEFAULT_CONTEXT)),
 ]
 
 
@@ -247,8 +251,7 @@ class LocalEngineConfig(Section):
     device: str | None = Field(default=None, pattern=r"^cuda:\d+$")  # another GPU than the learner's; None: the same
     # sequences decoded together; None: 256, on a GPU the number of episodes at once, up to 1,024
     max_running: int | None = Field(default=None, ge=1)
-    # prompt tokens per engine step; None: 2,048, on a GPU 16,384
-    max_batch_tokens: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)  # prompt tokens per step; None: 2,048, on a GPU 16,384
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
@@ -262,8 +265,7 @@ class TransformersEngineConfig(Section):
 
     kind: Literal["transformers"]
     max_running: int | None = Field(default=None, ge=1)  # requests computed together; None: 64
-    # the requests of a batch times the longest of them; None: 131,072
-    max_cached_tokens: int | None = Field(default=None, ge=256)
+    max_cached_tokens: int | None = Field(default=None, ge=256)  # requests times the longest one; None: 131,072
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 
 
@@ -289,7 +291,7 @@ class VLLMEngineConfig(Section):
 EngineConfig = Annotated[
     LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_default_kind),
+    BeforeValidator(partial(with_default, kind=DEFAULT_ENGINE)),
 ]
 
 

@@ -1,0 +1,19 @@
+"""For the API reference: the comment beside a field is its documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+from website.comments import comment_of
+
+
+class FieldComments(griffe.Extension):  # type: ignore[misc]
+    def on_attribute_instance(self, *, attr: Any, **kwargs: Any) -> None:
+        if attr.docstring is None and attr.lineno and attr.parent.is_class:
+            comment = comment_of(
+                attr.parent.module.filepath.read_text("utf-8").splitlines(), attr.lineno, attr.endlineno
+            )
+            if comment:
+                attr.docstring = griffe.Docstring(comment, parent=attr)
