@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import settings as budget
 
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn import ALGORITHMS, PolicyModel, assign_credit, get_algorithm, trainable
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 from agent_r1.learn.batch.packs import merge_steps, nested, pack
 from agent_r1.learn.batch.support import supports_of
-from agent_r1.learn.credit import Values
+from agent_r1.learn.credit import Values, assign_credit, trainable
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper, is_uniform, overlong_penalties
 from agent_r1.types import Group, PerToken, Trajectory
 from tests.learn.builders import group, step, tiny_model, trajectory

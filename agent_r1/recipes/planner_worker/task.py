@@ -12,7 +12,7 @@ from dataclasses import replace
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.recipes.quickstart.task import ANSWER, Kind, as_row, calculate, draw_puzzle, evaluate, lookup, rows
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transition
 
 __all__ = ["PlannerWorker", "calculate", "demos", "lookup", "reward", "right_demos", "rows"]
