@@ -71,12 +71,13 @@ class ChatEpisode(Episode):
         *,
         tools: list[dict[str, Any]] | None = None,
         context: ContextPolicy | None = None,
+        role: str = "",
     ) -> Action:
         before = self.num_actions
         if observation.messages is not None:
             self.messages = observation.messages
         try:
-            return await super().act(observation, tools=tools, context=context)
+            return await super().act(observation, tools=tools, context=context, role=role)
         finally:
             self.unanswered = self.num_actions == before
 
