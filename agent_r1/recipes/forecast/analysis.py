@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from agent_r1.recipes.forecast.models import BASELINE, TooShort, Values, decompose, forecast
+from agent_r1.recipes.forecast.models import BASELINE, Parts, TooShort, Values, decompose, forecast
 from agent_r1.tools.base import ToolError
 
 WORST = 10.0  # upper bound of relative and scaled errors
@@ -31,10 +31,7 @@ def description(history: History) -> str:
 
 
 def decomposition(history: History, season: int) -> str:
-    values = filled(history)
-    if len(values) < (fewest := max(4, 2 * season)):
-        raise ToolError(f"decompose needs at least {fewest} values, got {len(values)}")
-    parts = decompose(values, season)
+    parts = parts_of(history, season)
     if parts is None:
         return "the series is constant"
     direction = "" if parts.trend < WEAK else " up" if parts.rising else " down"
@@ -45,18 +42,29 @@ def decomposition(history: History, season: int) -> str:
     return ", ".join(f"{words} ({strength:.2f})" for words, strength in strengths.items())
 
 
+def parts_of(history: History, season: int) -> Parts | None:
+    values = filled(history)
+    if len(values) < (fewest := max(4, 2 * season)):
+        raise ToolError(f"decompose needs at least {fewest} values, got {len(values)}")
+    return decompose(values, season)
+
+
 def evaluation(model: str, history: History, season: int, horizon: int) -> str:
     """The error of a model on the last values, fitted to those before them."""
-    start = len(history) - horizon
-    if start < 1:
-        raise ToolError(f"evaluate needs more than {horizon} values, got {len(history)}")
-    before, actual = history[:start], history[start:]
-    error, baseline = (mean_error(predict(name, before, season, horizon), actual) for name in (model, BASELINE))
-    if error is None or baseline is None:
-        raise ToolError(f"the last {horizon} values are all gaps")
+    error, baseline = (holdout_error(name, history, season, horizon) for name in (model, BASELINE))
     if baseline == 0:
         return f"{model}: error {error:.4g} on the last {horizon} values; {BASELINE} has none"
     return f"{model}: {min(error / baseline, WORST):.2f} of the error of {BASELINE} on the last {horizon} values"
+
+
+def holdout_error(model: str, history: History, season: int, horizon: int) -> float:
+    start = len(history) - horizon
+    if start < 1:
+        raise ToolError(f"evaluate needs more than {horizon} values, got {len(history)}")
+    error = mean_error(predict(model, history[:start], season, horizon), history[start:])
+    if error is None:
+        raise ToolError(f"the last {horizon} values are all gaps")
+    return error
 
 
 def predict(model: str, history: History, season: int, horizon: int) -> Values:

@@ -116,7 +116,7 @@ def holt_winters(history: Values, season: int, horizon: int) -> Values:
         before = level
         level = level_weight * (value - offset) + (1 - level_weight) * (level + rising)
         trend = trend_weight * (level - before) + (1 - trend_weight) * rising
-        offsets[time % season] = season_weight * (value - level) + (1 - season_weight) * offset
+        offsets[time % season] = season_weight * (value - before - rising) + (1 - season_weight) * offset
     best = int(squares.argmin())
     coming = (len(history) + np.arange(horizon)) % season
     predicted: Values = level[best] + trend[best] * np.cumsum(DAMPING ** _ahead(horizon)) + offsets[coming, best]

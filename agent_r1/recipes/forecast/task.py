@@ -8,14 +8,15 @@
     agent <tool_call>{"name": "submit", "arguments": {"model": "linear"}}</tool_call>
 
 The values to forecast are the row's ground truth: only the reward sees them. The demonstrations are deliberately
-imperfect: most submit one fixed model without looking, and none chooses its model by what it has seen. Reinforcement
-learning finds out which model suits which series, and that looking pays.
+imperfect: most submit one fixed model, and only one of four chooses by what the tools say. Reinforcement learning finds
+out that looking pays, and which model suits which series.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from enum import StrEnum
 from itertools import islice
 from typing import Any, Literal
 
@@ -172,16 +173,23 @@ def as_row(series: Series, row_id: str) -> TaskRow:
     )
 
 
-FIXED = BASELINE  # what most demonstrations submit
-FIXED_SHARE = 0.6  # of demonstrations; the others submit any model
-LOOKS: dict[tuple[str, ...], float] = {  # tools called before the submission, and how often
-    (): 0.5,
+class Habit(StrEnum):
+    """How a demonstration chooses its model."""
+
+    FIXED = "fixed"  # always the same one
+    RANDOM = "random"
+    STRUCTURE = "structure"  # by a rule of thumb, from the decomposition
+    TRIAL = "trial"  # evaluates two models and submits the better one
+
+
+# Three of four demonstrations choose without regard to what they have seen, so a greedy imitator does too.
+HABITS = {Habit.FIXED: 0.55, Habit.RANDOM: 0.2, Habit.STRUCTURE: 0.15, Habit.TRIAL: 0.1}
+LOOKS: dict[tuple[str, ...], float] = {  # tools that the first two habits call before the submission, and how often
+    (): 0.6,
     ("describe",): 0.04,
-    ("decompose",): 0.14,
-    ("describe", "decompose"): 0.12,
+    ("decompose",): 0.16,
+    ("describe", "decompose"): 0.1,
     ("evaluate",): 0.06,
-    ("decompose", "evaluate"): 0.06,
-    ("describe", "decompose", "evaluate"): 0.04,
     ("fit",): 0.04,
 }
 
@@ -189,17 +197,41 @@ LOOKS: dict[tuple[str, ...], float] = {  # tools called before the submission, a
 def demos(count: int, seed: int) -> list[Demo]:
     """Return rows of the training split, each with the responses of an imperfect demonstration."""
     rng = random.Random(f"demos:{seed}")
-    drawn = islice(generated("train", seed + 1), count)  # other series than those of the rows
-    return [(as_row(series, f"demo-{seed}-{index}"), demonstrate(rng)) for index, series in enumerate(drawn)]
+    shown = []
+    for index, series in enumerate(islice(generated("train", seed + 1), count)):  # other series than those of the rows
+        [habit] = rng.choices(list(HABITS), weights=list(HABITS.values()))
+        row = as_row(series, f"demo-{seed}-{index}")
+        shown.append((row, demonstrate(row.env_kwargs["tools_kwargs"]["series"], habit, rng)))
+    return shown
 
 
-def demonstrate(rng: random.Random) -> list[str]:
-    """Return the responses of a demonstration. Its choices do not depend on the series."""
-    model = FIXED if rng.random() < FIXED_SHARE else rng.choice(list(MODELS))
+def demonstrate(series: dict[str, Any], habit: Habit, rng: random.Random) -> list[str]:
+    """Return the responses of a demonstration."""
+    if habit is Habit.STRUCTURE:
+        return [call("decompose"), call("submit", model=rule_of_thumb(series))]
+    if habit is Habit.TRIAL:
+        tried = rng.sample(list(MODELS), 2)
+        best = min(tried, key=lambda name: analysis.holdout_error(name, **series))
+        return [*(call("evaluate", model=name) for name in tried), call("submit", model=best)]
+    model = BASELINE if habit is Habit.FIXED else rng.choice(list(MODELS))
     [looks] = rng.choices(list(LOOKS), weights=list(LOOKS.values()))
-    tried = {"evaluate": rng.choice(list(MODELS)), "fit": model}
-    called = [call(name, **({"model": tried[name]} if name in tried else {})) for name in looks]
+    tried_by = {"evaluate": rng.choice(list(MODELS)), "fit": model}
+    called = [call(name, **({"model": tried_by[name]} if name in tried_by else {})) for name in looks]
     return [*called, call("submit", model=model)]
+
+
+def rule_of_thumb(series: dict[str, Any]) -> str:
+    """The model that the decomposition suggests."""
+    parts = analysis.parts_of(series["history"], series["season"])
+    if parts is None:
+        return "naive"
+    if parts.shift > max(parts.trend, analysis.STRONG):
+        return "smoothing"
+    if parts.season > analysis.STRONG:
+        return "linear"
+    if parts.persistence > analysis.FADING:
+        return "naive"
+    return "linear" if parts.trend > analysis.STRONG else "mean"
 
 
 def call(tool_name: str, **arguments: str) -> str:
