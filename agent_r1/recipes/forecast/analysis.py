@@ -1,7 +1,7 @@
 """What the tools find out about a series, as text for the policy; and errors of forecasts.
 
-A history is a list of values in which None is a gap; gaps are filled by interpolation. If a series is too short, has no
-values or has too large ones, a ToolError tells the policy.
+A history is a list of values in which None is a gap; gaps are filled by interpolation. If a series is too short or has
+no values, a ToolError tells the policy.
 """
 
 from __future__ import annotations
@@ -70,18 +70,14 @@ def holdout_error(model: str, history: History, season: int, horizon: int) -> fl
 def predict(model: str, history: History, season: int, horizon: int) -> Values:
     """The forecast of a model that is fitted to the whole history."""
     try:
-        predicted = _predict(model, tuple(filled(history)), season, horizon)
+        return _predict(model, tuple(filled(history)), season, horizon)
     except TooShort as error:
         raise ToolError(str(error)) from error
-    if not np.isfinite(predicted).all():
-        raise ToolError(f"{model} cannot forecast this series: its values are too large")
-    return predicted
 
 
 @lru_cache(maxsize=8192)  # all attempts at a row ask for the same forecasts
 def _predict(model: str, history: tuple[float, ...], season: int, horizon: int) -> Values:
-    with np.errstate(all="ignore"):  # the caller checks
-        return forecast(model, np.array(history), season, horizon)
+    return forecast(model, np.array(history), season, horizon)
 
 
 def filled(history: History) -> Values:

@@ -165,7 +165,8 @@ def _season(history: Values, season: int) -> tuple[Values, float]:
 
 
 def _two_levels(values: Values, at: int) -> Values:
-    return np.where(np.arange(len(values)) < at, values[:at].mean(), values[at:].mean())
+    levels: Values = np.where(np.arange(len(values)) < at, values[:at].mean(), values[at:].mean())
+    return levels
 
 
 def _explained(values: Values, by: Values) -> float:

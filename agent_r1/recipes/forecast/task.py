@@ -34,6 +34,7 @@ from agent_r1.tools.base import FromRow, ToolError, ToolResult, tool
 from agent_r1.types import Action, TaskRow, Trajectory, Transition
 
 DIGITS = 4  # of forecasts, after the point
+LARGEST = 1e12  # value of a series; its square must not overflow
 
 ModelName = Literal["naive", "seasonal_naive", "drift", "mean", "linear", "smoothing", "theta", "holt_winters"]
 
@@ -156,9 +157,11 @@ def as_row(series: Series, row_id: str) -> TaskRow:
         "history": list(series.history), "season": calendar.season, "horizon": calendar.horizon
     }  # fmt: skip
     for name, values in (("history", series.history), ("future", series.future)):
-        numbers = [value for value in values if value is not None]
-        if not numbers or not np.isfinite(numbers).all():
-            raise DataError(f"the {name} of series {series.name!r} needs at least one value, and finite ones only")
+        sizes = [abs(value) for value in values if value is not None]
+        if not sizes:
+            raise DataError(f"the {name} of series {series.name!r} has no values")
+        if not max(sizes) <= LARGEST or not np.isfinite(sizes).all():
+            raise DataError(f"the {name} of series {series.name!r} has values beyond {LARGEST:g}; rescale it")
     if len(series.future) != calendar.horizon:
         raise DataError(f"series {series.name!r} needs {calendar.horizon} future values, got {len(series.future)}")
     return TaskRow(
