@@ -211,6 +211,23 @@ def test_rows_are_reproducible_plain_and_disjoint() -> None:
         task.rows("tset", 1)
 
 
+def test_blank_splits_are_the_same_lakes_in_black() -> None:
+    shown, blank = task.rows("test", 3), task.rows("blank_test", 3)
+    assert [row.env_kwargs for row in blank] == [{**row.env_kwargs, "blank": True} for row in shown]
+    steps = [play(row, ["up"]).steps[0] for row in blank]
+    assert len({tuple(step.prompt_ids) for step in steps}) == 1
+
+
+def test_a_cell_and_what_is_in_it_are_one_token_each_in_captions_and_walks() -> None:
+    def tokens(text: str) -> list[str]:
+        return [tokenizer().decode([token]) for token in tokenizer().encode(text, add_special_tokens=False)]
+
+    walk = tokens("at b2 goal d4 right c2 Hole down b3 Ice go down")
+    assert walk == ["at ", "b2", " goal ", "d4", " right ", "c2", " Hole", " down ", "b3", " Ice", " go down"]
+    named = tokens("c2 Hole b3 Ice")
+    assert named == ["c2", " Hole", " ", "b3", " Ice"]
+
+
 def test_careful_walkers_reach_the_flag() -> None:
     for row, texts in task.right_demos(40, seed=1):
         lake = Lake(**row.env_kwargs["lake"])

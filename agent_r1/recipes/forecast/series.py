@@ -64,7 +64,7 @@ def generated(split: str, seed: int = 0) -> Iterator[Series]:
     """All generated series of a split, always in the same order."""
     if split not in SPLITS:
         raise ConfigError(f"unknown split {split!r}.{did_you_mean(split, SPLITS)}")
-    rng = random.Random(f"generated:{split}:{seed}")
+    rng = random.Random(f"series:{seed}:{split}")
     while True:
         number = rng.randrange(2**40)
         if is_for_test(number) == (split == "test"):

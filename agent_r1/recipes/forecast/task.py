@@ -98,26 +98,30 @@ TOOLS = [describe, decompose, fit, evaluate, submit]
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
+    """Judge the last forecast that was submitted. looks: calls before the submission."""
+    calls = [call for step in trajectory.steps for call in step.calls]
+    submitted = [call.info["forecast"] for call in calls if "forecast" in call.info]
+    parts = judge(row, submitted[-1] if submitted else None)
+    return {**parts, "submitted": float(bool(submitted)), "looks": float(len(calls) - len(submitted))}
+
+
+def judge(row: TaskRow, predicted: list[float] | None) -> dict[str, float]:
     """Pay 0.5 for a forecast as good as the seasonal naive one, 1 for a perfect one, and 0 for none.
 
     mase: mean absolute error over the horizon, divided by the mean absolute seasonal difference of the history (Hyndman
     and Koehler, 2006), at most `WORST`, and `WORST` without a forecast. baseline_mase: the same of the seasonal naive
-    forecast. looks: calls before the submission.
+    forecast.
     """
-    calls = [call for step in trajectory.steps for call in step.calls]
-    submitted = [call.info["forecast"] for call in calls if "forecast" in call.info]
     known = row.env_kwargs["tools_kwargs"]["series"]
     history, season = known["history"], known["season"]
     baseline = analysis.mean_error(analysis.predict(_baseline(history, season), **known), row.ground_truth)
-    error = analysis.mean_error(submitted[-1], row.ground_truth) if submitted else None
+    error = None if predicted is None else analysis.mean_error(predicted, row.ground_truth)
     assert baseline is not None  # `as_row` checks it
     scale = analysis.seasonal_difference(history, season)
     return {
         "reward": 0.0 if error is None else score(error, baseline),
         "mase": WORST if error is None else scaled(error, scale),
         "baseline_mase": scaled(baseline, scale),
-        "submitted": float(error is not None),
-        "looks": float(len(calls) - len(submitted)),
     }
 
 

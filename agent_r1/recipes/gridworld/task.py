@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Tr
 from agent_r1.vision.pictures import Picture
 
 SPLITS = ("train", "test")
+BLANK = "blank_"  # before the name of a split: the same rows, and every picture is black
 TEST_SHARE = 0.2  # of all lakes
 CELL_PIXELS = 16  # one token of the tiny model
 
@@ -38,7 +39,8 @@ MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
 CARELESS = 0.6  # share of the moves
 CAPTION_SHARE = 0.5  # of the warm start's examples
-CELLS_PER_CAPTION = 6
+WHERE_SHARE = 0.2  # of captions; the others name what is in some cells
+CELLS_PER_CAPTION = 10
 
 
 class FrozenLake(AgentEnv):
@@ -97,13 +99,22 @@ def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def rows(split: str, count: int = 4000, seed: int = 0) -> list[TaskRow]:
-    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
-    rng = random.Random(f"rows:{split}:{seed}")
+    """Return `count` rows of a split; a smaller count gives the first of the same rows.
+
+    Splits are `train` and `test`, and with black pictures `blank_train` and `blank_test`.
+    """
+    drawn_from = split.removeprefix(BLANK)
+    rng = random.Random(f"rows:{drawn_from}:{seed}")
     found: dict[str, Lake] = {}
     while len(found) < count:
-        lake = draw(split, rng)
+        lake = draw(drawn_from, rng)
         found.setdefault(repr(lake), lake)
-    return [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+    shown = [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+    return shown if split == drawn_from else [_blank(row) for row in shown]
+
+
+def _blank(row: TaskRow) -> TaskRow:
+    return replace(row, env_kwargs={**row.env_kwargs, "blank": True})
 
 
 def demos(count: int, seed: int) -> list[Demo]:
@@ -129,7 +140,7 @@ def right_demos(count: int, seed: int) -> list[Demo]:
 
 def caption(lake: Lake, rng: random.Random) -> tuple[str, str]:
     """Return a question about the first picture of a lake, and the answer."""
-    if rng.random() < 0.5:
+    if rng.random() < WHERE_SHARE:
         return WHERE, _where(lake, lake.start)
     cells = rng.sample([cell for cell in range(len(CELLS)) if cell != lake.start], CELLS_PER_CAPTION)
     return " ".join(CELLS[cell] for cell in cells) + "?", " ".join(_look(lake, cell) for cell in cells)
