@@ -23,6 +23,7 @@ from agent_r1.cli.commands.publish import export_command, push_command
 from agent_r1.cli.commands.serve import ApiKey, serve_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
+from agent_r1.cli.help_panels import arrange
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, report_signals, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
@@ -350,6 +351,7 @@ def chat_command(  # noqa: PLR0913 (the options of the command)
 
 app.command("export")(export_command)
 app.command("push")(push_command)
+arrange(app)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

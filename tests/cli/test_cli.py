@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from agent_r1.cli.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
+from agent_r1.cli.help_panels import PANELS
 from agent_r1.config import load_config, parse_config
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
@@ -253,3 +254,10 @@ def test_an_evaluation_shows_episodes_done_success_and_time_left(monkeypatch: py
     assert first == "evaluated 0/200  success so far 0.0%"
     assert re.fullmatch(r"evaluated 50/200  success so far 50.0%  \d+:\d\d left", later)
     assert step.startswith("episodes 3/8")
+
+
+def test_help_lists_the_commands_in_the_order_of_their_use(cli: Cli) -> None:
+    shown = cli("--help").out
+    places = [shown.index(f"│ {name} ") for names in PANELS.values() for name in names]
+    assert places == sorted(places)
+    assert all(panel in shown for panel in PANELS)
