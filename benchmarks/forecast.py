@@ -1,6 +1,6 @@
 """What policies without a language model earn on the held-out rows of the recipe `forecast`.
 
-    python -m benchmarks.forecast            # writes results/forecast_fixed.json, and the table into the recipe's README
+    python -m benchmarks.forecast        # writes results/forecast_fixed.json, and the table into the recipe's README
 
 Each model alone; the model with the smallest error on the hold-out window; the rule of thumb that some demonstrations
 follow; and the best model in hindsight, which no policy can know.
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from agent_r1.config import load_config
+from agent_r1.config import RECIPES, load_config
 from agent_r1.recipes.forecast import analysis, task
 from agent_r1.recipes.forecast.models import MODELS
 from agent_r1.runs.statistics import standard_error
 from agent_r1.types import TaskRow
 from benchmarks.machine import RESULTS, machine
-from benchmarks.recipes import RECIPES, fill, keep, markdown
+from benchmarks.recipes import fill, keep, markdown
 
 OUT = RESULTS / "forecast_fixed.json"
 TITLES = {"test": "generated", "real_test": "bundled"}

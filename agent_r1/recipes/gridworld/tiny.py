@@ -1,7 +1,7 @@
 """Create a vision-language model of 1.6M parameters for a task with pictures in seconds: no hub, no download.
 
-The network is that of `vision_quickstart`; the tokenizer is trained on the text of the task. A cell and what is in it are
-one token each, the same ones in captions and in walks, so that what captions teach is of use in walks.
+The network is that of `vision_quickstart`; the tokenizer is trained on the text of the task. A cell is one token, and
+so is what is in it; captions and walks share them, so that walks benefit from what captions teach.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 VISION_TOKENS = (VISION_START, VISION_END, PICTURE)
 TEXT_ROWS = 500  # demonstrations that the tokenizer learns from
-PIECES = Regex("[a-d][1-4]| [A-Z][a-z]*|(?:system|user|assistant|tool)\\n")  # text that never merges with its neighbours
+# Text that never merges with its neighbours: cells, their contents, and the header of a turn.
+PIECES = Regex("[a-d][1-4]| [A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
 PATCHES_PER_SIDE = SIDE * task.CELL_PIXELS // PATCH
 
 
