@@ -38,7 +38,7 @@ WHERE = "where?"  # asks for the player and the flag
 MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
 CARELESS = 0.6  # share of the moves
-CAPTION_SHARE = 0.5  # of the warm start's examples
+CAPTION_SHARE = 0.6  # of the warm start's examples
 WHERE_SHARE = 0.2  # of captions; the others name what is in some cells
 CELLS_PER_CAPTION = 10
 
