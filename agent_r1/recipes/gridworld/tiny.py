@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VISION_TOKENS = (VISION_START, VISION_END, PICTURE)
 TEXT_ROWS = 500  # demonstrations that the tokenizer learns from
 # Text that never merges with its neighbours: cells, their contents, and the header of a turn.
-PIECES = Regex("[a-d][1-4]| [A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
+PIECES = Regex(" [a-d][1-4]| [A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
 PATCHES_PER_SIDE = SIDE * task.CELL_PIXELS // PATCH
 
 
