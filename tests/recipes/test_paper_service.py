@@ -221,9 +221,10 @@ def test_records_without_id_or_title_and_withheld_lists_are_passed_over() -> Non
         ask(address, lambda service: service.expand(Paper(paper_id="1", title="x"), 5))
 
 
-def test_the_key_is_sent_and_ids_are_quoted() -> None:
+def test_the_key_is_sent_and_ids_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAPER_KEY", "secret")
     with canned(EMPTY, body("x")) as (address, service), pytest.raises(SourceError):
-        ask(address, lambda source: source.expand(Paper(paper_id="a/b?c", title="x"), 5), api_key="secret")
+        ask(address, lambda source: source.expand(Paper(paper_id="a/b?c", title="x"), 5), api_key_variable="PAPER_KEY")
     assert {headers["x-api-key"] for headers in service.headers} == {"secret"}
     assert all("/paper/a%2Fb%3Fc/" in path or "forpaper/a%2Fb%3Fc" in path for path in service.asked[1:])
 
@@ -241,7 +242,9 @@ def test_addresses_that_are_none_are_refused(bad: str) -> None:
         ServicePapers(bad)
 
 
-@pytest.mark.parametrize("settings", [{"attempts": 0}, {"requests_per_second": 0.0}, {"max_wait": -1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"attempts": 0}, {"requests_per_second": 0.0}, {"max_wait": -1.0}, {"api_key_variable": "NO_SUCH_KEY"}]
+)
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServicePapers("http://localhost:1", **settings)
