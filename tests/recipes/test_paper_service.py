@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -290,7 +293,21 @@ def test_an_episode_loses_nothing_when_the_service_dies_and_comes_back(library: 
     assert again.calls[0].info["problem"] == "repeated_query"  # from the cache
 
 
-def test_the_command_serves_a_library_and_refuses_what_it_cannot_serve(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_serves_a_library_until_it_is_stopped(library: LocalPapers) -> None:
+    words = ["search", "papers", "--data", str(library.folder.parent), "--port", "0"]
+    with subprocess.Popen([sys.executable, "-m", "agent_r1.cli", *words], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said = server.stdout.readline()
+            assert said.startswith("72 papers at http://127.0.0.1:")
+            found = httpx.get(f"{said.split()[-1]}/graph/v1/paper/search", params={"query": "parsing"}).json()
+            assert len(found["data"]) == 10
+        finally:
+            server.send_signal(signal.SIGTERM)
+    assert server.returncode in (0, -signal.SIGTERM)
+
+
+def test_the_command_refuses_what_it_cannot_serve(cli: Cli, tmp_path: Path) -> None:
     result = cli("search", "papers", "--data", tmp_path)
     assert result.code == 2
     assert "agent-r1 data recipe paper_search" in " ".join(result.err.split())
