@@ -27,7 +27,11 @@ LINK = re.compile(
 )
 
 ABOUT = {  # page of the API reference -> title, introduction, and what it shows besides public names of these modules
-    "runs": ("Train and load runs", "Training from Python. [The guide](../python-api.md) shows it step by step.", []),
+    "runs": (
+        "Train and load runs",
+        "Training from Python: [the guide](../python-api.md), and [all keywords](../python-api.md#settings).",
+        [],
+    ),
     "tools": ("Tools", "What the model may call. [The guide](../write-a-tool.md).", ["agent_r1.tools.base.ToolCall"]),
     "envs": ("Environments", "What answers the agent. [The guide](../write-an-env.md).", []),
     "flows": ("Flows", "How an episode is played. [The guide](../write-a-flow.md).", []),
@@ -78,9 +82,7 @@ def added_pages(root: Path = ROOT) -> dict[str, Page]:
 def home(readme: Page) -> Page:
     """The README, with buttons under its first paragraph."""
     title, first, rest = readme.text.split("\n\n", 2)
-    return Page(
-        "\n\n".join([title, first, BUTTONS.replace("](", "](docs/").replace("docs/api", "api"), rest]), "README.md"
-    )
+    return Page("\n\n".join([title, first, BUTTONS, rest]), readme.source)
 
 
 def notebook_text(notebook: Mapping[str, list[Mapping[str, object]]]) -> str:
