@@ -11,8 +11,7 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +66,24 @@ class Response:
     extends: bool  # the prompt continues an earlier exchange with its exact ids
     exchange: Exchange  # that later calls may continue
     number: int  # of the call; see `Episode.position`
+
+
+class _Call:
+    """A running call of an episode. Not a generator, which takes four times as long to enter and leave."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode, self._task = episode, asyncio.current_task()
+
+    def __enter__(self) -> None:
+        episode = self._episode
+        episode._acting.add(self._task)
+        # A flow may catch a limit and continue with a shorter conversation.
+        episode.limit, episode.limit_reason, episode.limit_setting = None, "", ""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, EpisodeLimit):
+            self._episode.reach_limit(error)
+        self._episode._acting.discard(self._task)
 
 
 class Episode:
@@ -124,7 +141,7 @@ class Episode:
         if self._closed or self._acting:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
-        with self._one_call():
+        with _Call(self):
             if self.num_actions >= self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], context)
             return await self._act(observation, tools or [], context)
@@ -144,7 +161,7 @@ class Episode:
         """
         if self._closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
-        with self._one_call():
+        with _Call(self):
             if self.num_actions + len(self._acting) > self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], None)
             self.opening = self.opening or sanitize_messages(observation.messages or [])
@@ -174,20 +191,6 @@ class Episode:
     def position(self, number: int) -> int:
         """Where in `steps` the step of a call is now; steps of earlier calls may still come before it."""
         return self._numbers.index(number)
-
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        task = asyncio.current_task()
-        self._acting.add(task)
-        # A flow may catch a limit and continue with a shorter conversation.
-        self.limit, self.limit_reason, self.limit_setting = None, "", ""
-        try:
-            yield
-        except EpisodeLimit as limit:
-            self.reach_limit(limit)
-            raise
-        finally:
-            self._acting.discard(task)
 
     async def _steps_limit(
         self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
@@ -273,8 +276,9 @@ class Episode:
         self._calls += 1
         sampling = replace(self._sampling, max_tokens=min(room, max_tokens), seed=seed)
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
-        completion, said = self._cut_at(completion, stop_texts)
-        text = self.renderer.decode(completion.token_ids)
+        text = said = self.renderer.decode(completion.token_ids)
+        if stop_texts:
+            completion, text, said = self._cut_at(completion, text, stop_texts)
         step = Step(
             prompt_ids=prompt.ids,
             response_ids=completion.token_ids,
@@ -295,15 +299,15 @@ class Episode:
         self._numbers.insert(place, number)
         return completion, said
 
-    def _cut_at(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
-        """End a response with the token that completes a stop text, as if sampling had ended there."""
-        ids, text = completion.token_ids, self.renderer.decode(completion.token_ids)
+    def _cut_at(self, completion: Completion, text: str, stop_texts: Sequence[str]) -> tuple[Completion, str, str]:
+        """End a response with the token that completes a stop text, as if sampling had ended there. Returns it, its
+        text, and the text before the stop text."""
         found = [(start, stop) for stop in stop_texts if (start := text.find(stop)) >= 0]
         if not found:
-            return completion, text
+            return completion, text, text
         start, stop = min(found)
-        kept = self.renderer.token_span(ids, start, start + len(stop))[1]
-        return completion.first(kept), text[:start]
+        cut = completion.first(self.renderer.token_span(completion.token_ids, start, start + len(stop))[1])
+        return cut, self.renderer.decode(cut.token_ids), text[:start]
 
     async def step(self, env: AgentEnv, action: Action) -> Transition:
         """Apply the action to the environment. The answer is checked, timed and attached to the last step."""

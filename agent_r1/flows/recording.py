@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_r1.data.files import is_nested_deeper
 from agent_r1.text import sanitize
-from agent_r1.types import Step, ToolCallRecord, Transition
+from agent_r1.types import MAPPING, Step, ToolCallRecord, Transition
 
 MAX_INFO_CHARS = 100_000
 MAX_INFO_NESTING = 80  # deeper than the arguments of a call may be
@@ -25,7 +25,7 @@ def attach_transition(
     return replace(
         step,
         reward=step.reward + float(transition.reward),
-        calls=step.calls + tuple(_recordable_call(call, source, token_span) for call in transition.calls),
+        calls=step.calls + tuple([_recordable_call(call, source, token_span) for call in transition.calls]),
         feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
         env_seconds=step.env_seconds + seconds,
         info={**step.info, **_recordable(transition.info, source)},
@@ -44,7 +44,7 @@ def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | 
 
 
 def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
-    if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
+    if len(info) <= 16 and all([type(key) is str and _is_short(key) and _is_short(info[key]) for key in info]):
         return dict(info)  # as it would come back from JSON, which is below the limit
     try:
         text = json.dumps(info, ensure_ascii=True)
@@ -69,9 +69,8 @@ def text_size(value: object) -> int:
     """The characters of all strings in a nested value, including contents in parts and tool calls."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict | Mapping):  # dict first: nearly every mapping is one, and this check is much faster
-        return sum(map(text_size, value.values()))
-    return sum(map(text_size, value)) if isinstance(value, list | tuple) else 0
+    items = value.values() if isinstance(value, MAPPING) else value if isinstance(value, list | tuple) else ()
+    return sum([len(item) if type(item) is str else text_size(item) for item in items])
 
 
 def sanitize_messages(value: Any) -> Any:

@@ -83,11 +83,11 @@ class Conversations:
         """
         earlier, new = self._continue(observation, tools, among)
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
-        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
+        own_tools = next((known for known in known_tools if known == tools), None)
         return Pending(
             ids=new[:] if earlier is None else earlier.ids[: earlier.size] + new,
             observation=_snapshot(observation, earlier),
-            tools=own_tools,
+            tools=deepcopy(tools) if own_tools is None else own_tools,
             earlier=earlier,
             new=new,
         )
@@ -171,7 +171,7 @@ def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation
 
 def _copied(message: Message) -> Message:
     """A copy of its own. Texts cannot change, so a message of texts need not be searched for more."""
-    flat = type(message) is dict and all(type(value) is str for value in message.values())
+    flat = type(message) is dict and {*map(type, message.values())} <= {str}
     return dict(message) if flat else deepcopy(message)
 
 
