@@ -128,7 +128,8 @@ class _Parser:
         if token == "(":
             value = self._bracket()
         elif token[0].isdigit() or token[0] == ".":
-            value = _bounded(Fraction(token.replace(",", "").rstrip(".")))
+            number = token.replace(",", "").rstrip(".")
+            value = _bounded(Fraction(int(number) if number.isdigit() else number))  # reading a text takes longer
         else:
             raise NotAnExpression(f"unexpected {token!r} where a number is expected")
         while self.next == "%":
