@@ -12,7 +12,7 @@ import time
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
@@ -108,7 +108,7 @@ class Episode:
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
         self._sampler = sampler
-        self._sampling = sampling
+        self._sampling = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
         self._seed = seed
         self._conversations = Conversations(renderer)
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
@@ -274,7 +274,7 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
         seed, number = stable_seed(self._seed, self._calls), self._calls
         self._calls += 1
-        sampling = replace(self._sampling, max_tokens=min(room, max_tokens), seed=seed)
+        sampling = Sampling(**{**self._sampling, "max_tokens": min(room, max_tokens), "seed": seed})
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
         text = said = self.renderer.decode(completion.token_ids)
         if stop_texts:
