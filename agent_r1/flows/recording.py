@@ -25,13 +25,13 @@ def attach_transition(
 
     Changes the step itself, which only its episode knows so far: a copy takes longer than everything else here.
     """
-    changes = dict(
-        reward=step.reward + float(transition.reward),
-        calls=step.calls + tuple([_recordable_call(call, source, token_span) for call in transition.calls]),
-        feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
-        env_seconds=step.env_seconds + seconds,
-        info={**step.info, **_recordable(transition.info, source)},
-    )
+    changes: dict[str, object] = {
+        "reward": step.reward + float(transition.reward),
+        "calls": step.calls + tuple([_recordable_call(call, source, token_span) for call in transition.calls]),
+        "feedback": "\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
+        "env_seconds": step.env_seconds + seconds,
+        "info": {**step.info, **_recordable(transition.info, source)},
+    }
     for name, value in changes.items():
         object.__setattr__(step, name, value)
     return step
@@ -49,7 +49,7 @@ def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | 
 
 
 def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
-    if len(info) <= 16 and all([type(key) is str and _is_short(key) and _is_short(info[key]) for key in info]):
+    if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
         return dict(info)  # as it would come back from JSON, which is below the limit
     try:
         text = json.dumps(info, ensure_ascii=True)
