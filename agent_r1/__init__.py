@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent_r1.tools.mcp.tool_set import MCPTools
     from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
-__version__ = "0.1.0"
+__version__: str  # of the installed package, so an editable installation keeps that of its last `pip install`
 
 _HOME = {
     "api.agent": ["Agent", "Answer"],
@@ -94,6 +94,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _installed_version()
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'agent_r1' has no attribute {name!r}")
     return getattr(import_module(f"agent_r1.{_MODULE_OF[name]}"), name)
@@ -101,3 +103,12 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("agent-r1")
+    except PackageNotFoundError:  # a source tree on PYTHONPATH
+        return "0+unknown"

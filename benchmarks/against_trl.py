@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from agent_r1.bench.models import TINY, make_tokenizer
-from agent_r1.learn import get_algorithm
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.losses import Correction, KLEstimator
 from benchmarks.parity import (
     KL_COEF,

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agent_r1.learn import ALGORITHMS, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 from agent_r1.learn.losses import Correction, KLEstimator
 from benchmarks import parity
 from benchmarks import verl_side as verl

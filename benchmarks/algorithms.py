@@ -18,12 +18,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agent_r1.learn import ALGORITHMS
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.track.plots import drawn, series
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import Job, as_they_end, held_out, keep
 
 RECIPE = "quickstart"
 FILE = RESULTS / "algorithms.json"
+COLUMNS = 4
 PICTURE = Path(__file__).parents[1] / "docs" / "algorithms.png"
 
 
@@ -86,30 +88,23 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = [name for name in ALGORITHMS if any(run["algorithm"] == name for run in runs)]
-    columns = 5
-    figure, grid = plt.subplots(-(-len(names) // columns), columns, figsize=(13, 7), sharex=True, sharey=True)
-    for axes, name in zip(grid.flat, names, strict=False):
-        for run in (run for run in runs if run["algorithm"] == name):
-            steps, success, error = zip(*run["held_out"], strict=True)
-            axes.errorbar(steps, success, yerr=error, marker="o", markersize=3, capsize=2, label=f"seed {run['seed']}")
-        axes.set_title(name, fontsize=10)
-        axes.axhline(0.85, color="gray", linestyle=":", linewidth=1)
-        axes.grid(alpha=0.3)
-    for axes in list(grid.flat)[len(names) :]:
-        axes.axis("off")
-    grid.flat[0].set_ylim(0, 1.02)
-    grid.flat[0].legend(fontsize=7, loc="lower right")
-    figure.supxlabel("training step")
-    figure.supylabel("success on held-out rows")
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    rows = -(-len(names) // COLUMNS)
+    with drawn(PICTURE, height=2 * rows) as figure:
+        grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True)
+        for axes, name in zip(grid.flat, names, strict=False):
+            for index, run in enumerate(run for run in runs if run["algorithm"] == name):
+                steps, success, error = zip(*run["held_out"], strict=True)
+                axes.errorbar(steps, success, yerr=error, **series(index), markersize=4, label=f"seed {run['seed']}")
+            axes.set_title(name)
+        for axes in list(grid.flat)[len(names) :]:
+            axes.axis("off")
+        for axes in list(grid.flat)[len(names) - COLUMNS : len(names)]:  # nothing is below them
+            axes.tick_params(labelbottom=True)
+        grid.flat[0].set_ylim(0, 1.02)
+        grid.flat[0].legend(fontsize=9, loc="lower right")
+        figure.supxlabel("training step")
+        figure.supylabel("success on held-out rows")
 
 
 def main(words: Sequence[str]) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
-
+from agent_r1.track.plots import COLORS, drawn, series
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import Job, held_out, keep
 
@@ -88,22 +87,17 @@ def learn(out: Path) -> None:
 
 def draw(results: Path) -> None:
     """Mean over seeds, with the range."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
-    figure, axes = plt.subplots(figsize=(7, 3.6))
-    for mode, color in zip(CURVES, ("black", "tab:blue", "tab:orange", "tab:green"), strict=True):
-        curves = [[success for _, success, _ in run["held_out"]] for run in runs if run["mode"] == mode]
-        steps = [step for step, _, _ in next(run["held_out"] for run in runs if run["mode"] == mode)]
-        columns = list(zip(*curves, strict=True))
-        axes.plot(steps, [sum(column) / len(column) for column in columns], color=color, marker="o", label=mode)
-        axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.12)
-    axes.set(xlabel="step", ylabel="success on held-out rows", ylim=(0, 1.02))
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+    with drawn(PICTURE) as figure:
+        axes = figure.subplots()
+        for index, mode in enumerate(CURVES):
+            curves = [[success for _, success, _ in run["held_out"]] for run in runs if run["mode"] == mode]
+            steps = [step for step, _, _ in next(run["held_out"] for run in runs if run["mode"] == mode)]
+            columns = list(zip(*curves, strict=True))
+            axes.plot(steps, [sum(column) / len(column) for column in columns], **series(index), label=mode)
+            axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=COLORS[index], alpha=0.12)
+        axes.set(xlabel="step", ylabel="success on held-out rows", ylim=(0, 1.02))
+        axes.legend(loc="lower right")
 
 
 def main() -> None:
@@ -114,8 +108,10 @@ def main() -> None:
     elif what == "curves":
         learn(RESULTS / "async_curves.json")
         draw(RESULTS / "async_curves.json")
+    elif what == "draw":  # the stored curves
+        draw(RESULTS / "async_curves.json")
     else:
-        raise SystemExit(f"unknown benchmark {what!r}: choose speed or curves")
+        raise SystemExit(f"unknown benchmark {what!r}: choose speed, curves or draw")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from rich.console import Console
@@ -58,6 +57,7 @@ from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.quickstart.task import calculate, lookup
 from agent_r1.rollout.collect import Collector
 from agent_r1.tools.base import FunctionTool, tool
+from agent_r1.track.plots import COLORS, drawn
 from agent_r1.types import TaskRow, Trajectory
 from benchmarks.baseline import CarriedCache, FreshPrefill, Played, Responder, TurnLoop
 from benchmarks.machine import RESULTS, machine
@@ -287,27 +287,22 @@ def show(summary: Sequence[dict[str, Any]], setting: str) -> None:
 
 
 def draw(summary: Sequence[dict[str, Any]], picture: Path) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     labels = {
         "collect": "collect (this project)",
         "carried": "turn by turn, KV cache carried",
         "afresh": "turn by turn, prompts computed anew",
     }
-    figure, axes = plt.subplots(figsize=(7, 3.6))
-    for place, side in enumerate(SIDES):
-        heights = [row["tokens_per_second"][side] for row in summary]
-        bars = axes.bar([x + 0.27 * (place - 1) for x in range(len(summary))], heights, width=0.25, label=labels[side])
-        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-    axes.set_xticks(range(len(summary)), [f"{row['latency_ms']:g} ms" for row in summary])
-    axes.set(xlabel="mean latency of a tool call (log-normal)", ylabel="response tokens per second")
-    axes.legend(frameon=False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with drawn(picture) as figure:
+        axes = figure.subplots()
+        for index, side in enumerate(SIDES):
+            heights = [row["tokens_per_second"][side] for row in summary]
+            places = [x + 0.27 * (index - 1) for x in range(len(summary))]
+            bars = axes.bar(places, heights, width=0.25, color=COLORS[index], label=labels[side])
+            axes.bar_label(bars, fmt="{:,.0f}", fontsize=10)
+        axes.set_xticks(range(len(summary)), [f"{row['latency_ms']:g} ms" for row in summary])
+        axes.set(xlabel="mean latency of a tool call (log-normal)", ylabel="response tokens per second")
+        axes.grid(visible=False, axis="x")
+        axes.legend()
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -319,12 +314,16 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--latencies", default="0,50,500", help="mean milliseconds of a tool call, separated by commas")
     parser.add_argument("--refill-latencies", default="50", help="likewise, in the other settings")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, of every side")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; draw the stored results")
     parser.add_argument("--out", type=Path, help="folder for both files instead of benchmarks/results and docs")
     return parser.parse_args(words)
 
 
 async def main(words: Sequence[str]) -> None:
     options = arguments(words)
+    if options.draw:
+        draw(json.loads((RESULTS / "collect.json").read_text(encoding="utf-8"))["summary"], DOCS / "collect.png")
+        return
     torch.set_num_threads(options.threads)
     group_size = [f"rollout.group_size={options.group_size}"] if options.group_size else []
     config = load_config("quickstart", [f"engine.threads={options.threads}", *group_size])

@@ -23,6 +23,7 @@ from typing import Any
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.track.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, drawn
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import (
     ROOT,
@@ -114,39 +115,35 @@ def setting(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     runs = results["runs"][::-1]  # bars are drawn bottom-up
     several = len({run["seed"] for run in runs}) > 1
     names = [f"{run['name']} {run['seed']}" if several else run["name"] for run in runs]
-    figure, (success, tokens, seconds) = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
-    above_all = {"fontsize": 8, "loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}  # hides no bar
-    for place, when, color, above in ((0, "before RL", "C7", 0.2), (-1, "after", "C0", -0.2)):
-        judged = [run["held_out"][place] for run in runs]
-        success.barh(
-            [index + above for index in range(len(runs))],
-            [100 * each["success"] for each in judged],
-            xerr=[100 * each["success_stderr"] for each in judged],
-            height=0.38,
-            color=color,
-            label=when,
-        )
-    success.set_yticks(range(len(runs)), names)
-    success.set(xlabel="success on held-out rows, %", xlim=(0, 100))
-    success.legend(**above_all)
-    tokens.barh(names, [run["shown_tokens"] for run in runs], color="C1")
-    tokens.set(xlabel="tokens shown in an episode")
-    collecting = [run["collect_seconds"] for run in runs]
-    seconds.barh(names, collecting, color="C2", label="collecting")
-    seconds.barh(names, [run["update_seconds"] for run in runs], left=collecting, color="C3", label="update")
-    seconds.set(xlabel="seconds of a training step")
-    seconds.legend(**above_all)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with drawn(picture, height=1.2 + 0.5 * len(runs)) as figure:
+        success, tokens, seconds = figure.subplots(1, 3, sharey=True)
+        above_all = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2, "columnspacing": 1.0}
+        above_all |= {"handlelength": 1.2, "handletextpad": 0.4}
+        for place, when, color, above in ((0, "before RL", SKY, 0.2), (-1, "after", BLUE, -0.2)):
+            judged = [run["held_out"][place] for run in runs]
+            success.barh(
+                [index + above for index in range(len(runs))],
+                [100 * each["success"] for each in judged],
+                xerr=[100 * each["success_stderr"] for each in judged],
+                height=0.38,
+                color=color,
+                label=when,
+            )
+        success.set_yticks(range(len(runs)), names)
+        success.set(xlabel="held-out success, %", xlim=(0, 100))
+        success.legend(**above_all)
+        tokens.barh(names, [run["shown_tokens"] for run in runs], color=GREEN)
+        tokens.set(xlabel="tokens shown per episode")
+        collecting = [run["collect_seconds"] for run in runs]
+        seconds.barh(names, collecting, color=ORANGE, label="collecting")
+        seconds.barh(names, [run["update_seconds"] for run in runs], left=collecting, color=PURPLE, label="update")
+        seconds.set(xlabel="seconds per step")
+        seconds.legend(**above_all)
+        for axes in (success, tokens, seconds):
+            axes.grid(visible=False, axis="y")
 
 
 def main(words: Sequence[str]) -> None:

@@ -15,9 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from agent_r1.learn import assign_credit, get_algorithm
+from matplotlib import colormaps
+from matplotlib.patches import Rectangle
+
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.batch.packs import Segment, merge_steps
+from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.rewards import outcome_rewards, process_rewards
+from agent_r1.track.plots import drawn
 from agent_r1.types import Group, PerToken, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 PICTURE = Path(__file__).parents[1] / "docs" / "masks.png"
@@ -142,43 +147,37 @@ def without_zeros(values: Sequence[float | None]) -> list[float | None]:
 
 
 def draw(shown: Picture, target: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import colormaps
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(13, 4.6))
-    for x, (word, step) in enumerate(zip(shown.words, shown.steps, strict=True)):
-        tint = "#e3e3e3" if step is None else ("#cfe2f3", "#d9ead3", "#fff2cc")[step]
-        axes.add_patch(plt.Rectangle((x, 0), 1, -1, facecolor=tint, edgecolor="white"))
-        axes.text(x + 0.5, -0.5, word, ha="center", va="center", rotation=90, fontsize=9, family="monospace")
-    advantages = [v for name, row in shown.rows.items() if name.startswith("advantage,") for v in row if v is not None]
-    tops = [-1 - 0.6 * index for index in range(len(shown.rows))]
-    for top, (name, row) in zip(tops, shown.rows.items(), strict=True):
-        paint = painter(name, max(map(abs, advantages)), colormaps["RdYlGn"])
-        for x, value in enumerate(row):
-            tint = "white" if value is None else paint(value)
-            axes.add_patch(plt.Rectangle((x, top), 1, -0.6, facecolor=tint, edgecolor="white"))
-            if value is not None:
-                text = f"{value:.0f}" if name.endswith("mask") else f"{value:+.1f}"
-                axes.text(x + 0.5, top - 0.3, text, ha="center", va="center", fontsize=7.5)
-    axes.set_yticks([-0.5, *(top - 0.3 for top in tops)], ["token", *shown.rows], fontsize=9)
-    axes.set(xticks=[], xlim=(0, len(shown.words)), ylim=(tops[-1] - 0.6, 0))
-    axes.set_title("grey: prompt and tool text      blue, green, yellow: the responses of steps 0, 1, 2", fontsize=10)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
+    with drawn(target, height=5.4) as figure:
+        axes = figure.subplots()
+        for x, (word, step) in enumerate(zip(shown.words, shown.steps, strict=True)):
+            tint = "#e3e3e3" if step is None else ("#cfe2f3", "#d9ead3", "#fff2cc")[step]
+            axes.add_patch(Rectangle((x, 0), 1, -1, facecolor=tint, edgecolor="white"))
+            axes.text(x + 0.5, -0.5, word, ha="center", va="center", rotation=90, fontsize=9, family="monospace")
+        advantages = [v for name, row in shown.rows.items() if name.startswith("advantage,") for v in row if v]
+        tops = [-1 - 0.6 * index for index in range(len(shown.rows))]
+        for top, (name, row) in zip(tops, shown.rows.items(), strict=True):
+            paint = painter(name, max(map(abs, advantages)))
+            for x, value in enumerate(row):
+                tint = "white" if value is None else paint(value)
+                axes.add_patch(Rectangle((x, top), 1, -0.6, facecolor=tint, edgecolor="white"))
+                if value is not None:
+                    text, angle = (f"{value:.0f}", 0) if name.endswith("mask") else (f"{value:+.1f}", 90)
+                    axes.text(x + 0.5, top - 0.3, text, ha="center", va="center", fontsize=9, rotation=angle)
+        axes.set_yticks([-0.5, *(top - 0.3 for top in tops)], ["token", *shown.rows], fontsize=10)
+        axes.set(xticks=[], xlim=(0, len(shown.words)), ylim=(tops[-1] - 0.6, 0))
+        axes.set_title("grey: prompt and tool text   blue, green, yellow: responses of steps 0, 1, 2", fontsize=11)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
 
 
-def painter(name: str, largest: float, scale: Any) -> Callable[[float], Any]:
+def painter(name: str, largest: float) -> Callable[[float], Any]:
+    """Positive is blue and negative is orange."""
     if name.endswith("mask"):
-        return lambda value: "#93c47d" if value else "#eeeeee"
+        return lambda value: "#7fb3d5" if value else "#eeeeee"
     if name.endswith("reward"):
-        return lambda value: "#9fc5e8" if value > 0 else "#ea9999"
-    return lambda value: scale(0.5 + 0.4 * value / largest)
+        return lambda value: "#9fc5e8" if value > 0 else "#f0b27a"
+    return lambda value: colormaps["PuOr"](0.5 + 0.25 * value / largest)
 
 
 def main() -> None:

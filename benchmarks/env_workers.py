@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.types import Action, TaskRow
 from benchmarks.machine import RESULTS, machine
 from benchmarks.slow_envs import Blocking, Computing, InThread, Trivial

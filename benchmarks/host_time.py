@@ -58,7 +58,7 @@ from agent_r1.recipes.alfworld import task as alfworld
 from agent_r1.recipes.gsm8k_tool import task as gsm8k_tool
 from agent_r1.recipes.webshop import task as webshop
 from agent_r1.rollout.collect import Collector
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.train.garbage import freeze_parts
 from agent_r1.types import Group, TaskRow

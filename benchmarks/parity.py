@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_r1.learn import Algorithm, assign_credit, get_algorithm
+from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.learn.batch.minibatch import MiniBatch, prepare, with_own_logprobs
 from agent_r1.learn.batch.packs import column, column_with_gaps, nested
+from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, value_loss
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.ranks.crew import OneProcess

@@ -7,18 +7,20 @@ Every run starts with an empty cache, so its time includes creating and warm-sta
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
+from agent_r1.track.plots import COLORS, drawn, series
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import Job, held_out, keep
 
 SEEDS = (0, 1, 2)
+OUT = RESULTS / "quickstart.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "quickstart.png"
 
 
@@ -51,22 +53,15 @@ def _cpu_seconds() -> float:
 
 def draw(runs: Sequence[dict[str, Any]], picture: Path, others: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
     """`others`: runs to compare with, by their labels."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.6))
     labelled = [(f"seed {run['seed']}", run) for run in runs] + list(others)
-    for (label, run), color in zip(labelled, ("tab:blue", "tab:orange", "tab:green", "black"), strict=False):
-        axes.plot(*zip(*run["training"], strict=True), color=color, alpha=0.25)
-        steps, success, error = zip(*run["held_out"], strict=True)
-        axes.errorbar(steps, success, yerr=error, color=color, marker="o", capsize=3, label=label)
-    axes.axhline(0.9, color="gray", linestyle=":", linewidth=1)
-    axes.set(xlabel="GRPO step", ylabel="success on held-out rows", ylim=(0, 1.02))
-    axes.legend(loc="center right" if others else "lower right")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with drawn(picture) as figure:
+        axes = figure.subplots()
+        for index, (label, run) in enumerate(labelled):
+            axes.plot(*zip(*run["training"], strict=True), color=COLORS[index], alpha=0.3)
+            steps, success, error = zip(*run["held_out"], strict=True)
+            axes.errorbar(steps, success, yerr=error, **series(index), label=label)
+        axes.set(xlabel="GRPO step", ylabel="success on held-out rows", ylim=(0, 1.02))
+        axes.legend(loc="center right" if others else "lower right")
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> str:
@@ -76,9 +71,13 @@ def summary(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [play("quickstart", seed, Path(folder)) for seed in SEEDS]
-    keep(RESULTS / "quickstart.json", {"command": "python -m benchmarks.quickstart", **machine(), "runs": runs})
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; draw the stored results")
+    if not parser.parse_args().draw:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [play("quickstart", seed, Path(folder)) for seed in SEEDS]
+        keep(OUT, {"command": "python -m benchmarks.quickstart", **machine(), "runs": runs})
+    runs = json.loads(OUT.read_text(encoding="utf-8"))["runs"]
     draw(runs, PICTURE)
     print(summary(runs))
 

@@ -7,8 +7,9 @@ Every run is a command (`agent-r1 sft`, `agent-r1 train`). `--set` changes setti
 ppo:critic.lr=1e-4` of one. An algorithm can take part several times under different names: `--algorithms ppo,short=ppo
 --for short:algorithm.settings.gamma=0.9`. Success is measured on the recipe's evaluation set, and at the end also on
 those of `--splits`; the gain of RL is the paired difference between the last and the first evaluation of a run.
-`--start RUN` uses an existing warm start. With more than one of `--workers`, runs share the machine, so compare their
-times only with each other.
+`--start RUN` uses an existing warm start. `--add` keeps the runs that the results file already has, so that seeds can
+be measured on different days. With more than one of `--workers`, runs share the machine, so compare their times only
+with each other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from agent_r1.runs.compare import compare, find_sides
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.statistics import PairedDifference
+from agent_r1.track.plots import GRAY, LINES, drawn, series
 from benchmarks.machine import RESULTS, machine
+from benchmarks.over_seeds import seeds_table
 
 ROOT = Path(__file__).parents[1]
 DIAGNOSTICS = (
@@ -89,12 +92,18 @@ class Job:
     def _result(self, run: Path) -> dict[str, Any]:
         evaluated, training = (RunDir.open(run).read_metrics(kind) for kind in ("eval", "train"))
         comparison = compare(*find_sides([run], step="first,last", name=None))
+        commit = machine()["commit"]
         return {
             "name": self.name,
             "seed": self.seed,
             "words": list(self.words),
             "panel": evaluated[0]["panel"],
-            "held_out": [_evaluation(r) | {"seconds": round(r["time"] - evaluated[0]["time"], 1)} for r in evaluated],
+            "commit": commit,
+            "held_out": [
+                _evaluation(record)
+                | {"seconds": round(record["time"] - evaluated[0]["time"], 1), "by_row": by_row(run, record["step"])}
+                for record in evaluated
+            ],
             "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
             "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
             "train_success": [round(record["success"], 4) for record in training],
@@ -106,6 +115,12 @@ class Job:
 def held_out(run: RunDir) -> list[tuple[int, float, float]]:
     """Step, success and standard error of a run's evaluations."""
     return [(record["step"], record["success"], record["success_stderr"]) for record in run.read_metrics("eval")]
+
+
+def by_row(run: Path, step: int) -> dict[str, str]:
+    """The outcome of each row at a step, by measure, in the order of row ids: as text, so that files stay readable."""
+    [side, _] = find_sides([run], step=f"{step},{step}", name=None)
+    return {each: " ".join(f"{value:.4g}" for value in side.record.column(each)) for each in side.record.measures}
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +172,21 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     ]
     for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):
         yield {"workers": min(options.workers, len(jobs)), "start": start, "runs": runs}
+
+
+def add(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """The runs of both, on the same panel. A run that was repeated replaces the earlier one."""
+    if earlier["start"]["panel"] != results["start"]["panel"]:
+        raise SystemExit(
+            f"--add: the runs there were evaluated on panel {earlier['start']['panel']}, these on "
+            f"{results['start']['panel']}"
+        )
+    repeated = {(run["name"], run["seed"]) for run in results["runs"]}
+    kept = [run for run in earlier["runs"] if (run["name"], run["seed"]) not in repeated]
+    names = list(dict.fromkeys(run["name"] for run in [*earlier["runs"], *results["runs"]]))
+    runs = sorted([*kept, *results["runs"]], key=lambda run: (names.index(run["name"]), run["seed"]))
+    commands = [*earlier.get("earlier", []), earlier["command"]]
+    return {**results, "runs": runs, "earlier": [each for each in commands if each != results["command"]]}
 
 
 def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str, Any]:
@@ -266,39 +296,27 @@ def setting(results: Mapping[str, Any]) -> str:
     start = results["start"]["held_out"][0]
     rows = f"{start['rows']:.0f} rows, panel `{results['start']['panel']}`"
     shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
-    return f"{results['accelerator']}{shared}, commit `{results['commit']}`, {rows}, greedy: `{results['command']}`"
+    found = dict.fromkeys([results["commit"], *(run.get("commit", results["commit"]) for run in results["runs"])])
+    commits = ", ".join(f"`{each}`" for each in found)
+    commands = " ; ".join(f"`{each}`" for each in [*results.get("earlier", []), results["command"]])
+    return f"{results['accelerator']}{shared}, commit {commits}, {rows}, greedy: {commands}"
 
 
 def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
     names, seeds = (list(dict.fromkeys(run[key] for run in results["runs"])) for key in ("name", "seed"))
-    for run in results["runs"]:
-        points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
-        steps, success, error = zip(*points, strict=True)
-        axes.errorbar(
-            steps,
-            success,
-            yerr=error,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            label=run["name"] if len(seeds) == 1 else f"{run['name']} {run['seed']}",
-            color=f"C{names.index(run['name'])}",
-            linestyle=("-", "--", ":", "-.")[seeds.index(run["seed"]) % 4],
-        )
-    zero = 100 * results["start"]["held_out"][0]["success"]
-    axes.axhline(zero, color="gray", linestyle=":", label="zero-shot")
-    axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    with drawn(picture) as figure:
+        axes = figure.subplots()
+        for run in results["runs"]:
+            points = [(each["step"], 100 * each["success"], 100 * each["success_stderr"]) for each in run["held_out"]]
+            steps, success, error = zip(*points, strict=True)
+            look = series(names.index(run["name"])) | {"linestyle": LINES[seeds.index(run["seed"]) % len(LINES)]}
+            axes.errorbar(steps, success, yerr=error, **look, label=run["name"] if run["seed"] == seeds[0] else None)
+        zero = 100 * results["start"]["held_out"][0]["success"]
+        axes.axhline(zero, color=GRAY, linestyle=":", label="zero-shot")
+        axes.set(xlabel="RL step", ylabel="success on held-out rows, %", title=title, ylim=(0, None))
+        if len(seeds) > 1:
+            axes.set_title(f"{title} (one line style per seed)")
+        axes.legend()
 
 
 def parser_of(module: str, *, compared: str) -> argparse.ArgumentParser:
@@ -358,6 +376,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--measures", default="", help="what the table shows too: reward (its mean), or parts of it")
     parser.add_argument("--gain", default="success", help="the measure whose paired difference the table shows")
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
+    parser.add_argument("--add", action="store_true", help="keep the runs that the results file has, and add these")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"{name}.json"
@@ -369,12 +388,13 @@ def main(words: Sequence[str]) -> None:
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        parts = [written, HOW_SURE, shown, kinds_table(results), setting(results)]
+        parts = [seeds_table(results, options.gain), written, HOW_SURE, shown, kinds_table(results), setting(results)]
         fill(page, out.name, "\n" + "\n\n".join(part for part in parts if part) + "\n")
         return
     facts = facts_of("recipes", words)
+    earlier = json.loads(out.read_text(encoding="utf-8")) if options.add and out.exists() else None
     for results in measure(options, new_folder(options.runs, name)):
-        keep(out, facts | results)
+        keep(out, facts | results if earlier is None else add(earlier, facts | results))
         print(table(results, measures, options.gain), flush=True)
 
 

@@ -19,7 +19,7 @@ from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.config import ActorConfig
 
-from agent_r1.learn import Algorithm
+from agent_r1.learn.algorithms import Algorithm
 from benchmarks.parity import KL_COEF, KL_TARGET, Outcome, differentiate, observed_kls, shared_advantages, trained_case
 from benchmarks.parity import value_targets as our_value_targets
 from benchmarks.parity_cases import Case, Layout

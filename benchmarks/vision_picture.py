@@ -30,6 +30,7 @@ from agent_r1.flows.episode import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.rendering import Renderer
+from agent_r1.track.plots import DPI, WIDTH
 from agent_r1.types import Step, TaskRow, Trajectory
 from agent_r1.vision.picture_format import PictureFormat, QwenPictures
 from agent_r1.vision.pictures import Picture, index_of, key_of
@@ -126,7 +127,7 @@ def draw(path: Path) -> None:
     trajectory, tokenizer, form = play()
     last = trajectory.steps[-1]
     shown = pieces(last, tokenizer)
-    figure = Figure(figsize=(9, 4.6), facecolor="white")
+    figure = Figure(figsize=(WIDTH, 4.9), facecolor="white")
     axes = figure.subplots(1, 2, gridspec_kw={"left": 0.02, "right": 0.98, "top": 0.86, "bottom": 0.3, "wspace": 0.08})
     for axis, picture in zip(axes, (piece for piece in shown if isinstance(piece, Picture)), strict=True):
         rows, columns = form.shape(picture)
@@ -141,14 +142,14 @@ def draw(path: Path) -> None:
     lines = [(piece if isinstance(piece, str) else f"[image {piece.name[:6]}]") for piece in shown]
     text = "".join(lines).replace("\n", " ").strip()
     words = text.replace(SAID[0], f"\n{SAID[0]}").replace("<|im_end|> <|im_start|>", "<|im_end|>\n<|im_start|>")
-    figure.text(0.02, 0.2, words, fontsize=7, family="monospace", va="top", linespacing=1.6)
+    figure.text(0.02, 0.2, words, fontsize=8, family="monospace", va="top", linespacing=1.6)
     counts = len(last.prompt_ids), sum(token < 0 for token in last.prompt_ids)
     note = f"the second prompt: {counts[0]} tokens, {counts[1]} of them of pictures; sampled next: {SAID[1]!r}"
     figure.text(0.02, 0.96, note, fontsize=10, weight="bold")
     box = FancyBboxPatch((0.01, 0.015), 0.98, 0.21, boxstyle="round,pad=0.002", transform=figure.transFigure,
                          facecolor="#e8edf4", edgecolor="none", zorder=-1)  # fmt: skip
     figure.add_artist(box)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI)
 
 
 if __name__ == "__main__":

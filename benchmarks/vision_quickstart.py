@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from agent_r1.recipes.vision_quickstart import task
+from agent_r1.track.plots import drawn
 from benchmarks import quickstart
 from benchmarks.machine import RESULTS, machine
 from benchmarks.recipes import ROOT, keep
@@ -38,9 +37,6 @@ def draw(results: dict[str, Any]) -> None:
 
 def draw_pictures() -> None:
     """What the policy sees of one held-out row: the board, and the two cards it has to look at."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     [row] = task.rows("test", 1)
     board = task.Board(**row.env_kwargs["tools_kwargs"]["peek"]["board"])
     red, blue = (task.CELLS[cell] for cell in (board.red, board.blue))
@@ -49,19 +45,18 @@ def draw_pictures() -> None:
         f"peek {red}, 32 x 32 pixels": board.card(board.red),
         f"peek {blue}, 32 x 32 pixels": board.card(board.blue),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(7, 2.9), gridspec_kw={"width_ratios": (48, 32, 32)})
-    for axis, (title, picture) in zip(axes, shown.items(), strict=True):
-        axis.imshow(picture.pixels, interpolation="nearest")
-        axis.set_title(title, fontsize=10)
-        axis.set(xticks=[], yticks=[], anchor="N")
     side = task.CELL_PIXELS
     middles = [side * index + side / 2 - 0.5 for index in range(task.SIDE)]
-    axes[0].set_xticks(middles, list("abc"))
-    axes[0].set_yticks(middles, list("123"))
-    axes[0].tick_params(length=0)
-    figure.tight_layout()
-    figure.savefig(SEEN, dpi=110)
-    plt.close(figure)
+    with drawn(SEEN, height=3.4) as figure:
+        axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": (48, 32, 32)})
+        for axis, (title, picture) in zip(axes, shown.items(), strict=True):
+            axis.imshow(picture.pixels, interpolation="nearest")
+            axis.set_title(title, fontsize=11)
+            axis.set(xticks=[], yticks=[], anchor="N")
+            axis.grid(visible=False)
+        axes[0].set_xticks(middles, list("abc"))
+        axes[0].set_yticks(middles, list("123"))
+        axes[0].tick_params(length=0)
 
 
 def measure(recipe: str, seeds: Sequence[int], folder: Path) -> Iterator[dict[str, Any]]:

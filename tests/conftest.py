@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True)  # reproducible failures in CI
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Before torch and numpy are imported: with tiny matrices, a second thread only takes time from the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Examples may take any time: a busy machine is not a failure.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", patient)
+settings.register_profile("ci", patient, derandomize=True)  # reproducible failures in CI
+settings.load_profile("ci" if os.environ.get("CI") else "patient")
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,30 @@ Cli = Callable[..., Ended]
 TRAINING = {"train", "learning", "cli", "benchmarks", "docs"}  # folders whose files take longest
 
 
+def pytest_configure() -> None:
+    """A shell ignores SIGINT in what it starts in the background; tests of Ctrl-C need it there too."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the long files first: a file stays on one worker, and one that begins last would run alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in TRAINING))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Keep torch and transformers out of garbage collections: a run begins with a full one, which would visit half a
+    million objects and take a quarter of the time of a tiny run. A run thaws everything at its end."""
+    if gc.get_freeze_count() == 0:
+        if item.path != _frozen_in.get("file"):  # once per file, so that garbage cannot pile up
+            gc.collect()
+        gc.freeze()
+        _frozen_in["file"] = item.path
+
+
+_frozen_in: dict[str, Path] = {}
 
 
 @pytest.fixture

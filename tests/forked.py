@@ -19,7 +19,18 @@ from agent_r1.cli.app import main
 _FORKS = multiprocessing.get_context("forkserver")
 # Modules that commands import; none of them may start threads or look for a GPU.
 _FORKS.set_forkserver_preload(
-    ["agent_r1.cli.commands.collect", "agent_r1.recipes.quickstart.tiny", "matplotlib.figure"]
+    [
+        "agent_r1.cli.commands.collect",
+        "agent_r1.cli.train_command",
+        "agent_r1.doctor.quick",
+        "agent_r1.engines.local.local_engine",
+        "agent_r1.recipes.quickstart.tiny",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "tests.frozen",  # the last one
+    ]
 )
 
 

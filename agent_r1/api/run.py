@@ -16,7 +16,7 @@ from agent_r1.api.screen import screen
 from agent_r1.api.settings import Settings, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.cli.commands.eval import describe_sampling, run_eval
-from agent_r1.cli.display import curve_picture, eval_summary
+from agent_r1.cli.display import eval_summary
 from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError
@@ -62,7 +62,9 @@ class Run:
             raise DataError(f"{self._directory} has no metrics yet: no step was finished")
         config, path = self.config, self.path / "curve.png"
         title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
-        curve_picture(records, path, title, f"held-out rows ({describe_sampling(config.eval)})")
+        from agent_r1.track.plots import plot_curve  # loads matplotlib
+
+        plot_curve(records, path, title, f"held-out rows ({describe_sampling(config.eval)})")
         return Picture(path)
 
     def transcript(self, index: int = 0, *, step: int | None = None, kind: str = "eval") -> Transcript:

@@ -26,7 +26,6 @@ from agent_r1.cli.signals import interruptible
 from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.errors import ConfigError
-from agent_r1.runs.observer import Observers
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import Evaluation, RunDir, new_run_path
 
@@ -62,9 +61,9 @@ def train(
             f"backend={job.config.backend!r} trains in processes that do not have the objects of this one: write a "
             "recipe and use agent-r1 train"
         )
-    callbacks = Callbacks(on_step=on_step, on_episode=on_episode, on_eval=on_eval)
     plan = build_plan(job.config, resume=job.done)  # finds mistakes before a run directory or a model exists
-    plan = replace(plan, observer=Observers([plan.observer, callbacks]))
+    callbacks = Callbacks(trackers=plan.observer, on_step=on_step, on_episode=on_episode, on_eval=on_eval)
+    plan = replace(plan, observer=callbacks)
     directory = job.open(console)
     try:
         apart(lambda: run_training(job.config, plan, directory, console, resume=job.resume))

@@ -108,10 +108,9 @@ def check_players(task: Task, template: TemplateFormat | None, rows: Iterable[Ta
                 flow.make_env(row)
             elif env_type is not None:
                 env_class(env_type)
-        except AgentR1Error as error:
-            raise ConfigError(f"row {row.row_id!r} cannot be played: {error}") from error
         except Exception as error:  # constructors of flows and envs are user code
-            raise ConfigError(f"row {row.row_id!r} cannot be played: {explain(error)}") from error
+            why = error if isinstance(error, AgentR1Error) else explain(error)
+            raise ConfigError(f"row {row.row_id!r} cannot be played: {why}") from error
 
 
 def check_disjoint(config: RunConfig, train: Sequence[TaskRow], test: Sequence[TaskRow]) -> None:

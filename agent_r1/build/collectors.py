@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from agent_r1.build.context import check_summary_budget
+from typing import Any
+
+from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
 from agent_r1.build.task import Task
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Sampler, Sampling
@@ -14,43 +16,28 @@ from agent_r1.tokens.rendering import Renderer
 
 def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     rollout = config.rollout
-    sampling = Sampling(
-        max_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        keep_support=rollout.top_k > 0,
-        stop_ids=tuple(renderer.stop_ids),
-    )
-    return _collector(config, task, renderer, sampler, sampling, rollout.group_size)
+    noise = rollout.model_dump(include={"temperature", "top_p", "top_k"}) | {"keep_support": rollout.top_k > 0}
+    return _collector(config, task, renderer, sampler, noise, rollout.group_size)
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     """One attempt per row without sampling noise, for algorithms with a greedy baseline."""
-    sampling = Sampling(
-        max_tokens=config.rollout.max_response_tokens, temperature=0.0, stop_ids=tuple(renderer.stop_ids)
-    )
-    return _collector(config, task, renderer, sampler, sampling, 1)
+    return _collector(config, task, renderer, sampler, {"temperature": 0.0}, 1)
 
 
 def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     """Collect episodes for evaluation and chat."""
-    settings = config.eval
-    sampling = Sampling(
-        max_tokens=config.rollout.max_response_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        stop_ids=tuple(renderer.stop_ids),
-    )
-    return _collector(config, task, renderer, sampler, sampling, settings.samples)
+    noise = config.eval.model_dump(include={"temperature", "top_p", "top_k"})
+    return _collector(config, task, renderer, sampler, noise, config.eval.samples)
 
 
 def _collector(
-    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, sampling: Sampling, group_size: int
+    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, noise: dict[str, Any], group_size: int
 ) -> Collector:
     check_summary_budget(config, renderer)
+    check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
     rollout = config.rollout
+    sampling = Sampling(max_tokens=rollout.max_response_tokens, stop_ids=tuple(renderer.stop_ids), **noise)
     limits = Limits(
         max_steps=rollout.max_steps,
         max_response_tokens=rollout.max_response_tokens,

@@ -10,10 +10,16 @@ from agent_r1.build.resolve import check_callable, resolve
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import SummaryContext
 from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
+from agent_r1.flows.reasoning import StripReasoning
+from agent_r1.tokens.formats import ToolCallFormat, get_format
+from agent_r1.tokens.formats.infer import TemplateFormat, requested_format, template_format
+from agent_r1.tokens.formats.table import FALLBACK
 from agent_r1.tokens.rendering import Renderer
+from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 
 _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
@@ -25,18 +31,38 @@ _POLICIES: dict[str, Callable[..., ContextPolicy]] = {
 }
 
 
-def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[], ContextPolicy] | None:
-    """Return a factory of context policies, one per episode; None for `append`, which needs none."""
+def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[TemplateFormat | None], ContextPolicy] | None:
+    """Return a factory of context policies, one per episode; None if everything is shown."""
     context = config.context
-    if context.policy == "append":
+    if not changes_history(config):
         return None
     check_env_repeats(env, config.task.env_kwargs, config)
-    settings: dict[str, Any] = context.model_dump(exclude={"policy", "demo_summary"})
+    settings: dict[str, Any] = context.model_dump(exclude={"policy", "reasoning", "demo_summary"})
     if context.policy == "rewrite":
         settings["function"] = message_function(config, "context.function", context.function)
     if context.policy == "summary" and context.demo_summary is not None:
         message_function(config, "context.demo_summary", context.demo_summary)
-    return lambda: _POLICIES[context.policy](**settings)
+
+    def make(template: TemplateFormat | None) -> ContextPolicy:
+        policy = _POLICIES[context.policy](**settings) if context.policy != "append" else None
+        if policy is None or context.reasoning == "strip":
+            return StripReasoning(policy, tool_format=_reply_format(config, env, template))
+        return policy
+
+    return make
+
+
+def changes_history(config: RunConfig) -> bool:
+    """Whether the model may be shown anything but the whole conversation."""
+    return config.context.policy != "append" or config.context.reasoning == "strip"
+
+
+def _reply_format(config: RunConfig, env: type[AgentEnv], template: TemplateFormat | None) -> ToolCallFormat:
+    """The format in which replies are read. Only a template that is known tells whether prompts open the thinking."""
+    asked = requested_format(config.task.env_kwargs) if issubclass(env, ToolEnv) else FALLBACK
+    if template is None:
+        return get_format(asked)
+    return template.choose(asked) if asked != FALLBACK else get_format(asked).for_prompt(thinks=template.thinks)
 
 
 def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
@@ -59,10 +85,33 @@ def check_env_repeats(env: type[AgentEnv], kwargs: Mapping[str, Any], config: Ru
 
 def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
     """Refuse a context policy that the flow would ignore."""
-    if config.context.policy != "append" and not flow.uses_context:
+    if changes_history(config) and not flow.uses_context:
+        policy = config.context.policy
+        name, instead = ("policy", "append") if policy != "append" else ("reasoning", "null")
         raise ConfigError(
-            f"context.policy={config.context.policy} has no effect with the flow {flow.__name__}, which does not use "
-            "it. Set context.policy=append, or pass context=self.context to episode.act and set uses_context = True"
+            f"context.{name}={getattr(config.context, name)} has no effect with the flow {flow.__name__}, which does "
+            f"not use it. Set context.{name}={instead}, or pass context=self.context to episode.act and set "
+            "uses_context = True"
+        )
+
+
+def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools: bool) -> None:
+    """Refuse context.reasoning=keep if prompts are rendered from scratch by a template that drops earlier thinking."""
+    if config.context.reasoning != "keep":
+        return
+    report, policy = verify_template(renderer), config.context.policy
+    if policy == "append" and (report.extends_after_tool if calls_tools else report.extends):
+        return
+    opening = "" if template_format(renderer).thinks else "<think>"
+    reply: Message = {"role": "assistant", "content": f"{opening}\na thought\n</think>\n\npong"}
+    answer: Message = {"role": "tool", "name": "probe"} if calls_tools and report.tool_role else {"role": "user"}
+    asked: Message = {"role": "user", "content": "Ping?"}
+    shown = renderer.render(Observation(messages=[asked, reply, {**answer, "content": "pang"}]))
+    if "a thought" not in renderer.decode(shown):
+        why = f"context.policy={policy} renders prompts from scratch" if policy != "append" else "it cannot be extended"
+        raise ConfigError(
+            f"context.reasoning=keep is not possible: the chat template drops the thinking of earlier replies, and "
+            f"{why}. Set context.reasoning=strip, or another template in model.chat_template"
         )
 
 

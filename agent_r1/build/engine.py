@@ -83,12 +83,6 @@ def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: L
             pictures=model.pictures,
         )
     except UnsupportedModelError as error:
-        try:
-            _transformers_engine(config, network, TransformersEngineConfig(kind="transformers"))
-        except UnsupportedModelError as other:
-            raise UnsupportedModelError(
-                f"{error}. engine.kind=transformers cannot sample from it either: {other}"
-            ) from error
         raise UnsupportedModelError(f"{error}: set engine.kind=transformers, which is slower but exact") from error
     if adapters is not None:
         adopt_weights(model.network, network)
@@ -119,16 +113,12 @@ def _build_vllm(config: RunConfig, model: Model, logs: Path | None, adapters: Lo
 def _build_transformers(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
     """Sample from a copy of the model."""
     from agent_r1.engines.local.model_runner import cast_weights
-
-    assert isinstance(config.engine, TransformersEngineConfig)
-    network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
-    _prepare_network(config, model, network)
-    return _transformers_engine(config, network, config.engine)
-
-
-def _transformers_engine(config: RunConfig, network: Any, settings: TransformersEngineConfig) -> Engine:
     from agent_r1.engines.transformers_engine import TransformersEngine
 
+    settings = config.engine
+    assert isinstance(settings, TransformersEngineConfig)
+    network = cast_weights(copy.deepcopy(model.network), model_dtype(config))
+    _prepare_network(config, model, network)
     return TransformersEngine(
         network,
         seed=config.seed,

@@ -16,8 +16,8 @@ from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.runs.observer import Observer
-from agent_r1.tokens.formats import AUTO
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
+from agent_r1.tokens.formats.table import AUTO
 from agent_r1.types import TaskRow
 
 

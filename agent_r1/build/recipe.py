@@ -16,7 +16,6 @@ from agent_r1 import __version__
 from agent_r1.build.models.cache import cache_root
 from agent_r1.build.resolve import import_file, named_module, recipe_folder, resolve
 from agent_r1.config import RECIPES, RunConfig, recipe_file
-from agent_r1.config.layers import YAML_LOADER, check_nesting
 from agent_r1.data.downloads import data_dir
 from agent_r1.errors import ConfigError
 from agent_r1.guard import is_library
@@ -29,6 +28,7 @@ TOOLS = PACKAGE / "tools"
 
 READ_WHOLE = 16 * 2**20  # bytes; larger files are identified by size and time
 CODE = (".py", ".jinja", ".j2")
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
 # What code reads, as opposed to documentation, logs and pictures.
 _READ = (*CODE, ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
 
@@ -168,10 +168,8 @@ def _describes_run(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml"):
         return False
     try:
-        text = path.read_text(encoding="utf-8")
-        check_nesting(text)
-        described = yaml.load(text, YAML_LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
+        described = yaml.load(path.read_text(encoding="utf-8"), YAML_LOADER)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
     if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
         return False

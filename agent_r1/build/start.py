@@ -37,15 +37,11 @@ from agent_r1.train.sft import OnUpdate, imitate, select, shuffled_batches
 from agent_r1.types import TaskRow, Trajectory
 
 
-def has_warm_start(config: RunConfig) -> bool:
-    return config.sft.demos is not None or config.sft.trajectories is not None
-
-
 async def starting_model(
     config: RunConfig, task: Task, base: str | Path, *, on_update: OnUpdate, report: Report
 ) -> str | Path:
     """Return the model that RL starts from: `base`, or its warm start."""
-    if not has_warm_start(config):
+    if not config.sft.imitates:
         return base
     cached = cache_root() / f"warm-{recipe_name(config.recipe)}-{warm_start_key(config, base)}"
     if cached.is_dir():
@@ -184,7 +180,7 @@ def warm_start_key(config: RunConfig, base: str | Path) -> str:
         config.learner.model_dump(include={"betas", "adam_eps", "weight_decay", "max_grad_norm", "optimizer_state"}),
         folder_digest(trajectories_of(imitated)) if imitated is not None else None,
         config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"}),
-        config.context.model_dump(),
+        config.context.model_dump(exclude_none=True),
         config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
         config.seed,
         _start_digest(config),

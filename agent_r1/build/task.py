@@ -16,7 +16,7 @@ from agent_r1.config import RunConfig
 from agent_r1.config.schema import RewriteContext, SummaryContext
 from agent_r1.data.rows import FORMATS, load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.flows.context import ContextPolicy
@@ -34,17 +34,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Everything of a recipe except the model."""
+    """Everything of a recipe except the model. Creates the flows and envs of rows."""
 
-    train_rows: Callable[[], list[TaskRow]]  # read on demand: evaluation and chat need no training rows
-    test_rows: Callable[[], list[TaskRow]]
-    make_flow: Callable[[TaskRow], AgentFlowBase]
-    # The same for a known chat template. Raises ConfigError if the task reads calls in another format.
-    flows_for: Callable[[TemplateFormat], Callable[[TaskRow], AgentFlowBase]]
-    calls_tools: bool  # the env is a ToolEnv
+    config: RunConfig
+    source: str | Callable[..., Any]  # of rows, which are read on demand: evaluation and chat need no training rows
     scorer: Scorer
-    success_reward: float
+    env: type[AgentEnv]  # default env and flow; a row may name others
+    flow: type[AgentFlowBase]
+    tools: list[BaseTool]
     resources: Sequence[Resource]  # open while episodes are played: `task.resources`, tools, env processes
+    make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
+    make_context: Callable[[TemplateFormat | None], ContextPolicy] | None
+    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs that set their own format
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` with the resources open."""
@@ -54,67 +55,26 @@ class Task:
         finally:
             work.close()  # not awaited if a resource could not be opened
 
+    def train_rows(self) -> list[TaskRow]:
+        return _load(self.config, self.source, split=self.config.task.train_split, count=self.config.task.train_count)
 
-def build_task(config: RunConfig) -> Task:
-    task = config.task
-    import_recipe(config.recipe, named_code(config))
-    _check_data(config)
-    source = task.rows if is_data_source(task.rows) else _rows_function(config)
-    reward = resolve(task.reward, recipe=config.recipe)
-    check_reward_signature(reward, task.reward)
-    players, resources = _players(config)
-    return Task(
-        train_rows=partial(_load, config, source, split=task.train_split, count=task.train_count),
-        test_rows=partial(_load, config, source, split=task.test_split, count=config.eval.rows),
-        make_flow=players.flows_for(None),
-        flows_for=players.flows_for,
-        calls_tools=players.calls_tools,
-        scorer=Scorer(reward=reward, timeout=task.reward_seconds),
-        success_reward=task.success_reward,
-        resources=resources,
-    )
+    def test_rows(self) -> list[TaskRow]:
+        return _load(self.config, self.source, split=self.config.task.test_split, count=self.config.eval.rows)
 
-
-def warm_start_code(config: RunConfig) -> list[str]:
-    """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
-    task, context = config.task, config.context
-    names = [config.model.make, config.sft.demos, task.env, task.flow, *_tool_names(config), *task.resources]
-    if config.gateway is not None:
-        names.append(config.gateway.agent)
-    if isinstance(context, SummaryContext):
-        names.append(context.demo_summary)
-    if isinstance(context, RewriteContext):
-        names.append(context.function)
-    return [name for name in names if name is not None and "." in name]
-
-
-def _tool_names(config: RunConfig) -> list[str]:
-    return [tool for tool in config.task.tools if isinstance(tool, str)]
-
-
-def named_code(config: RunConfig) -> list[str]:
-    """Return all dotted names that a run uses."""
-    rows = [] if is_data_source(config.task.rows) else [config.task.rows]
-    return [*warm_start_code(config), config.task.reward, *rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Players:
-    """Creates the flows and envs of rows."""
-
-    config: RunConfig
-    env: type[AgentEnv]  # default env and flow; a row may name others
-    flow: type[AgentFlowBase]
-    tools: list[BaseTool]
-    make_env: Callable[[type[AgentEnv], str, dict[str, Any]], AgentEnv]
-    make_context: Callable[[], ContextPolicy] | None
-    checked: set[tuple[type[AgentEnv], TemplateFormat]] = field(default_factory=set)  # envs that set their own format
+    @property
+    def success_reward(self) -> float:
+        return self.config.task.success_reward
 
     @property
     def calls_tools(self) -> bool:
+        """Whether the env is a ToolEnv."""
         return issubclass(self.env, ToolEnv) and self.flow.uses_env
 
+    def make_flow(self, row: TaskRow) -> AgentFlowBase:
+        return self._make_flow(row, None)
+
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
+        """`make_flow` for a known chat template. Raises ConfigError if the task reads calls in another format."""
         if template is not None and self.calls_tools and takes_setting(self.env, "tool_format"):
             template.choose(requested_format(self.config.task.env_kwargs))
         return partial(self._make_flow, template=template)
@@ -124,7 +84,7 @@ class _Players:
         check_flow(flow, self.config)
         made: AgentFlowBase = flow(partial(self._make_env, template=template))
         if self.make_context is not None:
-            made.context = self.make_context()
+            made.context = self.make_context(template)
         return made
 
     def _make_env(self, row: TaskRow, template: TemplateFormat | None) -> AgentEnv:
@@ -170,26 +130,55 @@ class _Players:
             self.checked.add((env, template))
 
 
-def _players(config: RunConfig) -> tuple[_Players, list[Resource]]:
-    """Return the factory of flows and envs, and the resources that must be open while they play."""
-    task, tools = config.task, _tools(config)
-    default_env = _lookup(task.env, config, env_class)
-    default_flow, served = build_gateway(config) if config.gateway else (_lookup(task.flow, config, flow_class), [])
-    for cls, base, name in ((default_env, AgentEnv, task.env), (default_flow, AgentFlowBase, task.flow)):
+def build_task(config: RunConfig) -> Task:
+    task = config.task
+    import_recipe(config.recipe, named_code(config))
+    _check_data(config)
+    source = task.rows if is_data_source(task.rows) else _rows_function(config)
+    reward = resolve(task.reward, recipe=config.recipe)
+    check_reward_signature(reward, task.reward)
+    tools, env = _tools(config), _lookup(task.env, config, env_class)
+    flow, served = build_gateway(config) if config.gateway else (_lookup(task.flow, config, flow_class), [])
+    for cls, base, name in ((env, AgentEnv, task.env), (flow, AgentFlowBase, task.flow)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{name!r} is {cls!r}, not a subclass of {base.__name__}")
-    make_context = context_maker(config, default_env)
-    check_flow(default_flow, config)
-    pool = _env_pool(config, default_flow)
-    players = _Players(
+    make_context = context_maker(config, env)
+    check_flow(flow, config)
+    pool = _env_pool(config, flow)
+    return Task(
         config=config,
-        env=default_env,
-        flow=default_flow,
+        source=source,
+        scorer=Scorer(reward=reward, timeout=task.reward_seconds),
+        env=env,
+        flow=flow,
         tools=tools,
+        resources=[*_resources(config), *tools, *served, *([] if pool is None else [_EnvProcesses(pool)])],
         make_env=make_env if pool is None else pool.env,
         make_context=make_context,
     )
-    return players, [*_resources(config), *tools, *served, *([] if pool is None else [_EnvProcesses(pool)])]
+
+
+def warm_start_code(config: RunConfig) -> list[str]:
+    """Return the dotted names that a warm start uses. Plain names are registered by the recipe's own files."""
+    task, context = config.task, config.context
+    names = [config.model.make, config.sft.demos, task.env, task.flow, *_tool_names(config), *task.resources]
+    if config.gateway is not None:
+        names.append(config.gateway.agent)
+    if isinstance(context, SummaryContext):
+        names.append(context.demo_summary)
+    if isinstance(context, RewriteContext):
+        names.append(context.function)
+    return [name for name in names if name is not None and "." in name]
+
+
+def _tool_names(config: RunConfig) -> list[str]:
+    return [tool for tool in config.task.tools if isinstance(tool, str)]
+
+
+def named_code(config: RunConfig) -> list[str]:
+    """Return all dotted names that a run uses."""
+    rows = [] if is_data_source(config.task.rows) else [config.task.rows]
+    return [*warm_start_code(config), config.task.reward, *rows]
 
 
 def _lookup(name: str, config: RunConfig, registered: Callable[[str], Any]) -> Any:
@@ -248,11 +237,7 @@ def _tools(config: RunConfig) -> list[BaseTool]:
             f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
             f"{did_you_mean(name, classes)}"
         )
-    made = list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
-    for name in {tool.name for tool in made}:
-        if sum(tool.name == name for tool in made) > 1:
-            raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
-    return made
+    return list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
 
 
 def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:

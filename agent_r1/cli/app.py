@@ -16,13 +16,14 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from agent_r1 import __version__
-from agent_r1.cli.bench_command import app as bench
+from agent_r1.cli.bench_command import bench_command
 from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.commands.doctor import COMMANDS
 from agent_r1.cli.commands.publish import export_command, push_command
 from agent_r1.cli.commands.serve import ApiKey, serve_command
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.dry_run import print_warm_start_plan
+from agent_r1.cli.help_panels import arrange
 from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, report_signals, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
@@ -64,7 +65,7 @@ RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
 RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 
-app.add_typer(bench, name="bench", no_args_is_help=True)
+app.command("bench", no_args_is_help=True)(bench_command)
 app.add_typer(data, name="data", no_args_is_help=True)
 app.add_typer(search, name="search", no_args_is_help=True)
 app.command("serve")(serve_command)
@@ -180,7 +181,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     from agent_r1.build.plan import build_plan
     from agent_r1.runs.run_dir import RunDir
 
-    if config.sft.demos is None and config.sft.trajectories is None:
+    if not config.sft.imitates:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:
@@ -350,6 +351,7 @@ def chat_command(  # noqa: PLR0913 (the options of the command)
 
 app.command("export")(export_command)
 app.command("push")(push_command)
+arrange(app)
 
 
 def _new_run_path(config: RunConfig, suffix: str = "") -> Path:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -95,7 +94,8 @@ class Display:
         self._history.append(value)
         self._episodes = Text("")
         self.advance(done)
-        left = f"{'at most ' if may_end_early else ''}{clock(self.seconds_left())} left"
+        seconds = _seconds_left(self._began, self._done - self._first, self._total - self._first)
+        left = f"{'at most ' if may_end_early else ''}{clock(seconds)} left"
         self._line = Text(summary)
         self._progress.update(self._task, left=left)
         if self._console.is_terminal:
@@ -107,9 +107,6 @@ class Display:
         """Print a line that stays on screen above the live part."""
         self._printed = time.monotonic()
         self._console.print(Text(visible(text)), soft_wrap=True)  # Text: paths and messages must not be read as markup
-
-    def seconds_left(self) -> float:
-        return _seconds_left(self._began, self._done - self._first, self._total - self._first)
 
     def _within(self, text: str, finished: int, total: int) -> None:
         now = time.monotonic()
@@ -148,18 +145,13 @@ def warm_start_progress(display: Display, *, may_end_early: bool) -> Callable[[i
 
 
 def step_summary(metrics: Metrics) -> str:
-    problems = errors_summary(metrics) + _refused(metrics)
+    refused = metrics.get("skipped_updates", 0.0)
+    problems = errors_summary(metrics) + (f"  updates refused {refused:.0f}" if refused else "")
     return (
         f"reward {metrics['reward/mean']:.2f}  success {metrics['success']:4.0%}{problems}  "
         f"steps/episode {metrics['episode/steps']:.1f}  tool calls {metrics['episode/tool_calls']:.1f}  "
         f"{metrics['tokens_per_second'] / 1000:.1f}k tok/s"
     )
-
-
-def _refused(metrics: Metrics) -> str:
-    """`  updates refused 1`, or nothing if no update was refused."""
-    refused = metrics.get("skipped_updates", 0.0)
-    return f"  updates refused {refused:.0f}" if refused else ""
 
 
 def eval_summary(metrics: Metrics) -> str:
@@ -175,15 +167,10 @@ def errors_summary(metrics: Metrics) -> str:
     return f"  errors {100 * share:.3g}%" if share > 0 else ""
 
 
-def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Draw one bar per value and a gap for values that are not finite."""
-    top = max([high, *filter(math.isfinite, values)])
-    scale = (len(BARS) - 1) / (top - low)
-
-    def bar(value: float) -> str:
-        return BARS[max(0, min(len(BARS) - 1, round((value - low) * scale)))] if math.isfinite(value) else " "
-
-    return "".join(map(bar, values))
+def sparkline(values: Sequence[float]) -> str:
+    """Draw one bar per value, from 0 to 1 or to the highest, and a gap for values that are not finite."""
+    scale = (len(BARS) - 1) / max([1.0, *filter(math.isfinite, values)])
+    return "".join(BARS[max(0, round(value * scale))] if math.isfinite(value) else " " for value in values)
 
 
 def program() -> str:
@@ -218,22 +205,3 @@ def shorten(text: str, limit: int = 800) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     short = "\n".join(lines[:20])[:limit]
     return short if short == "\n".join(lines) else f"{short} ... ({len(text)} characters)"
-
-
-def curve_picture(records: Sequence[dict[str, Any]], path: Path, title: str, held_out_label: str) -> None:
-    """Plot training and held-out success over steps; the label says how held-out rows were sampled."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a screen and imports every kind of plot
-
-    trained = [(r["step"], r["success"]) for r in records if r["kind"] == "train"]
-    held_out = [(r["step"], r["success"], r["success_stderr"]) for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots(gridspec_kw={"left": 0.09, "right": 0.98, "bottom": 0.12, "top": 0.92})
-    if trained:
-        axes.plot(*zip(*trained, strict=True), color="tab:blue", alpha=0.4, label="training episodes (sampled)")
-    if held_out:
-        steps, success, error = zip(*held_out, strict=True)
-        axes.errorbar(steps, success, yerr=error, color="tab:green", marker="o", capsize=3, label=held_out_label)
-    axes.set(xlabel="optimizer step", ylabel="success", ylim=(0, 1.02), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)

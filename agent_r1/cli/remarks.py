@@ -96,7 +96,8 @@ def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
 def _unused_context(run: RunDir, trained: Sequence[Record]) -> list[str]:
     """A context policy that left nothing out. A rewrite cannot be judged: it may add to what is shown."""
     context = run.settings["context"]
-    policy = context["policy"]
+    strips = context.get("reasoning") == "strip"  # absent in older runs
+    policy = "reasoning=strip" if strips and context["policy"] == "append" else context["policy"]
     acted = [record for record in trained if record.get("episode/steps", 0.0) > 0]
     if policy == "append" or not acted:
         return []
@@ -108,6 +109,8 @@ def _unused_context(run: RunDir, trained: Sequence[Record]) -> list[str]:
     hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
     if hidden or policy == "rewrite":
         return []
+    if policy not in _LIMITS:
+        return [f"context     {policy} left nothing out: no earlier reply held any thinking"]
     settings = " and ".join(f"context.{name}={context[name]}" for name in _LIMITS[policy])
     return [f"context     {policy} left nothing out: no conversation was too long for {settings}"]
 

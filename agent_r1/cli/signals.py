@@ -82,7 +82,8 @@ def interruptible(
         ):
             return run_through(loop, task)
     except asyncio.CancelledError:
-        received += _heard_by(crew)
+        if crew is not None and crew.stop_number:  # another rank has received it
+            received.append(crew.stop_number)
         if not received:
             raise
         raise Interrupted(received[0], kept()) from None
@@ -103,11 +104,6 @@ def _listen(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], second
         with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
             loop.add_signal_handler(number, stop, number)
             signal.signal(number, second)  # the loop still gets the signal when it runs again
-
-
-def _heard_by(crew: RankCrew | None) -> list[int]:
-    """Return the signal that another rank received, if any."""
-    return [crew.stop_number] if crew is not None and crew.stop_number else []
 
 
 def _warn(console: Console, crew: RankCrew | None, line: str) -> None:

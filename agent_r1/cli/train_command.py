@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from agent_r1 import __version__
 from agent_r1.cli.dry_run import print_training_plan
 from agent_r1.cli.terminal import Interrupted, Terminal
 from agent_r1.config import RunConfig, change_config, load_config, parse_config, recipe_name
@@ -76,11 +77,8 @@ def _continued(directory: RunDir, wanted: RunConfig) -> Job:
             f"{directory} was started with {name}={stored.get(name)}, not {given.get(name)}: give the same settings, "
             "or choose another directory"
         )
-    return _resumed(directory, wanted, [f"{name}={_word(given[name])}" for name in changed])
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value)
+    words = [f"{name}={'null' if given[name] is None else given[name]}" for name in changed]
+    return _resumed(directory, wanted, words)
 
 
 def _resumed(directory: RunDir, config: RunConfig, changes: Sequence[str]) -> Job:
@@ -227,7 +225,8 @@ def _join_group(crew: RankCrew, job: Job) -> None:
         raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
     crew.connect(on_gpu=model_device(job.config).type == "cuda")
     settings = job.config.model_dump(exclude={"recipe"})  # a path, which may differ between hosts
-    facts = {name: version(name) for name in ("agent-r1", "torch", "transformers")} | flatten(settings)
+    facts = {name: version(name) for name in ("torch", "transformers")} | flatten(settings)
+    facts["agent-r1"] = __version__
     facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
     crew.check_same({**facts, "step to continue from": job.done})
 

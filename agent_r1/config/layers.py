@@ -6,11 +6,9 @@ Reads and merges layers, and refuses settings that have no effect. `schema.py` s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -18,22 +16,9 @@ from yaml import YAMLError
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
+DEFAULT_CONTEXT: Literal["append"] = "append"  # the context policy if the settings name none
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
-MAX_NESTING = 30  # levels of settings; at some thousands, libyaml crashes the process
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
-WARM_START = ("sft.demos", "sft.trajectories")
-NEEDS: dict[str, Sequence[str]] = {  # a setting -> those without which it has no effect
-    "sft.count": ["sft.demos"],
-    "sft.min_reward": ["sft.trajectories"],
-    "sft.max_per_row": ["sft.trajectories"],
-    **{f"sft.{key}": WARM_START for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
-    **{f"algorithm.{key}": ["algorithm.kl_coef"] for key in ("kl_estimator", "kl_in", "kl_target")},
-    "algorithm.kl_horizon": ["algorithm.kl_target"],
-    "context.demo_summary": ["sft.demos"],
-}
-SEVERAL_UPDATES = "learner.num_epochs or learner.num_minibatches above 1"
-STEP_COMPARISON = [f"algorithm.settings.{name}" for name in ("gamma", "anchor", "similarity")]
 REPLACES = {  # a setting -> the one that it turns off
     "model.path": "model.make",
     "model.make": "model.path",
@@ -44,26 +29,14 @@ REPLACES = {  # a setting -> the one that it turns off
 }
 
 
-def check_nesting(text: str) -> None:
-    """Raise ValueError if YAML is nested too deeply to be loaded. Its events are read one by one, without recursion."""
-    depth = 0
-    for event in yaml.parse(text, YAML_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_NESTING:
-            raise ValueError(f"it is nested more than {MAX_NESTING} levels deep")
-
-
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
-        key, equals, value = item.partition("=")
+        key, equals, _ = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
-        if key.count(".") > MAX_NESTING:
-            raise ConfigError(f"override {key[:60]}...: the name has more than {MAX_NESTING} parts")
         try:
-            check_nesting(value)
             OmegaConf.from_dotlist([item])
-        except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
             has_brackets = "{" in item or "[" in item
             hint = f". Quote text with brackets, once more than for the shell: '{key}=\"...\"'" if has_brackets else ""
             reason = str(error).partition("\n    full_key")[0]  # OmegaConf adds lines about its own types
@@ -127,8 +100,9 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         if name not in (None, _value(old, "algorithm.name")) and _value(old, "algorithm.settings"):
             below.algorithm.settings = {}
         policy, other = _value(new, "context.policy"), _value(old, "context.policy")
-        if None not in (policy, other) and policy != other:
-            below.context = {}
+        if policy is not None and policy != (other or DEFAULT_CONTEXT):
+            reasoning = _value(old, "context.reasoning")
+            below.context = {} if reasoning is None else {"reasoning": reasoning}  # which every policy has
         kind = _value(new, "engine.kind")
         if kind not in (None, _value(old, "engine.kind") or DEFAULT_ENGINE):
             below.engine = {}
@@ -139,7 +113,6 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        check_nesting(path.read_text(encoding="utf-8"))
         tree = OmegaConf.load(path)
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
@@ -161,39 +134,11 @@ def check_idle(layers: Sequence[Any], stages: Sequence[Any]) -> None:
     field, is not checked.
     """
     written, merged = ([plain(tree, resolve=False) for tree in trees] for trees in (layers, stages))
-    for setting, (needed, is_there) in _rules().items():
+    for setting, (needed, is_there) in RULES.items():
         idle = [not is_there(stage) for stage in merged]
         given = [_value(layer, setting) is not None for layer in written]
         if idle[-1] and any(map(all, zip(given, idle, strict=True))):
             raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
-
-
-def _rules() -> dict[str, tuple[str, Callable[[Tree], bool]]]:
-    """For each setting, what it needs to have an effect: in words, and as a test of the merged settings."""
-    return {
-        **{setting: (" or ".join(names), partial(_has_any, names)) for setting, names in NEEDS.items()},
-        **dict.fromkeys(("critic.value_clip", "learner.target_kl"), (SEVERAL_UPDATES, _updates_again)),
-        "learner.min_lr_ratio": ("learner.schedule or critic.schedule other than constant", _decays),
-        "trainer.max_staleness": ("trainer.mode=async", lambda tree: _value(tree, "trainer.mode") == "async"),
-        **dict.fromkeys(STEP_COMPARISON, ("algorithm.settings.step_weight", _compares_steps)),
-    }
-
-
-def _has_any(names: Sequence[str], tree: Tree) -> bool:
-    return any(_value(tree, name) for name in names)
-
-
-def _updates_again(tree: Tree) -> bool:
-    return any(_value(tree, f"learner.{name}") not in (None, 1) for name in ("num_epochs", "num_minibatches"))
-
-
-def _decays(tree: Tree) -> bool:
-    return any(_value(tree, f"{section}.schedule") not in (None, "constant") for section in ("learner", "critic"))
-
-
-def _compares_steps(tree: Tree) -> bool:
-    """Only gigpo has a step_weight."""
-    return bool(_value(tree, "algorithm.settings.step_weight") != 0)
 
 
 def _value(tree: Tree, setting: str) -> Any:
@@ -201,3 +146,29 @@ def _value(tree: Tree, setting: str) -> Any:
     for key in setting.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     return found
+
+
+def _needs(*names: str, idle: tuple[Any, ...] = (None, 0), which: str = "") -> tuple[str, Callable[[Tree], bool]]:
+    """What a setting needs to have an effect, in words and as a test: one of `names` whose value is not `idle`."""
+    return " or ".join(names) + which, lambda tree: any(_value(tree, name) not in idle for name in names)
+
+
+_IMITATES = _needs("sft.demos", "sft.trajectories")
+_UPDATES_AGAIN = _needs("learner.num_epochs", "learner.num_minibatches", idle=(None, 1), which=" above 1")
+_COMPARES_STEPS = _needs("algorithm.settings.step_weight", idle=(0,))  # only gigpo has it, by default not 0
+RULES = {
+    "sft.count": _needs("sft.demos"),
+    "sft.min_reward": _needs("sft.trajectories"),
+    "sft.max_per_row": _needs("sft.trajectories"),
+    **{f"sft.{key}": _IMITATES for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
+    **{f"algorithm.{key}": _needs("algorithm.kl_coef") for key in ("kl_estimator", "kl_in", "kl_target")},
+    "algorithm.kl_horizon": _needs("algorithm.kl_target"),
+    **{f"algorithm.settings.{key}": _COMPARES_STEPS for key in ("gamma", "anchor", "similarity")},
+    "context.demo_summary": _needs("sft.demos"),
+    "critic.value_clip": _UPDATES_AGAIN,
+    "learner.target_kl": _UPDATES_AGAIN,
+    "learner.min_lr_ratio": _needs(
+        "learner.schedule", "critic.schedule", idle=(None, "constant"), which=" other than constant"
+    ),
+    "trainer.max_staleness": _needs("trainer.mode", idle=(None, "sync"), which="=async"),
+}

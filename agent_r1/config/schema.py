@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agent_r1.config.layers import DEFAULT_ENGINE
+from agent_r1.config.layers import DEFAULT_CONTEXT, DEFAULT_ENGINE
 
 
 class Section(BaseModel):
@@ -30,6 +30,10 @@ def _switch(value: Any) -> Any:
 
 def _default_kind(value: Any) -> Any:
     return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
+
+
+def _default_policy(value: Any) -> Any:
+    return {"policy": DEFAULT_CONTEXT} | value if isinstance(value, dict) else value
 
 
 ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
@@ -127,6 +131,10 @@ class SFTConfig(Section):
     schedule: Decay = "cosine"  # to a tenth of lr
     target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
+    @property
+    def imitates(self) -> bool:
+        return self.demos is not None or self.trajectories is not None
+
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
@@ -184,20 +192,26 @@ class RolloutConfig(Section):
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
 
 
-class AppendContext(Section):
+class ContextSection(Section):
+    # thinking in earlier replies. keep: always shown; strip: never shown; null: shown while prompts are extended; when
+    # one is rendered from scratch, the chat template decides
+    reasoning: Literal["keep", "strip"] | None = None
+
+
+class AppendContext(ContextSection):
     """Show the whole conversation, so prompts only grow."""
 
-    policy: Literal["append"] = "append"
+    policy: Literal["append"] = DEFAULT_CONTEXT
 
 
-class WindowContext(Section):
+class WindowContext(ContextSection):
     """Show the first observation and the last exchanges."""
 
     policy: Literal["window"]
     turns: int = Field(default=4, ge=1)  # exchanges: a reply and the answer to it
 
 
-class DropResultsContext(Section):
+class DropResultsContext(ContextSection):
     """Replace older results and observations by a placeholder."""
 
     policy: Literal["drop_results"]
@@ -205,7 +219,7 @@ class DropResultsContext(Section):
     placeholder: str = "[no longer shown]"
 
 
-class SummaryContext(Section):
+class SummaryContext(ContextSection):
     """When a prompt grows too long, the model writes a summary, in a step that is trained too."""
 
     policy: Literal["summary"]
@@ -220,14 +234,14 @@ class SummaryContext(Section):
     demo_summary: str | None = None  # for sft.demos: a function (messages) -> text
 
 
-class RewriteContext(Section):
+class RewriteContext(ContextSection):
     """Show what a function of the recipe returns for the conversation."""
 
     policy: Literal["rewrite"]
     function: str  # rewrite(messages) -> messages, sync or async
 
 
-class NotesContext(Section):
+class NotesContext(ContextSection):
     """Show the first observation, earlier exchanges related to the latest observation, and the last exchanges."""
 
     policy: Literal["notes"]
@@ -239,6 +253,7 @@ class NotesContext(Section):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
+    BeforeValidator(_default_policy),
 ]
 
 

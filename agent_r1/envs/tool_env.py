@@ -20,17 +20,8 @@ from agent_r1.envs.text_env import Reply
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.guard import blame
 from agent_r1.text import sanitize
-from agent_r1.tokens.formats import (
-    AUTO,
-    MAX_CALLS,
-    Event,
-    ParsedCall,
-    ParseFailure,
-    ToolCallFormat,
-    detect_format,
-    format_name,
-    get_format,
-)
+from agent_r1.tokens.formats.base import MAX_CALLS, Event, ParsedCall, ParseFailure, ToolCallFormat
+from agent_r1.tokens.formats.table import AUTO, detect_format, format_name, get_format
 from agent_r1.tools.base import BaseTool, ToolSet, list_tools
 from agent_r1.tools.runner import ToolOutcome, run_tool
 from agent_r1.types import (
@@ -257,7 +248,7 @@ def _index_tools(tools: Sequence[str | BaseTool | ToolSet]) -> dict[str, BaseToo
     found: dict[str, BaseTool] = {}
     for tool in list_tools(tools):
         if tool.name in found:
-            raise ConfigError(f"ToolEnv got two tools named {tool.name!r}")
+            raise ConfigError(f"two tools are named {tool.name!r}. Rename one, or set `prefix` for an MCP server")
         found[tool.name] = tool
     return found
 

@@ -25,10 +25,6 @@ GRACE_SECONDS = 2.0  # for a rank to raise the error of another one by itself
 FAILURE, REPORTED = "failure", "reported"
 
 
-def silent_seconds() -> float:
-    return float(os.environ.get(SILENT_SECONDS, "20"))
-
-
 def open_store(place: RankPlace, *, is_client: bool = False) -> TCPStore:
     """Connect to the store through which the ranks meet; the rank that hosts it creates it, unless `is_client`."""
     try:
@@ -71,7 +67,7 @@ class Watch:
         self.store = own_keys(open_store(place, is_client=True), place.attempt)
         self.report: Callable[[str], None] = lambda text: None  # prints; called in the thread
         self.stop_number = 0  # the signal this rank received, for the others
-        self.limit = silent_seconds()
+        self.limit = float(os.environ.get(SILENT_SECONDS, "20"))  # of silence, in seconds
         self._ended = threading.Event()
         self._answered = time.monotonic()  # when the store last did
         self._keys = [f"beat/{rank}" for rank in range(place.size)]

@@ -7,7 +7,6 @@ was told of is saved; trackers therefore raise nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent_r1.runs.run_dir import Evaluation, RunDir
@@ -31,26 +30,3 @@ class Observer:
 
     def finish(self, run: RunDir) -> None:
         """The run ended, for whatever reason. Also called if it did not get as far as `start`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observers(Observer):
-    """Tells all of them, in order."""
-
-    each: Sequence[Observer]
-
-    def start(self, run: RunDir, *, step: int) -> None:
-        for one in self.each:
-            one.start(run, step=step)
-
-    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        for one in self.each:
-            one.step(step, groups, metrics)
-
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for one in self.each:
-            one.evaluation(step, evaluation)
-
-    def finish(self, run: RunDir) -> None:
-        for one in self.each:
-            one.finish(run)

@@ -59,8 +59,12 @@ class Subject:
         if (workers := run["task"].get("workers")) is not None:  # the limits matter, not how many there are
             settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
         context = run.get("context", {"policy": "append"})
-        if context["policy"] != "append":  # absent for the default, so that older records compare equal
-            settings["context"] = {name: value for name, value in context.items() if name != "demo_summary"}
+        # Defaults are absent, so that older records compare equal.
+        shown = {name: value for name, value in context.items() if name != "demo_summary"}
+        if shown.get("reasoning") is None:
+            shown.pop("reasoning", None)
+        if shown != {"policy": "append"}:
+            settings["context"] = shown
         return cls(
             model=model,
             recipe=run["recipe"],

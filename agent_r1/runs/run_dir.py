@@ -1,6 +1,7 @@
 """The run directory: the interface between programs.
 
     config.json                      the resolved config of the run
+    versions.json                    of agent-r1, Python and libraries: one object per start with other versions
     metrics.jsonl                    one object per step (of training, a warm start, collecting) and evaluation
     trajectories/train_000012.jsonl  one trajectory per line, with an index; also eval_000010.jsonl
     tokens.json                      the text of every token id
@@ -17,17 +18,20 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
+from agent_r1 import __version__
 from agent_r1.data.files import dump_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError
@@ -69,8 +73,9 @@ class RunDir(RunReader):
         try:
             run._check_free()  # another process may have been first
             shutil.rmtree(run.reference, ignore_errors=True)
-            for name in ("tokens.json", "trackers.json"):
+            for name in ("tokens.json", "trackers.json", "versions.json"):
                 (run.path / name).unlink(missing_ok=True)
+            run.record_versions()
             run.update_config(config)
         except BaseException:
             held.release()
@@ -111,6 +116,16 @@ class RunDir(RunReader):
         """Replace the config, for example with one that trains more steps."""
         with write_atomically(self.path / "config.json") as part:
             part.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+
+    def record_versions(self) -> None:
+        """Add the versions of the code in use, unless they are those of the last start."""
+        libraries = {name: version(name) for name in ("torch", "transformers")}
+        now = {"agent-r1": __version__, "python": platform.python_version(), **libraries}
+        path = self.path / "versions.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        if before[-1:] != [now]:
+            with write_atomically(path) as part:
+                part.write_text(json.dumps([*before, now], indent=2), encoding="utf-8")
 
     def write_tokens(self, texts: Sequence[str]) -> None:
         """Keep the text of every token id, so that readers need no tokenizer."""

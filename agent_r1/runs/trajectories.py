@@ -163,7 +163,7 @@ class RecordFile:
 
     def _parse(self, line: bytes, position: int) -> Record:
         try:
-            record = read_json(line.decode("utf-8", "replace"), max_nesting=None)
+            record = read_json(line.decode("utf-8", "replace"))
             if not isinstance(record, dict):
                 raise ValueError("not a trajectory record")
         except ValueError as error:
@@ -269,7 +269,7 @@ def _is_complete(line: bytes) -> bool:
     if line.endswith(b"\n"):
         return True
     try:
-        return isinstance(read_json(line.decode("utf-8", "replace"), max_nesting=None), dict)
+        return isinstance(read_json(line.decode("utf-8", "replace")), dict)
     except ValueError:
         return False
 

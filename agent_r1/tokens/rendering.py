@@ -59,6 +59,7 @@ REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, Attribut
 
 _TO_JSON = json.JSONEncoder(default=picture_name).encode  # json.dumps would make an encoder for every call
 
+EDITED = "edited"  # key of a reply that shows less than was sampled, so that no prompt may extend its ids
 PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # of a reply parsed by the env
 
 
@@ -358,7 +359,7 @@ def _says(message: Message, text: str) -> bool:
 def _is_parsed_from(message: Message, text: str) -> bool:
     """Whether this can be the assistant's `text` in parts: it contains every line of prose and every tool name."""
     parsed = {key: value for key, value in message.items() if value and key in PARSED_KEYS}
-    if message.get("role") != "assistant" or not parsed:
+    if message.get("role") != "assistant" or not parsed or message.get(EDITED):
         return False
     names = [call.get("function", call).get("name") for call in parsed.pop("tool_calls", [])]
     prose = [_text_of(value) for value in (*parsed.values(), message.get("content") or "")]

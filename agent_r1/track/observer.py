@@ -10,6 +10,7 @@ import logging
 import math
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -85,8 +86,9 @@ class Tracking(Observer):
             self._send(lambda tracker: tracker.picture(step, picture))
         for worker in self._workers:
             worker.finish()
+        deadline = time.monotonic() + FINISH_SECONDS  # for all of them: several that hang cost no more than one
         for worker in self._workers:
-            worker.wait(FINISH_SECONDS)
+            worker.wait(deadline)
         self._warn()
         self._workers = []
 
@@ -123,10 +125,10 @@ class _Worker:
     def finish(self) -> None:
         self._put(None)
 
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
+    def wait(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._problem = self._problem or f"it did not finish in {seconds:g} s"
+            self._problem = self._problem or f"it did not finish in {FINISH_SECONDS:g} s"
 
     def problem(self) -> str | None:
         """What went wrong, once."""

@@ -20,7 +20,8 @@ from agent_r1.flows.context import ContextPolicy, ContextView, Writer
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.rollout.collect import Collector
-from agent_r1.tokens.formats import FORMATS, ParsedCall
+from agent_r1.tokens.formats.base import ParsedCall
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
 

@@ -14,8 +14,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects before a collection (a rollout of 500 short episodes creates fewer), and collections before one of the next
-# generation.
+# New objects before a collection (512 short episodes create fewer), and collections before one of the next generation.
 RARELY = 250_000, 5, 5
 
 

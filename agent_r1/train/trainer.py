@@ -173,14 +173,13 @@ class Trainer:
 
     async def evaluate(self, step: int) -> None:
         self._rng = rng_state()
-        seed = stable_seed(self.seed, EVAL_SEED)
         self.last_evaluation = await evaluate(
             self.test_rows,
             collector=self.eval_collector,
             scorer=self.scorer,
             max_error_fraction=self.max_error_fraction,
             success_reward=self.success_reward,
-            seed=seed,
+            seed=stable_seed(self.seed, EVAL_SEED),
             on_progress=self.progress.evaluating,
             crew=self.crew,
         )

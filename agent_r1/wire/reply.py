@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1.tokens.formats import ParsedCall, ToolCallFormat
+from agent_r1.tokens.formats.base import ParsedCall, ToolCallFormat
 from agent_r1.wire.chat_answer import CallOut, new_id
 
 _THINKING = re.compile(r"<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)

@@ -6,53 +6,53 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.lines import Line2D
+
+from agent_r1.track.plots import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, drawn
 
 PICTURE = Path(__file__).parents[2] / "docs" / "credit_lab.png"
-COLUMNS = 4  # of subplots, in two rows
-SHOWN = {
-    "grpo": "tab:blue",
-    "reinforce": "tab:brown",
-    "gigpo": "tab:green",
-    "ppo": "tab:orange",
-    "steppo": "tab:red",
-    "steppo oracle": "tab:pink",
-    "exact gradient": "black",
+COLUMNS = 3  # of curves
+SHOWN: dict[str, dict[str, Any]] = {
+    "grpo": {"color": BLUE, "linestyle": "-"},
+    "reinforce": {"color": BROWN, "linestyle": "--"},
+    "gigpo": {"color": GREEN, "linestyle": "-."},
+    "ppo": {"color": ORANGE, "linestyle": "-"},
+    "steppo": {"color": PURPLE, "linestyle": "--"},
+    "steppo oracle": {"color": SKY, "linestyle": "-."},
+    "exact gradient": {"color": BLACK, "linestyle": ":"},
 }
 
 
 def draw(results: Mapping[str, Any], picture: Path) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     worlds = [world["name"] for world in results["worlds"]]
-    figure = plt.figure(figsize=(16, 15), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.15))
-    panels = above.subplots(2, COLUMNS, sharey=True)
-    for panel in panels.flat[len(worlds) :]:
-        panel.axis("off")
-    for panel, world in zip(panels.flat, worlds, strict=False):
-        _curves(panel, results, world)
-    handles = [plt.Line2D([], [], color=color, label=name) for name, color in SHOWN.items()]
-    above.legend(handles=handles, loc="outside upper center", ncols=len(SHOWN), frameon=False)
-    left, right = below.subplots(1, 2, sharey=True)
-    _heat(left, results, "cosine", "cosine of the expected estimate with the exact gradient", (0.6, 1.0))
-    _heat(right, results, "snr", "signal-to-noise of a batch", (0.0, 1.0))
-    figure.savefig(picture, dpi=80)
-    plt.close(figure)
+    rows = -(-len(worlds) // COLUMNS)
+    with drawn(picture, height=2.2 * rows + 13) as figure:
+        above, first, second = figure.subfigures(3, 1, height_ratios=(2.2 * rows + 1, 6, 6))
+        panels = above.subplots(rows, COLUMNS, sharey=True)
+        for panel in panels.flat[len(worlds) :]:
+            panel.axis("off")
+        for panel, world in zip(panels.flat, worlds, strict=False):
+            _curves(panel, results, world)
+        above.supxlabel("episodes", fontsize=11)
+        above.supylabel("share of the possible gain", fontsize=11)
+        handles = [Line2D([], [], label=name, **look) for name, look in SHOWN.items()]
+        above.legend(handles=handles, loc="outside upper center", ncols=4)
+        _heat(
+            first.subplots(), results, "cosine", "cosine of the expected estimate with the exact gradient", (0.6, 1.0)
+        )
+        _heat(second.subplots(), results, "snr", "signal-to-noise of a batch", (0.0, 1.0))
 
 
 def _curves(axes: Any, results: Mapping[str, Any], world: str) -> None:
     for row in results["learning"]:
         if row["world"] != world or row["variant"] not in SHOWN:
             continue
-        curve, color = row["curve"], SHOWN[row["variant"]]
+        curve, look = row["curve"], SHOWN[row["variant"]]
         low, high = zip(*((m - e, m + e) for m, e in zip(curve["mean"], curve["margin"], strict=True)), strict=True)
-        axes.plot(curve["episodes"], curve["mean"], color=color, linewidth=1.5)
+        axes.plot(curve["episodes"], curve["mean"], **look)
         if row["variant"] != "exact gradient":  # the exact gradient has no noise
-            axes.fill_between(curve["episodes"], low, high, color=color, alpha=0.12, linewidth=0)
-    axes.set(title=world, xlabel="episodes", ylabel="share gained", ylim=(-0.1, 1.05))
-    axes.grid(alpha=0.3)
+            axes.fill_between(curve["episodes"], low, high, color=look["color"], alpha=0.12, linewidth=0)
+    axes.set(title=world, ylim=(-0.1, 1.05))
 
 
 def _heat(axes: Any, results: Mapping[str, Any], field: str, title: str, bounds: tuple[float, float]) -> None:
@@ -66,10 +66,12 @@ def _heat(axes: Any, results: Mapping[str, Any], field: str, title: str, bounds:
         for x, number in enumerate(line):
             if number == number:
                 dark = number < sum(bounds) / 2
-                axes.text(x, y, f"{number:.2f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
-    axes.set_xticks(range(len(places)), _labels(places), rotation=60, ha="right", fontsize=8)
-    axes.set_yticks(range(len(variants)), variants, fontsize=8)
+                axes.text(x, y, f"{number:.2f}", ha="center", va="center", fontsize=8, color="w" if dark else "k")
+    axes.set_xticks(range(len(places)), _labels(places), rotation=45, ha="right", fontsize=9)
+    axes.set_yticks(range(len(variants)), variants, fontsize=9)
     axes.set_title(title)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
 
 
 def _number(value: float | None) -> float:

@@ -12,7 +12,7 @@ from agent_r1 import replay
 from agent_r1.adapters.harbor import HarborEnv, reward, rows
 from agent_r1.adapters.harbor_box import Box, require_namespaces
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import Trajectory
 from tests.adapters.training import train_two_steps
 

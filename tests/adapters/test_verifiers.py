@@ -11,7 +11,7 @@ import pytest
 from agent_r1 import replay
 from agent_r1.adapters.verifiers_tasks import VerifiersEnv, reward, rows
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import Step, StopReason, Trajectory
 from tests.adapters.training import train_two_steps
 

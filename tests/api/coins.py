@@ -53,3 +53,5 @@ SETTINGS: dict[str, Any] = {
     "learner": {"lr": 3e-4},
     "trainer": {"eval_every": 5, "save_every": 5, "threads": 1},
 }  # fmt: skip
+# The same model and warm start, in steps and evaluations too small to learn from.
+SMALL = SETTINGS | {"rollout": SETTINGS["rollout"] | {"rows_per_step": 2, "group_size": 2}, "eval": {"rows": 2}}

@@ -23,7 +23,7 @@ from agent_r1.api import given
 from agent_r1.api.threads import apart
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.reader import list_checkpoints
-from tests.api.coins import COINS, ROWS, SETTINGS, TASK, question
+from tests.api.coins import COINS, ROWS, SETTINGS, SMALL, TASK, question
 from tests.conftest import Cli
 
 STEPS = 5
@@ -233,7 +233,7 @@ def test_an_error_of_a_callback_ends_the_run_after_its_step_was_saved(cache: Non
             raise OurError(step)
 
     with pytest.raises(OurError):
-        ar.train(**TASK, **SETTINGS, steps=4, out=tmp_path / "run", on_step=fail, quiet=True)
+        ar.train(**TASK, **SMALL, steps=4, out=tmp_path / "run", on_step=fail, quiet=True)
     assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
     assert not [thread.name for thread in threading.enumerate() if "engine" in thread.name]
     assert ar.train(resume=tmp_path / "run", steps=3, quiet=True).checkpoint.name == "step_000003"
@@ -242,14 +242,14 @@ def test_an_error_of_a_callback_ends_the_run_after_its_step_was_saved(cache: Non
 SCRIPT = """
 import os, signal, sys
 import agent_r1 as ar
-from tests.api.coins import SETTINGS, TASK
+from tests.api.coins import SMALL, TASK
 
 def interrupt(step, metrics):
     if step % 2 == 0:
         os.kill(os.getpid(), signal.SIGINT)
 
 try:
-    ar.train(**TASK, **SETTINGS, steps=500, out=sys.argv[1], on_step=interrupt)
+    ar.train(**TASK, **SMALL, steps=500, out=sys.argv[1], on_step=interrupt)
 except KeyboardInterrupt:
     print("raised", ar.load_run(sys.argv[1]).checkpoint.name)
 sys.ps1 = ">>> "  # as at a prompt

@@ -14,7 +14,10 @@ import torch
 from agent_r1.backends.verl.inside.losses import PolicyLoss, ValueLoss
 from agent_r1.backends.verl.learner import RemoteCritic, RemoteModel, VerlLearner
 from agent_r1.errors import TrainingError
-from agent_r1.learn import ALGORITHMS, Learner, PolicyModel, attempts_of, trainable
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.credit import attempts_of, trainable
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import schedule
 from agent_r1.types import CreditedTrajectory, Group
 from tests.backends.in_process import InProcessWorkers

@@ -14,7 +14,7 @@ from agent_r1.backends.verl.inside.reaper import marked
 DRIVER = """
 import os, subprocess, sys, time
 from agent_r1.backends.verl.inside import reaper
-held = reaper.Reaper()
+held = reaper.Reaper(grace_seconds=1.0)
 mark = held.mark
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stubborn], env={reaper.MARK: mark}, start_new_session=True)

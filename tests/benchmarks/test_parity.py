@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_r1.learn import ALGORITHMS, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 from benchmarks.machine import RESULTS
 from benchmarks.parity import (
     PAGE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from threading import Event
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from agent_r1.config import RECIPES
 from benchmarks.machine import RESULTS
+from benchmarks.over_seeds import outcomes
 from benchmarks.recipes import (
     Job,
     algorithms_by_name,
@@ -43,6 +45,8 @@ def test_it_measures_the_start_and_every_algorithm_from_it(
     assert first["runs"][0]["panel"] == first["start"]["panel"]
     warm = first["start"]["held_out"][-1]["success"]
     assert first["runs"][0]["held_out"][0]["success"] == warm  # it begins where the warm start ended
+    for each in first["runs"][0]["held_out"]:
+        assert fmean(outcomes(each, "success")) == each["success"]
     written = table(first, ["calls"])
     assert written in capsys.readouterr().out
     assert len(written.splitlines()) == 2 + 2 + 1

@@ -311,12 +311,6 @@ def test_readable_files_count_but_not_output_and_notes(tmp_path: Path, monkeypat
     assert own == {"task.py", "linked/rows.jsonl", *matter}
 
 
-def test_yaml_that_is_nested_too_deeply_is_a_file_like_any_other(tmp_path: Path) -> None:
-    name = recipe(tmp_path / "deep", task="")
-    (tmp_path / "deep" / "tree.yaml").write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
-    assert tmp_path / "deep" / "tree.yaml" in recipe_files(name)
-
-
 def test_a_copy_of_a_recipe_has_the_same_files_in_the_same_order(tmp_path: Path) -> None:
     names = []
     for place in ("aaa", "zzz/deeper"):

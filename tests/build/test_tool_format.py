@@ -15,7 +15,7 @@ from agent_r1.build.task import build_task
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.formats import FORMATS, register_format
+from agent_r1.tokens.formats.table import FORMATS, register_format
 from agent_r1.types import Trajectory
 from tests.chatml import renderer
 from tests.conftest import Cli
@@ -127,7 +127,8 @@ def test_the_dry_run_says_which_format_and_why(cli: Cli, recipe: Path, folder: P
 
 
 MINE = """
-from agent_r1.tokens.formats import HeadedFormat, register_format
+from agent_r1.tokens.formats.headed import HeadedFormat
+from agent_r1.tokens.formats.table import register_format
 
 mine = HeadedFormat(
     form="@do NAME {...} @done", starts="@do", opens="@do", head=r"\\s*(?P<name>\\w+)", tail=" @done"

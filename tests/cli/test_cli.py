@@ -12,7 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from agent_r1.cli.display import Display, curve_picture, program, sparkline, step_summary, transcript_panel
+from agent_r1.cli.display import Display, program, sparkline, step_summary, transcript_panel
+from agent_r1.cli.help_panels import PANELS
 from agent_r1.config import load_config, parse_config
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
@@ -208,14 +209,16 @@ def test_a_step_is_summed_up_without_a_loss_and_drawn_without_a_value() -> None:
 
 
 def test_the_picture_says_how_the_held_out_rows_were_sampled(tmp_path: Path) -> None:
-    import matplotlib
+    from matplotlib import rc_context
+
+    from agent_r1.track.plots import plot_curve
 
     records = [
         {"kind": "eval", "step": 0, "success": 0.1, "success_stderr": 0.01},
         {"kind": "train", "step": 1, "success": 0.2},
     ]
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
-        curve_picture(records, tmp_path / "curve.svg", "mini", "held-out rows (temperature 0.7)")
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        plot_curve(records, tmp_path / "curve.svg", "mini", "held-out rows (temperature 0.7)")
     assert "held-out rows (temperature 0.7)" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
 
 
@@ -253,3 +256,10 @@ def test_an_evaluation_shows_episodes_done_success_and_time_left(monkeypatch: py
     assert first == "evaluated 0/200  success so far 0.0%"
     assert re.fullmatch(r"evaluated 50/200  success so far 50.0%  \d+:\d\d left", later)
     assert step.startswith("episodes 3/8")
+
+
+def test_help_lists_the_commands_in_the_order_of_their_use(cli: Cli) -> None:
+    shown = cli("--help").out
+    places = [shown.index(f"│ {name} ") for names in PANELS.values() for name in names]
+    assert places == sorted(places)
+    assert all(panel in shown for panel in PANELS)

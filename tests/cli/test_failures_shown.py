@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1.cli.log import logging_to
-from agent_r1.learn import ALGORITHMS
+from agent_r1.learn.algorithms import ALGORITHMS
 from tests.conftest import Cli
 
 MINI = Path(__file__).parents[1] / "mini"
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
 BROKEN = '''
 import math
 
-from agent_r1.learn import ALGORITHMS, Algorithm, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.credit import Credit
 
 

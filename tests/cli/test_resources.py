@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,9 @@ from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.resources import opened
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
+from tests.forked import start_program
+from tests.ranks_started import ends
 
-ROOT = Path(__file__).parents[2]
 RECIPE = """\
 task: {rows: task.rows, tools: [task.Double], resources: [task.server], reward: task.reward, train_count: 4}
 model: {make: task.make_model, device: cpu}
@@ -137,10 +136,9 @@ def test_every_command_that_plays_opens_once_and_closes(cli: Cli, recipe: Path, 
 
 @pytest.mark.usefixtures("cache")
 def test_an_interrupted_run_closes(recipe: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INTERRUPT": "1"}
-    words = [sys.executable, "-m", "agent_r1.cli", "train", str(recipe), "--run", str(tmp_path / "run")]
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 128 + signal.SIGINT, ended.stderr
+    log, words = tmp_path / "log", ["train", str(recipe), "--run", str(tmp_path / "run")]
+    program = start_program(words, {**os.environ, "INTERRUPT": "1"}, log)
+    assert ends([program]) == [128 + signal.SIGINT], log.read_text(encoding="utf-8")
     assert take_log(recipe)[-2:] == CLOSED
 
 

@@ -257,16 +257,10 @@ def test_a_config_survives_its_own_json(recipe: str) -> None:
         assert parse_config(json.loads(config.model_dump_json())) == config  # as a run directory is opened
 
 
-@pytest.mark.parametrize("value", ["[" * 2000 + "]" * 2000, "[" * 100_000 + "]" * 100_000, "9" * 6000])
+@pytest.mark.parametrize("value", ["[" * 2000 + "]" * 2000, "9" * 6000])
 def test_values_that_python_cannot_parse_are_config_errors(tmp_path: Path, value: str) -> None:
     (tmp_path / "base.yaml").write_text(f"task: {{env_kwargs: {{a: {value}}}}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"base\.yaml"):
         load_config(str(tmp_path))
     with pytest.raises(ConfigError, match=r"overrides|task\.env_kwargs\.a"):
         load_config("quickstart", [f"task.env_kwargs.a={value}"])
-
-
-def test_a_name_with_too_many_parts_is_a_short_error() -> None:
-    with pytest.raises(ConfigError, match=r"a\.a\.a.*parts") as error:
-        load_config("quickstart", [f"a{'.a' * 5000}=1"])
-    assert len(str(error.value)) < 200

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_r1.learn import ALGORITHMS, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ("README.md", "parity.md"))

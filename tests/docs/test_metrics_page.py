@@ -6,7 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm
+from agent_r1.learn.algorithms import get_algorithm
+from agent_r1.learn.credit import assign_credit, attempts_of
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.train.evaluate import episode_metrics
 from agent_r1.train.tickets import Ledger, staleness_metrics

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_r1 import AgentEnv, tool
 from agent_r1.recipes.quickstart.tiny import CALL_TAGS, CHAT_TEMPLATE
-from agent_r1.tokens.formats import get_format
+from agent_r1.tokens.formats.table import get_format
 from agent_r1.types import Action, Observation, TaskRow, Trajectory, Transition
 from tests import chatml
 

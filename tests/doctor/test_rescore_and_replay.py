@@ -210,7 +210,8 @@ def test_a_replay_ends_at_the_same_weights(
 def test_a_replay_is_exact_with_critics_references_adapters_and_running_scales(
     cli: Cli, folder: Path, tmp_path: Path, settings: list[str]
 ) -> None:
-    original = train(folder, tmp_path / "run", ["sft.demos=null", "eval.rows=1", *settings])
+    short = ["sft.demos=null", "eval.rows=1", "rollout.max_response_tokens=12"]
+    original = train(folder, tmp_path / "run", [*short, *settings])
     ended = cli("replay", original, "--from", "3", "--run", tmp_path / "again")
     assert (ended.code, ended.err) == (0, "")
     assert "weights of step 4: equal bit for bit" in ended.out

@@ -14,8 +14,8 @@ from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.fp32_head import Fp32Head, use_fp32_head
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.batch.packs import merge_steps, pack
+from agent_r1.learn.model.policy import PolicyModel
 from tests.engines.engine_sides import both, engine, generate
 from tests.engines.tiny_models import prompts, tiny
 from tests.learn.builders import step, trajectory

@@ -19,9 +19,9 @@ from agent_r1.engines.local.sampling import as_support, nucleus, ragged, sample,
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import DataError
 from agent_r1.flows.flow import SingleStepFlow
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.batch.packs import merge_steps, pack
 from agent_r1.learn.batch.support import supports_of
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Support, Trajectory
 from tests.chatml import _no_env, collector, row, tokenizer
 from tests.engines.engine_sides import CPU, GPU, both, engine, generate

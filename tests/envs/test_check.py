@@ -14,7 +14,7 @@ import pytest
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.check import CANARY, check_env, check_tool
 from agent_r1.envs.tool_env import ToolEnv
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import BaseTool, FromRow, ToolError, tool
 from agent_r1.types import Action, Message, Observation, TaskRow, ToolCallRecord, Transition
 

@@ -18,7 +18,8 @@ from agent_r1.envs.base import env_class, make_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.guard import explain
-from agent_r1.tokens.formats import FORMATS, RetoolFormat
+from agent_r1.tokens.formats.retool import RetoolFormat
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
 from agent_r1.types import Action, Observation, StopReason, TaskRow, Transition
 
@@ -281,7 +282,7 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
         ({"tools": [look_up], "tools_kwargs": {"look_up": 5}}, r"tools_kwargs\['look_up'\] must be a dict"),
         ({"tools": []}, "at least one tool"),
         ({"tools": "add"}, "list of at least one tool"),
-        ({"tools": [add, add]}, "two tools named 'add'"),
+        ({"tools": [add, add]}, "two tools are named 'add'"),
         ({"tools": ["no_such_tool"]}, "unknown tool 'no_such_tool'"),
         ({"tools": [add], "tool_format": "herms"}, r"unknown tool_format 'herms'\. Did you mean 'hermes'"),
         ({"tools": [add], "tool_format": "retool"}, "can only call the tool 'python', got tools"),

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from agent_r1 import check_env, tool
 from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.processes import EnvFault, EnvPool, WorkerEnv
+from agent_r1.envs.processes.pool import EnvPool
+from agent_r1.envs.processes.protocol import EnvFault
 from agent_r1.envs.processes.values import dump, load
+from agent_r1.envs.processes.worker_env import WorkerEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.recording import MAX_INFO_NESTING

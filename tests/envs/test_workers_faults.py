@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from agent_r1.envs.processes import EnvCrashed, EnvHung, EnvOutOfMemory, EnvPool, EnvRaised, EnvStartError, process
+from agent_r1.envs.processes import process
+from agent_r1.envs.processes.pool import EnvPool
+from agent_r1.envs.processes.protocol import EnvCrashed, EnvHung, EnvOutOfMemory, EnvStartError
+from agent_r1.envs.processes.values import EnvRaised
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
 from tests.envs.worker_envs import Counting, Library, Sure, action, row
@@ -327,7 +330,7 @@ def test_workers_do_not_import_modules_from_the_working_directory(
 
 PARENT = """
 import asyncio, os, sys
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from tests.envs.worker_envs import Counting, Sure, action, row
 
 pool = EnvPool(processes=2, step_seconds=600)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.envs.processes import EnvCrashed, EnvPool
+from agent_r1.envs.processes.pool import EnvPool
+from agent_r1.envs.processes.protocol import EnvCrashed
 from agent_r1.types import Transition
 from tests.envs.worker_envs import Sure, action
 from tests.envs.worker_helpers import is_alive, outcome, pool_of, run, started, wait_until
@@ -70,7 +71,7 @@ def test_a_death_between_calls_is_not_blamed_on_the_next_call(pool: EnvPool) -> 
 
 PARENT = """
 import asyncio, os, time
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from tests.envs.worker_envs import Counting, action, row
 
 pool = EnvPool(processes=1, step_seconds=600)

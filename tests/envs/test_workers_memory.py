@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.envs.processes import EnvFault, EnvLost, EnvOutOfMemory, EnvPool
-from agent_r1.envs.processes.pool import MAX_ALIVE, MAX_REPLAYS
+from agent_r1.envs.processes.pool import MAX_ALIVE, MAX_REPLAYS, EnvPool
+from agent_r1.envs.processes.protocol import EnvFault, EnvLost, EnvOutOfMemory
 from agent_r1.guard import explain
 from agent_r1.types import Transition
 from tests.envs.worker_envs import action, row

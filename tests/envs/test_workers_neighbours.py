@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.envs.processes import EnvCrashed, EnvFault, EnvHung, EnvLost, EnvPool
-from agent_r1.envs.processes.pool import MAX_REPLAYS
+from agent_r1.envs.processes.pool import MAX_REPLAYS, EnvPool
+from agent_r1.envs.processes.protocol import EnvCrashed, EnvFault, EnvHung, EnvLost
 from agent_r1.types import Transition
 from tests.envs.worker_envs import Counting, Fickle, Stalling, Sure, Unordered, action, row
 from tests.envs.worker_helpers import is_alive, outcome, pid_of, play, pool_of, run, started, wait_until

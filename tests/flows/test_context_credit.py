@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_r1.cli.display import transcript_panel
-from agent_r1.learn import assign_credit, get_algorithm
-from agent_r1.learn.credit import Values
+from agent_r1.learn.algorithms import get_algorithm
+from agent_r1.learn.credit import Values, assign_credit
 from agent_r1.learn.rewards import overlong_penalties
 from agent_r1.rollout.rewards.judge import judge_prompt
 from agent_r1.rollout.rewards.shaping import matches

@@ -16,8 +16,10 @@ from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.flows.context import SUMMARY_TITLE, ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
+from agent_r1.flows.reasoning import StripReasoning
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.runs.metrics import rollout_metrics
+from agent_r1.tokens.formats import FORMATS
 from agent_r1.types import Action, Group, Message, Observation, Step, StopReason, TaskRow, Trajectory, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 
@@ -69,6 +71,7 @@ POLICIES: dict[str, Callable[[], ContextPolicy | None]] = {
     "notes": lambda: Notes(turns=2, notes=1, note_chars=100),
     "summary": summary,
     "rewrite": lambda: Rewrite(function=first_and_last),
+    "strip": lambda: StripReasoning(None, tool_format=FORMATS["hermes"].for_prompt(thinks=False)),
 }
 
 

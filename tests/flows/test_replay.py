@@ -9,7 +9,7 @@ import pytest
 
 from agent_r1 import BaseTool, FromRow, ToolEnv, ToolResult, replay, tool
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transition
 
 

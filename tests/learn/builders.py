@@ -20,11 +20,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agent_r1.learn import Learner, PolicyModel, assign_credit, attempts_of, get_algorithm, trainable
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack, step_sizes
 from agent_r1.learn.batch.share import Share
+from agent_r1.learn.credit import assign_credit, attempts_of, trainable
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction
 from agent_r1.learn.model.critic import Critic
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.model.sharding import whole
 from agent_r1.learn.rewards import KLInReward
 from agent_r1.ranks.crew import OneProcess

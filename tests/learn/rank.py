@@ -13,8 +13,10 @@ from torch import distributed
 from transformers import LlamaForCausalLM
 
 from agent_r1.errors import TrainingError
-from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.model.sharding import local, whole
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.ranks.rank_crew import Ranks
@@ -35,6 +37,7 @@ ADAPTERS = LoRA(rank=2, alpha=4.0, target_modules=None, seed=1)
 # By name: the algorithm and how its learner differs from the plain one.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ALGORITHMS},
+    "two epochs": {"name": "ppo", "num_epochs": 2},
     **{f"{name} shared": {"name": name, "shared": True} for name, row in ALGORITHMS.items() if row.needs_critic},
     "corrected": {
         "name": "grpo",
@@ -62,7 +65,8 @@ THREE = ["grpo", "gigpo", "ppo", "steppo shared", "trees", "rewritten contexts",
 def train_all(ranks: OneProcess, cases: list[str]) -> dict[str, Any]:
     """By case: metrics, weights and the last gradient of several optimizer steps."""
     results: dict[str, Any] = {name: train(ranks=ranks, **CASES[name]) for name in cases}
-    results["stopped"] = train("grpo", ranks, lr=1e-2, target_kl=0.02, own_old_logprobs=True, updates=2)
+    stopping: dict[str, Any] = {"lr": 1e-2, "target_kl": 0.02, "own_old_logprobs": True, "num_epochs": 2}
+    results["stopped"] = train("grpo", ranks, updates=2, **stopping)
     results["nothing"] = train("grpo", ranks, take=0, updates=2)
     results["poisoned"] = poisoned(ranks)
     return results
@@ -124,7 +128,6 @@ def new_learner(  # noqa: PLR0913 (the ways in which cases differ)
         "lr": 1e-4,
         "adam_eps": 1e-4,  # large: Adam divides by the size of a gradient, and would show the rounding of tiny ones
         "weight_decay": 0.1,
-        "num_epochs": 2,
         "num_minibatches": 2,
         "ranks": ranks,
         "critic": critic,

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_iter
 
 from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.memory import line_through, synthetic_batch
 from agent_r1.learn.model.chunked_mlp import chunk_mlps
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import learner_for, tiny_model
 from tests.learn.test_layers import gradients, needs_compiler
 from tests.learn.test_policy import one_pack

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from agent_r1.learn import PolicyModel
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import (
     correction,

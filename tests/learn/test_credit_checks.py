@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import DataError
-from agent_r1.learn import Algorithm, assign_credit, get_algorithm
-from agent_r1.learn.credit import Credit, Scored, ScoredGroups
+from agent_r1.learn.algorithms import Algorithm, get_algorithm
+from agent_r1.learn.credit import Credit, Scored, ScoredGroups, assign_credit
 from agent_r1.learn.losses import LossInputs, LossOutput
 from tests.learn.builders import group, step, trajectory
 

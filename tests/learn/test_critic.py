@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import Learner, PolicyModel
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.critic import Critic, RunningMoments, explained_variance, with_last_state
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.rewards import zeros
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import Learner, PolicyModel
 from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.batch.packs import merge_steps, nested, pack, step_sizes
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import LossInputs, LossOutput
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Support
 from tests.learn.builders import (
     VOCABULARY,

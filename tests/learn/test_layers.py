@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import credit_for, gradients_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 

@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from agent_r1.errors import ConfigError, TrainingError
-from agent_r1.learn import (
-    ALGORITHMS,
-    Learner,
-    PolicyModel,
-    as_demonstrations,
-    assign_credit,
-    get_algorithm,
-    supervised_loss,
-)
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
 from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack, split_evenly
+from agent_r1.learn.credit import as_demonstrations, assign_credit
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.losses import supervised_loss
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import warmup
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import (

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import Learner, PolicyModel
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import credit_for, critic_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent_r1.compiling import repeated_layers
 from agent_r1.errors import ConfigError
-from agent_r1.learn import PolicyModel, memory
+from agent_r1.learn import memory
 from agent_r1.learn.batch.packs import merge_steps, pack
 from agent_r1.learn.memory import (
     Measured,
@@ -27,6 +27,7 @@ from agent_r1.learn.memory import (
     synthetic_batch,
 )
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.ranks.crew import OneProcess
 from tests.learn.builders import VOCABULARY, learner_for, tiny_model
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent_r1.learn import Learner, PolicyModel
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Schedule, schedule, warmup
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import (

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from agent_r1.errors import DataError
-from agent_r1.learn import PolicyModel, as_demonstrations, supervised_loss
 from agent_r1.learn.batch.support import Supports
-from agent_r1.learn.losses import KL_PENALTIES
+from agent_r1.learn.credit import as_demonstrations
+from agent_r1.learn.losses import KL_PENALTIES, supervised_loss
 from agent_r1.learn.model.head import token_logprobs
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Group, Step, Support, Trajectory
 from tests.learn.builders import (
     VOCABULARY,

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.batch.minibatch import layout
 from agent_r1.learn.batch.packs import Pack, Segment, merge_steps, pack
 from agent_r1.learn.batch.tree import (
@@ -26,6 +25,7 @@ from agent_r1.learn.batch.tree import (
     grow_trees,
     lay_out,
 )
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import Trajectory
 from tests.learn.builders import (
     VOCABULARY,

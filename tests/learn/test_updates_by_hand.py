@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.losses import Correction
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import schedule
 from agent_r1.types import CreditedTrajectory, Step, Support
 from tests.learn.builders import VOCABULARY, learner_for, random_credited, tiny_model

@@ -12,7 +12,7 @@ from rich.console import Console
 from agent_r1.build.plan import build_plan
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
-from agent_r1.learn import ALGORITHMS
+from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.runs.run_dir import RunDir
 
 MINI = str(Path(__file__).parents[1] / "mini")

@@ -19,10 +19,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
+from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.learn.batch.minibatch import prepare
 from agent_r1.learn.batch.packs import Pack
+from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import value_loss
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, Group
 from tests.learn.builders import credit_for, critic_of, gradients_of, learner_for, on_policy, random_groups, tiny_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent_r1.envs.text_env import Reply, TextEnv
 from agent_r1.flows.context import ContextPolicy, Notes, Window
-from agent_r1.learn import PolicyModel
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import Group, TaskRow, Trajectory
 from tests.chatml import row
 from tests.flows.test_context_episode import POLICIES, play, segments, summary
@@ -50,10 +50,10 @@ def random_group(seed: int, policy: str) -> Group:
         "notes": lambda: Notes(turns=1, notes=1, note_chars=9),
     }
 
+    words = ["<think>p</think>q", "<think>r", "xyz"] if policy == "strip" else ["p", "qr", "xyz"]
+
     def attempt(name: str) -> Trajectory:
-        trajectory, _ = play(
-            tight[policy], lambda _: chance.choice(["p", "qr", "xyz"]), env=lambda: Chatter(chance), max_steps=4
-        )
+        trajectory, _ = play(tight[policy], lambda _: chance.choice(words), env=lambda: Chatter(chance), max_steps=4)
         # A vocabulary of 32 is enough for the question, and what extends what stays as it is.
         steps = [
             replace(

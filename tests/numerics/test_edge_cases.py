@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from agent_r1.learn import ALGORITHMS, Learner, PolicyModel
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.learner import Learner
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
     correction,

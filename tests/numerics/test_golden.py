@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from agent_r1.learn import ALGORITHMS, PolicyModel
+from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import warmup
 from tests.learn.builders import credit_for, critic_of, learner_for, on_policy, random_groups, tiny_model
 

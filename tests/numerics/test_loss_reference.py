@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1.learn import ALGORITHMS, get_algorithm, supervised_loss
-from agent_r1.learn.losses import Counts, LossInputs, LossOutput, value_loss
+from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
+from agent_r1.learn.losses import Counts, LossInputs, LossOutput, supervised_loss, value_loss
 from tests.numerics import loss_reference
 from tests.numerics.loss_reference import REFERENCES, Slopes, Token
 

@@ -28,8 +28,8 @@ from agent_r1.recipes.geometry3k.task import enlarged, reward, rows, zoom
 from agent_r1.recipes.gridworld.tiny import VISION_TOKENS
 from agent_r1.recipes.quickstart.tiny import make_tokenizer
 from agent_r1.recipes.vision_quickstart.tiny import make_network
-from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.formats.infer import template_format
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.tools.base import ToolError

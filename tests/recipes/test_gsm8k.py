@@ -24,7 +24,7 @@ from agent_r1.recipes.gsm8k import data, synthetic
 from agent_r1.recipes.gsm8k import task as plain
 from agent_r1.recipes.gsm8k_tool import synthetic as synthetic_tool
 from agent_r1.recipes.gsm8k_tool import task
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import BaseTool
 from agent_r1.tools.calculator import evaluate
 from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory

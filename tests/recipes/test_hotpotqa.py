@@ -30,7 +30,7 @@ from agent_r1.recipes.hotpotqa import data, synthetic, task
 from agent_r1.recipes.hotpotqa.data import Question
 from agent_r1.recipes.hotpotqa.expert import demonstrate
 from agent_r1.recipes.hotpotqa.scores import contains, exact_match, f1, normalized, substring_match
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings

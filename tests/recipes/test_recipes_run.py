@@ -127,13 +127,13 @@ def test_a_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
 
 
 def check_demonstrations(config: RunConfig, run: RunDir) -> None:
-    """Check that demonstrations call the tools, that no call fails and that each earns the full reward."""
+    """Check that demonstrations call the tools, that no call fails and that each is a success."""
     demos = demonstrations(config, run)
     calls = [record for trajectory in demos for step in trajectory.steps for record in step.calls]
     assert len(demos) == config.sft.count
     assert bool(calls) == bool(config.task.tools)
     assert [record.error for record in calls if record.error is not None] == []
-    assert {trajectory.outcome_reward for trajectory in demos} == {1.0}
+    assert min(trajectory.outcome_reward for trajectory in demos) >= config.task.success_reward
 
 
 def demonstrations(config: RunConfig, run: RunDir) -> list[Trajectory]:

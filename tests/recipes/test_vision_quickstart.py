@@ -28,7 +28,7 @@ from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.vision_quickstart import task, tiny
 from agent_r1.recipes.vision_quickstart.task import CELLS, Board, Caption, Shortcut
 from agent_r1.rollout.collect import Collector
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.tools.base import ToolError

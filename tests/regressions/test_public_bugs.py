@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from agent_r1.errors import ConfigError
-from agent_r1.learn import ALGORITHMS, Algorithm, PolicyModel, assign_credit, get_algorithm
+from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
 from agent_r1.learn.batch.packs import merge_steps, split_evenly
+from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.losses import Counts, LossInputs
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.rewards import RewardShaper
 from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
 from tests.learn.builders import (

@@ -13,6 +13,7 @@ from threading import Barrier
 
 import pytest
 
+from agent_r1 import __version__
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir, new_run_path
@@ -39,10 +40,21 @@ def test_a_directory_whose_run_produced_nothing_is_reused(tmp_path: Path) -> Non
         pass
     again = RunDir.create(tmp_path, OTHER)
     assert parse_config(again.settings) == OTHER
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "versions.json"]
     again.write_trajectories("collected", 1, GROUPS)
     with again.locked(), pytest.raises(ConfigError, match="already holds a run"):
         RunDir.create(tmp_path, CONFIG)
+
+
+def test_a_run_records_the_versions_of_every_start_that_changes_them(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, CONFIG)
+    run.record_versions()  # resumed by the same code
+    (first,) = json.loads((tmp_path / "versions.json").read_text(encoding="utf-8"))
+    assert first["agent-r1"] == __version__
+    assert set(first) == {"agent-r1", "python", "torch", "transformers"}
+    (tmp_path / "versions.json").write_text(json.dumps([{**first, "torch": "2.0"}]), encoding="utf-8")
+    run.record_versions()  # resumed after an update of torch
+    assert json.loads((tmp_path / "versions.json").read_text(encoding="utf-8")) == [{**first, "torch": "2.0"}, first]
 
 
 def test_a_run_that_has_just_begun_or_is_being_written_is_locked(tmp_path: Path) -> None:

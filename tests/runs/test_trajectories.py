@@ -186,7 +186,7 @@ def test_gzipped_files_are_read_too(tmp_path: Path) -> None:
     [
         ("{", "Expecting property name"),
         ('{"x": ' + "[" * 5000 + "]" * 5000 + "}", "nested too deeply"),
-        ('{"x": ' + "9" * 5000 + "}", "too many digits"),
+        ('{"x": ' + "9" * 5000 + "}", "digits"),
         ("[]", "not a trajectory record"),
         ('{"row_id": "r"}', "not a trajectory record: KeyError: 'trajectory_id'"),
     ],

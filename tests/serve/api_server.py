@@ -25,7 +25,7 @@ from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.open_model import choose, open_server
 from agent_r1.serve.api.served_model import ServedModel
 from agent_r1.serve.listening import bind
-from agent_r1.tokens.formats import get_format
+from agent_r1.tokens.formats.table import get_format
 from agent_r1.types import TaskRow
 from tests.chatml import collector, renderer, row, tokenizer
 

@@ -20,7 +20,7 @@ from agent_r1.serve.api.app import Server
 from agent_r1.serve.api.bare_mode import BareMode
 from agent_r1.serve.api.limits import ServeLimits
 from tests.chatml import tokenizer
-from tests.serve.api_server import HI, ask, make_run, mini_server, scripted_model, serving
+from tests.serve.api_server import HI, ask, make_run, mini_server, scripted_model, serving, serving_script
 
 LIMITS = ServeLimits(max_body_bytes=100_000, read_seconds=2.0, stall_seconds=1.0)
 MESSAGES = [{"role": "user", "content": "count"}]
@@ -134,6 +134,19 @@ def test_when_a_client_leaves_its_request_ends(url: str, server: Server, stream:
     connection.close()
     wait_until_idle(server)
     assert alone(url)
+
+
+def test_a_request_counts_while_its_body_is_sent() -> None:
+    content = json.dumps({"model": "scripted", "messages": HI}).encode()
+    with serving_script(["a"] * 1000, limits=ServeLimits(max_requests=1)) as (address, _):
+        slow = raw(address, post(content[:10], length=len(content)))
+        deadline = time.monotonic() + 20
+        while ask(address).status_code == 200:  # until the server has read the headers of the slow one
+            assert time.monotonic() < deadline
+        assert ask(address).status_code == 429
+        slow.sendall(content[10:])
+        assert slow.recv(20).startswith(b"HTTP/1.1 200")
+        slow.close()
 
 
 HOSTILE = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.serve.api.text_stream import TextStream
-from agent_r1.tokens.formats import get_format
+from agent_r1.tokens.formats.table import get_format
 from agent_r1.wire.reply import read_reply
 from tests.chatml import renderer
 from tests.serve.api_server import CALL, ECHO

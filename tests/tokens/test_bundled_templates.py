@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from agent_r1.envs.tool_env import ToolEnv
-from agent_r1.tokens.formats import FORMATS, detect_format
+from agent_r1.tokens.formats.table import FORMATS, detect_format
 from agent_r1.tools.base import tool
 from agent_r1.types import Action, StopReason, TaskRow, Transition
 

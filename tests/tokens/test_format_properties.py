@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from agent_r1.tokens.formats import FORMATS
 from agent_r1.tokens.formats.base import MAX_CALLS, Event, ParsedCall, ParseFailure
+from agent_r1.tokens.formats.table import FORMATS
 from tests.tokens.test_formats import call
 
 HERMES, RETOOL = FORMATS["hermes"], FORMATS["retool"]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from agent_r1.tokens.formats import FORMATS, ParsedCall, ParseFailure, RetoolFormat
+from agent_r1.tokens.formats.base import ParsedCall, ParseFailure
+from agent_r1.tokens.formats.retool import RetoolFormat
+from agent_r1.tokens.formats.table import FORMATS
 
 HERMES, CODER, LLAMA = FORMATS["hermes"], FORMATS["qwen3_coder"], FORMATS["llama3_json"]
 HARMONY, RETOOL = FORMATS["harmony"], FORMATS["retool"]

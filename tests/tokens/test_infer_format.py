@@ -9,8 +9,9 @@ import pytest
 from agent_r1 import Reply, ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.tokens.conversations import Conversations
-from agent_r1.tokens.formats import FORMATS, RetoolFormat
 from agent_r1.tokens.formats.infer import template_format
+from agent_r1.tokens.formats.retool import RetoolFormat
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tools.base import tool
 from agent_r1.types import Action, Observation, TaskRow

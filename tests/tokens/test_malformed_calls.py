@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from tests.tokens.test_formats import KIMI, V3, V31, failure
 
 MALFORMED = {

@@ -20,7 +20,7 @@ import pytest
 from agent_r1 import MCPTools, ToolEnv, replay
 from agent_r1.errors import ConfigError
 from agent_r1.resources import opened
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import BaseTool
 from agent_r1.tools.runner import ToolOutcome, run_tool
 from agent_r1.types import TaskRow, ToolCallRecord

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.schema import BadArguments
 from agent_r1.types import Observation
 from tests.tokens.small_tokenizers import renderer_of

@@ -12,7 +12,7 @@ from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.python_env import PythonEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.python.tool import NO_OUTPUT, PythonTool
 from agent_r1.types import Action, TaskRow
 from tests.tools.python_boxes import require

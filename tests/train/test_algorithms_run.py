@@ -20,7 +20,7 @@ from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config, parse_config
 from agent_r1.errors import ConfigError
 from agent_r1.flows.flow import AgentFlowBase
-from agent_r1.learn import ALGORITHMS
+from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir

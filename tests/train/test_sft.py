@@ -18,7 +18,7 @@ from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import DataError
 from agent_r1.runs.trajectories import write_groups
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.train.sft import LOSS_WINDOW
 from agent_r1.types import Group, Step, StopReason, Trajectory

@@ -19,10 +19,10 @@ from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.low_rank import LowRank, adopt_weights, sharing_copy
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import DataError
-from agent_r1.learn import PolicyModel
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.memory import fixed_bytes, size_of
 from agent_r1.learn.model.lora import LoRA
+from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory
 from tests.learn.builders import critic_of, learner_for, tiny_model
 from tests.train.test_pipeline import mini

@@ -17,7 +17,7 @@ from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import run_training
 from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig, load_config
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories

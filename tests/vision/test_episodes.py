@@ -14,7 +14,7 @@ import pytest
 from agent_r1 import AgentEnv, Reply, TextEnv, ToolEnv
 from agent_r1.engines.base import Completion
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
-from agent_r1.envs.processes import EnvPool
+from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.tools.base import ToolResult, tool

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.tokens.formats import get_format
+from agent_r1.tokens.formats.table import get_format
 from agent_r1.wire.chat_answer import (
     CallOut,
     ChatAnswer,

@@ -150,19 +150,16 @@ def load_tokenizer(config: RunConfig, directory: str) -> Any:
 def _explain_failures(directory: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot load a causal language model from {directory}{_reason(error, directory)}{explain_hub(directory)}"
-        ) from error
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
     except MemoryError:  # not the fault of a file
         raise
     except Exception as error:  # safetensors, tokenizers and transformers raise different types for a damaged file
-        raise ConfigError(
-            f"cannot load a causal language model from {directory}: {describe(error)}. A file is damaged: fetch or "
-            "copy it again"
-        ) from error
+        if isinstance(error, OSError):
+            why = f"{_reason(error, directory)}{explain_hub(directory)}"
+        elif isinstance(error, ValueError | ImportError):
+            why = f": {error}"
+        else:
+            why = f": {describe(error)}. A file is damaged: fetch or copy it again"
+        raise ConfigError(f"cannot load a causal language model from {directory}{why}") from error
 
 
 def _reason(error: Exception, model: str) -> str:

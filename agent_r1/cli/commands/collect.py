@@ -94,13 +94,10 @@ async def _collect(
         finally:
             await engine.close()
     # Imitate with the policy that was sampled: its own words change it least.
-    imitate = f"sft {typed_words(config, given)} sft.trajectories={run}{_min_reward(config)} model.path={start}"
+    least = f" sft.min_reward={task.success_reward:g}" if task.success_reward != 1 else ""
+    imitate = f"sft {typed_words(config, given)} sft.trajectories={run}{least} model.path={start}"
     _conclude(config, run, outcomes, console, imitate=imitate, seconds=time.monotonic() - began)
     return outcomes
-
-
-def _min_reward(config: RunConfig) -> str:
-    return f" sft.min_reward={config.task.success_reward:g}" if config.task.success_reward != 1 else ""
 
 
 def _conclude(

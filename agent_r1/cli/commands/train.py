@@ -22,7 +22,7 @@ from agent_r1.build.start import base_model, needs_reference, reference_model, s
 from agent_r1.build.task import Task
 from agent_r1.build.trainer import build_trainer
 from agent_r1.cli.commands.eval import describe_sampling
-from agent_r1.cli.display import Display, clock, curve_picture, program, transcript_panel, warm_start_progress
+from agent_r1.cli.display import Display, clock, program, transcript_panel, warm_start_progress
 from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
@@ -69,7 +69,7 @@ def run_training(
         with (
             run.locked() if crew.ranks.is_main else nullcontext(),
             logging_to(rank_log(run, crew)),
-            _observed(plan, run) if crew.ranks.is_main else nullcontext(),
+            _observed(plan, run, resume=resume) if crew.ranks.is_main else nullcontext(),
             _verl_session(config, run, console) as watch,
         ):
             work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
@@ -87,7 +87,9 @@ def run_training(
 
 
 @contextmanager
-def _observed(plan: Plan, run: RunDir) -> Iterator[None]:
+def _observed(plan: Plan, run: RunDir, *, resume: bool) -> Iterator[None]:
+    if resume:
+        run.record_versions()  # the code may be newer than the run
     try:
         yield
     finally:
@@ -208,7 +210,8 @@ def _examine(config: RunConfig, plan: Plan, model: Model, display: Display) -> N
 async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> int:
     """Evaluate the policy that training begins with, then train; return the last step."""
     evaluated = any(record["step"] == done for record in run.read_metrics("eval"))
-    if trainer.crew.ranks.broadcast(not evaluated and _eval_due(config, done)):
+    is_due = done % config.trainer.eval_every == 0 or done == config.trainer.steps
+    if trainer.crew.ranks.broadcast(is_due and not evaluated):
         await trainer.evaluate(done)
     limits = config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
     if isinstance(trainer, AsyncTrainer):
@@ -224,10 +227,6 @@ async def _start(config: RunConfig, task: Task, console: Console, crew: Crew) ->
 
     made = await crew.all(part())
     return made[crew.ranks.rank] or await seeded_start(config, task, console)
-
-
-def _eval_due(config: RunConfig, step: int) -> bool:
-    return step % config.trainer.eval_every == 0 or step == config.trainer.steps
 
 
 async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
@@ -267,7 +266,9 @@ def _conclude(
     if not trainer.crew.ranks.is_main:
         return Outcome(run=run, before=before, after=after)
     title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
-    curve_picture(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
+    from agent_r1.track.plots import plot_curve  # loads matplotlib, after training
+
+    plot_curve(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
     if last is not None:
         console.print(_example(last, config.task.success_reward))
     went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} steps"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.model.layers import untied_state
-from agent_r1.learn.model.sharding import onto
+from agent_r1.learn.model.sharding import Made, onto
 
 ADAPTER = "default"  # peft's name for the only adapter
 
@@ -93,7 +93,15 @@ class Adapters:
 
     def merged(self) -> Mapping[str, Tensor]:
         """The weights of a plain model that computes the same, tied ones once."""
-        return _Merged(self._model, self._layers)
+        layers = {f"{name}.weight": layer for name, layer in self._layers.items()}
+        skipped = {f"{name}.{part}.{ADAPTER}.weight" for name in self._layers for part in ("lora_A", "lora_B")}
+        state = untied_state(self._model)
+        plain = {_own_name(name, self._layers): tensor for name, tensor in state.items() if name not in skipped}
+
+        def merge(name: str, weight: Tensor) -> Tensor:
+            return weight + layers[name].get_delta_weight(ADAPTER) if name in layers else weight
+
+        return Made(plain, merge)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -117,31 +125,6 @@ def _targets(model: Any, settings: LoRA) -> str | list[str]:
     if decoder_prefix(model):  # peft would also adapt the tower
         return settings.layers_of(model)
     return "all-linear" if settings.target_modules is None else list(settings.target_modules)
-
-
-class _Merged(Mapping[str, Tensor]):
-    """Merges each matrix on access: a second copy of the model would not always fit."""
-
-    def __init__(self, model: nn.Module, layers: Mapping[str, Any]) -> None:
-        skipped = {f"{name}.{part}.{ADAPTER}.weight" for name in layers for part in ("lora_A", "lora_B")}
-        self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
-        self._plain: dict[str, Tensor] = {
-            _own_name(name, layers): tensor for name, tensor in untied_state(model).items() if name not in skipped
-        }
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        weight, layer = self._plain[name], self._layers.get(name)
-        if layer is None:
-            return weight
-        change: Tensor = layer.get_delta_weight(ADAPTER)
-        return weight + change
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plain)
-
-    def __len__(self) -> int:
-        return len(self._plain)
 
 
 def _own_name(name: str, layers: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ from agent_r1.learn.model.layers import (
 )
 from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
-from agent_r1.learn.model.sharding import Whole, body_of, onto, release, shard_model
+from agent_r1.learn.model.sharding import body_of, gathered, onto, release, shard_model
 from agent_r1.learn.sizes import MAX_LOGITS
 from agent_r1.vision.eyes import MAX_CACHED_BYTES, Eyes
 from agent_r1.vision.picture_format import PictureFormat
@@ -163,14 +163,14 @@ class PolicyModel:
         """The weights under the model's state-dict names, tied ones once. Views, not copies; adapters are merged into
         each matrix on access, and sharded weights are gathered, so every rank must read all of them in order."""
         merged = self._adapters.merged() if self._adapters is not None else untied_state(self.model)
-        return Whole(merged) if self.is_sharded else merged
+        return gathered(merged) if self.is_sharded else merged
 
     def sampler_weights(self) -> Mapping[str, Tensor]:
         """What an engine must load after an update: the adapters if it has their base, otherwise `weights`."""
         if not self._sends_adapters or self._adapters is None:
             return self.weights()
         adapters = self._adapters.state_dict()
-        return Whole(adapters) if self.is_sharded else adapters
+        return gathered(adapters) if self.is_sharded else adapters
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """The inverse of `trained_state`, for a model without adapters."""
@@ -204,9 +204,9 @@ class PolicyModel:
             model.save_pretrained(save_directory)
             return
         is_writer = not self.is_sharded or distributed.get_rank() == 0
-        gathered = {name: tensor.cpu() for name, tensor in self.weights().items() if is_writer}
+        weights = {name: tensor.cpu() for name, tensor in self.weights().items() if is_writer}
         if is_writer:
-            model.save_pretrained(save_directory, state_dict=gathered)
+            model.save_pretrained(save_directory, state_dict=weights)
 
     @property
     def hidden_size(self) -> int:

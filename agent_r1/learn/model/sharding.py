@@ -88,14 +88,15 @@ def onto(tensor: Tensor, target: Tensor) -> Tensor:
     return sharded_like(local(tensor).to(target.device), target)
 
 
-class Whole(Mapping[str, Tensor]):
-    """Gathers each tensor on access: a complete second copy of the model would not fit."""
+class Made(Mapping[str, Tensor]):
+    """Makes each tensor on access, such as a gathered or a merged one: a second copy of the model would not fit."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str, Tensor], Tensor]) -> None:
+        self._tensors, self._make = tensors, make
 
+    @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._tensors[name])
+        return self._make(name, self._tensors[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -105,3 +106,8 @@ class Whole(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The complete tensors. Reading one is collective."""
+    return Made(tensors, lambda _, tensor: whole(tensor))

@@ -15,7 +15,7 @@ from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.geometry3k.data import row_of
 from agent_r1.recipes.geometry3k.task import SCALE, with_tools
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import TaskRow
 from agent_r1.vision.pictures import Picture, as_picture
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from agent_r1.recipes.gsm8k.data import Problem, problems
 from agent_r1.recipes.gsm8k.task import as_row, judged, parts_of, sample
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import FromRow, tool
 from agent_r1.tools.calculator import NotAnExpression, calculator, evaluate
 from agent_r1.types import TaskRow, Trajectory

@@ -11,7 +11,7 @@ import re
 
 from agent_r1.recipes.hotpotqa.data import Question
 from agent_r1.recipes.hotpotqa.scores import contains, normalized
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.search.tool import SearchTool
 
 MAX_SEARCHES = 3  # one step of the episode is for the answer

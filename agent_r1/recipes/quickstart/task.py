@@ -20,7 +20,7 @@ from functools import cache
 from hashlib import sha256
 
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import FromRow, ToolError, tool
 from agent_r1.types import TaskRow, Trajectory
 

@@ -14,7 +14,7 @@ from hashlib import sha256
 from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.recipes.retool.task import as_row
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import TaskRow
 
 SPLITS = ("train", "test")

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from agent_r1.data.rows import Demo
 from agent_r1.errors import ConfigError, did_you_mean
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import FromRow, ToolError, ToolResult, tool
 from agent_r1.types import TaskRow, Trajectory
 from agent_r1.vision.pictures import Picture

@@ -10,7 +10,6 @@ from agent_r1.serve.api.bare_mode import BareMode
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, follow, together
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.served_model import Reading
-from agent_r1.types import Observation
 from agent_r1.wire.api_error import invalid
 from agent_r1.wire.chat_answer import Usage
 from agent_r1.wire.text_completions import TextRequest
@@ -21,16 +20,7 @@ async def start_text(bare: BareMode, request: TextRequest, limits: ServeLimits) 
     total = request.n * len(request.prompts)
     if total > limits.max_n:
         raise invalid(f"n times the number of prompts must be at most {limits.max_n}, got {total}", "n")
-    return _answer(bare, request, [_prompt(bare, prompt) for prompt in request.prompts])
-
-
-def _prompt(bare: BareMode, given: str | list[int]) -> Prompt:
-    model = bare.model
-    model.check_size(len(given), param="prompt")
-    ids = model.renderer.render(Observation(text=given)) if isinstance(given, str) else given
-    if not ids:
-        raise invalid("a prompt must hold at least one token", "prompt")
-    return model.check_length(Prompt(ids), param="prompt")
+    return _answer(bare, request, [await bare.model.raw_prompt(prompt) for prompt in request.prompts])
 
 
 async def _answer(bare: BareMode, request: TextRequest, prompts: list[Prompt]) -> Events:

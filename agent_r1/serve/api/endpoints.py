@@ -72,12 +72,12 @@ class Endpoint:
         outcome, started = "ok", time.perf_counter()
         try:
             limits, length = self.limits, request.headers.get("content-length")
-            body = await read_body(
-                request.stream(), max_bytes=limits.max_body_bytes, seconds=limits.read_seconds, length=length
-            )
-            asked = self.read(parse_object(body))
-            started = time.perf_counter()
-            with self.admission.entered():
+            with self.admission.entered():  # bodies too are held for so many requests only
+                body = await read_body(
+                    request.stream(), max_bytes=limits.max_body_bytes, seconds=limits.read_seconds, length=length
+                )
+                asked = self.read(parse_object(body))
+                started = time.perf_counter()
                 outcome = await self._while_connected(receive, self._answer(asked, send, started))
         except ApiError as error:
             outcome = "failed" if error.status >= 500 else "refused"

@@ -17,8 +17,8 @@ from agent_r1.serve.api.app import Server
 from agent_r1.serve.api.bare_mode import BareMode
 from agent_r1.serve.api.limits import ServeLimits
 from agent_r1.serve.api.served_model import ServedModel
-from agent_r1.tokens.formats import AUTO, get_format
 from agent_r1.tokens.formats.infer import requested_format, template_format
+from agent_r1.tokens.formats.table import AUTO, get_format
 from agent_r1.tokens.rendering import Renderer
 
 # What may be changed for a run; the rest belongs to what was trained.

@@ -11,7 +11,7 @@ from agent_r1.engines.base import Completion, Engine, OnTokens, Prompt, Sampling
 from agent_r1.errors import DataError
 from agent_r1.serve.api.events import Delta, Finished
 from agent_r1.serve.api.text_stream import TextStream, as_logprobs
-from agent_r1.tokens.formats import ToolCallFormat
+from agent_r1.tokens.formats.base import ToolCallFormat
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
 from agent_r1.vision.pictures import check_all, pictures_of, without_repeats
@@ -45,12 +45,8 @@ class ServedModel:
             raise invalid(f"the model {self.name!r} takes text only, and the messages show pictures", "messages")
         size = _text_size(messages) + _text_size(tools)
         self.check_size(size)
-        observation = Observation(messages=list(messages))
         try:
-            if size > THREAD_CHARS:
-                ids = await asyncio.to_thread(self.renderer.render, observation, tools)
-            else:
-                ids = self.renderer.render(observation, tools)
+            ids = await self._render(Observation(messages=list(messages)), tools, size=size)
         except DataError as error:
             raise invalid(str(error)[:500], "messages") from None
         prompt = self.check_length(Prompt(ids, pictures))
@@ -59,6 +55,20 @@ class ServedModel:
         except DataError as error:
             raise invalid(str(error)[:500], "messages") from None
         return prompt
+
+    async def raw_prompt(self, given: str | list[int]) -> Prompt:
+        """A prompt without the chat template. Raises ApiError if it is empty or too long."""
+        self.check_size(len(given), param="prompt")
+        ids = await self._render(Observation(text=given), (), size=len(given)) if isinstance(given, str) else given
+        if not ids:
+            raise invalid("a prompt must hold at least one token", "prompt")
+        return self.check_length(Prompt(ids), param="prompt")
+
+    async def _render(self, observation: Observation, tools: Tools, *, size: int) -> list[int]:
+        """Tokenise; a long text in a thread, so that other requests go on."""
+        if size > THREAD_CHARS:
+            return await asyncio.to_thread(self.renderer.render, observation, tools)
+        return self.renderer.render(observation, tools)
 
     def check_size(self, size: int, *, param: str = "messages") -> None:
         """Refuse a prompt of `size` characters that cannot fit, before it is tokenised."""

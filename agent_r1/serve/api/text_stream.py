@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from agent_r1.tokens.formats import ToolCallFormat
+from agent_r1.tokens.formats.base import ToolCallFormat
 from agent_r1.wire.chat_answer import TokenLogprob
 from agent_r1.wire.reply import split_thinking
 

@@ -60,9 +60,9 @@ def summarize(line: bytes) -> tuple[Summary, bytes]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        record = read_json(_shorten(line).decode("utf-8", "replace"), max_nesting=None)
+        record = read_json(_shorten(line).decode("utf-8", "replace"))
     except ValueError:
-        record = read_json(line.decode("utf-8", "replace"), max_nesting=None)
+        record = read_json(line.decode("utf-8", "replace"))
     if not isinstance(record, dict):
         raise ValueError("it is not an object")
     return record

@@ -10,9 +10,8 @@ is searched by `lexical`, `dense` or `hybrid`, which needs both rankers.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from agent_r1.disk import write_atomically
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings
@@ -116,9 +116,9 @@ class Index:
         place = Path(directory).expanduser()
         if place.exists() and not (place / MANIFEST).is_file() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigError(f"{place} exists and is not a search index; choose another folder, or remove it")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{place.name}-building-", dir=place.parent))
-        try:
+        old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
+        with write_atomically(place) as work:
+            work.mkdir()
             digest = write_corpus(passages, work / PASSAGES, report)
             corpus = Corpus.open(work / PASSAGES)
             if lexical is not None:
@@ -129,10 +129,9 @@ class Index:
                 num_passages=len(corpus), corpus_sha256=digest, lexical=lexical, dense=dense, files=_file_sizes(work)
             )
             (work / MANIFEST).write_bytes(TypeAdapter(Manifest).dump_json(manifest, indent=1))
-            work.chmod(0o755)  # mkdtemp makes it private
-            _move_into_place(work, place)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if place.exists():
+                place.rename(old)  # processes that have it open keep its files until they close them
+        shutil.rmtree(old, ignore_errors=True)
         return cls.open(place)
 
     @property
@@ -198,14 +197,3 @@ def check_kind(kind: str, manifest: Manifest, directory: Path) -> Kind:
 def _file_sizes(directory: Path) -> dict[str, int]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-
-
-def _move_into_place(work: Path, place: Path) -> None:
-    """Processes that have the old index open keep its files until they close them."""
-    if place.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{place.name}-replaced-", dir=place.parent))
-        os.rename(place, old)
-        os.rename(work, place)
-        shutil.rmtree(old)
-    else:
-        os.rename(work, place)

@@ -23,9 +23,9 @@ LIMIT_SECONDS = 60.0
 class Reaper:
     """The driver's end. It begins when this object is released or the driver is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self.mark = os.urandom(16).hex()  # belongs into the environment of what it has to end
-        words = [sys.executable, "-S", "-E", str(Path(__file__).resolve()), self.mark]
+        words = [sys.executable, "-S", "-E", str(Path(__file__).resolve()), self.mark, str(grace_seconds)]
         # A session of its own: the signals of a terminal are not for it.
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -47,8 +47,8 @@ def marked(mark: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def reap(mark: str) -> None:
-    end = time.monotonic() + GRACE_SECONDS
+def reap(mark: str, grace_seconds: float) -> None:
+    end = time.monotonic() + grace_seconds
     while marked(mark) and time.monotonic() < end:
         time.sleep(0.5)
     end = time.monotonic() + LIMIT_SECONDS
@@ -61,4 +61,4 @@ def reap(mark: str) -> None:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    reap(sys.argv[1])
+    reap(sys.argv[1], float(sys.argv[2]))
