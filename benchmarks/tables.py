@@ -33,7 +33,7 @@ from agent_r1.recipes.tables.programs import answer_text, as_python
 from agent_r1.recipes.tables.sql import Database
 from agent_r1.recipes.tables.synthesis import SECONDS, guess
 from agent_r1.recipes.tables.table import Table, show
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from benchmarks.machine import RESULTS, machine
 
 FILE = RESULTS / "tables.json"

@@ -15,9 +15,9 @@ from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.flows.reasoning import StripReasoning
-from agent_r1.tokens.formats import ToolCallFormat, get_format
+from agent_r1.tokens.formats.base import ToolCallFormat
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format, template_format
-from agent_r1.tokens.formats.table import FALLBACK
+from agent_r1.tokens.formats.table import FALLBACK, get_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation

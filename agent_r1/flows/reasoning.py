@@ -10,8 +10,7 @@ import re
 from dataclasses import replace
 
 from agent_r1.flows.context import ContextPolicy, ContextView, Writer
-from agent_r1.tokens.formats import ToolCallFormat
-from agent_r1.tokens.formats.base import Span, remove_spans
+from agent_r1.tokens.formats.base import Span, ToolCallFormat, remove_spans
 from agent_r1.tokens.rendering import EDITED
 from agent_r1.types import Message
 

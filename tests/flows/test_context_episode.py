@@ -19,7 +19,7 @@ from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
 from agent_r1.flows.reasoning import StripReasoning
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.runs.metrics import rollout_metrics
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import Action, Group, Message, Observation, Step, StopReason, TaskRow, Trajectory, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 

@@ -21,9 +21,10 @@ from agent_r1.flows.context import ContextPolicy, Summary, Window
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
 from agent_r1.flows.reasoning import StripReasoning, strip_thinking
 from agent_r1.runs.outcomes import Subject
-from agent_r1.tokens.formats import FORMATS, ToolCallFormat
+from agent_r1.tokens.formats.base import ToolCallFormat
 from agent_r1.tokens.formats.harmony import HarmonyFormat
 from agent_r1.tokens.formats.infer import template_format
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tools.base import tool
 from agent_r1.types import Message, StopReason, TaskRow, Trajectory

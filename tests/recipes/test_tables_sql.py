@@ -27,7 +27,7 @@ from agent_r1.recipes.tables.table import (
     make_table,
     read_cell,
 )
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import StopReason, TaskRow, Trajectory
 
 TABLE = make_table(

@@ -26,7 +26,7 @@ from agent_r1.recipes.tables.sql import Database
 from agent_r1.recipes.tables.sql import SqlTool as SqlTool
 from agent_r1.recipes.tables.synthesis import SECONDS, synthesize
 from agent_r1.recipes.tables.table import Table
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import StopReason, TaskRow, Trajectory
 
 INSTRUCTION = "Query the table, then write the answer as <answer>...</answer>, with | between several items."
