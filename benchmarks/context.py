@@ -3,7 +3,8 @@
     python -m benchmarks.context alfworld/summary --policies append,window,summary --for window:context.turns=3
     python -m benchmarks.context alfworld/summary --draw         # picture and table into docs/context.md
 
-Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds. `--set` changes settings of all runs,
+Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds; `append+strip` is `append` with
+`context.reasoning=strip`. `--set` changes settings of all runs,
 `--for` of one. A warm start uses the policy too, so that it learns from the prompts that RL will show; `--set
 model.path=... --set sft.demos=null` starts all runs from one model instead. Tokens are those of the last evaluation
 (the same rows for all), seconds those of training steps. With more than one of `--workers`, runs share the machine, so
@@ -50,7 +51,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         Job(
             name=name,
             seed=int(seed),
-            words=("train", options.recipe, f"context.policy={name}", *options.set, *own[name]),
+            words=("train", options.recipe, *context_of(name), *options.set, *own[name]),
         )
         for name in options.policies.split(",")
         for seed in options.seeds.split(",")
@@ -62,6 +63,12 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
             raise SystemExit(f"{job.name}: {error}") from error
     for runs in as_they_end(jobs, lambda job: play(job, folder), options.workers):
         yield {"workers": min(options.workers, len(jobs)), "runs": runs}
+
+
+def context_of(name: str) -> list[str]:
+    """The settings of a policy, and of the thinking that it shows: `window`, `append+strip`."""
+    policy, _, reasoning = name.partition("+")
+    return [f"context.policy={policy}", *([f"context.reasoning={reasoning}"] if reasoning else [])]
 
 
 def play(job: Job, folder: Path) -> dict[str, Any]:

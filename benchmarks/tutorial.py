@@ -73,7 +73,7 @@ def named(node: ast.stmt) -> str | None:
 
 def first_line(node: ast.stmt) -> int:
     decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    return min([int(node.lineno), *(int(decorator.lineno) for decorator in decorators)])
 
 
 def replace_line(file: Path, old: str, new: str) -> None:

@@ -34,7 +34,21 @@ class Ended:
 
 
 Cli = Callable[..., Ended]
-TRAINING = {"train", "learning", "cli", "benchmarks", "docs"}  # folders whose files take longest
+# Folders whose files take longest.
+TRAINING = {
+    "train",
+    "learning",
+    "recipes",
+    "doctor",
+    "vision",
+    "share",
+    "cli",
+    "api",
+    "benchmarks",
+    "docs",
+    "learn",
+    "tools",
+}
 
 
 def pytest_configure() -> None:

@@ -33,7 +33,7 @@ def start_ranks(
     ]
 
 
-def ends(processes: Sequence[BaseProcess], seconds: float = 120.0) -> list[int | None]:
+def ends(processes: Sequence[BaseProcess], seconds: float = 300.0) -> list[int | None]:
     """Wait for all to end, and return their exit codes."""
     until = time.monotonic() + seconds
     for process in processes:
@@ -46,7 +46,7 @@ def ends(processes: Sequence[BaseProcess], seconds: float = 120.0) -> list[int |
     return codes
 
 
-def wait_for(metrics: Path, step: int, log: Path, seconds: float = 120.0) -> None:
+def wait_for(metrics: Path, step: int, log: Path, seconds: float = 300.0) -> None:
     """Wait until a training step has been written."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import griffe
+
+from website.comments import comment_of
 
 
 class FieldComments(griffe.Extension):  # type: ignore[misc]
@@ -16,17 +17,3 @@ class FieldComments(griffe.Extension):  # type: ignore[misc]
             )
             if comment:
                 attr.docstring = griffe.Docstring(comment, parent=attr)
-
-
-def comment_of(lines: list[str], first: int, last: int) -> str:
-    """The comment at the end of a statement, else the comment lines directly above it. Lines count from 1."""
-    beside = re.search(r"  # (?!noqa|type:)(.+)$", lines[last - 1])
-    if beside:
-        return beside[1]
-    above: list[str] = []
-    for line in reversed(lines[: first - 1]):
-        found = re.fullmatch(r" *# (.+)", line)
-        if found is None:
-            break
-        above.insert(0, found[1])
-    return " ".join(above)

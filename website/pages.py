@@ -78,9 +78,7 @@ def added_pages(root: Path = ROOT) -> dict[str, Page]:
 def home(readme: Page) -> Page:
     """The README, with buttons under its first paragraph."""
     title, first, rest = readme.text.split("\n\n", 2)
-    return Page(
-        "\n\n".join([title, first, BUTTONS.replace("](", "](docs/").replace("docs/api", "api"), rest]), "README.md"
-    )
+    return Page("\n\n".join([title, first, BUTTONS, rest]), readme.source)
 
 
 def notebook_text(notebook: Mapping[str, list[Mapping[str, object]]]) -> str:

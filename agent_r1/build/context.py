@@ -10,13 +10,11 @@ from agent_r1.build.resolve import check_callable, resolve
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import SummaryContext
 from agent_r1.envs.base import AgentEnv
-from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.flows.reasoning import StripReasoning
-from agent_r1.tokens.formats.base import ToolCallFormat
-from agent_r1.tokens.formats.infer import TemplateFormat, requested_format, template_format
+from agent_r1.tokens.formats.infer import TemplateFormat, template_format
 from agent_r1.tokens.formats.table import FALLBACK, get_format
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
@@ -45,9 +43,10 @@ def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[TemplateF
 
     def make(template: TemplateFormat | None) -> ContextPolicy:
         policy = _POLICIES[context.policy](**settings) if context.policy != "append" else None
-        if policy is None or context.reasoning == "strip":
-            return StripReasoning(policy, tool_format=_reply_format(config, env, template))
-        return policy
+        if policy is not None and context.reasoning != "strip":
+            return policy
+        written = get_format((template and template.name) or FALLBACK)
+        return StripReasoning(policy, tool_format=written.for_prompt(thinks=template is not None and template.thinks))
 
     return make
 
@@ -55,14 +54,6 @@ def context_maker(config: RunConfig, env: type[AgentEnv]) -> Callable[[TemplateF
 def changes_history(config: RunConfig) -> bool:
     """Whether the model may be shown anything but the whole conversation."""
     return config.context.policy != "append" or config.context.reasoning == "strip"
-
-
-def _reply_format(config: RunConfig, env: type[AgentEnv], template: TemplateFormat | None) -> ToolCallFormat:
-    """The format in which replies are read. Only a template that is known tells whether prompts open the thinking."""
-    asked = requested_format(config.task.env_kwargs) if issubclass(env, ToolEnv) else FALLBACK
-    if template is None:
-        return get_format(asked)
-    return template.choose(asked) if asked != FALLBACK else get_format(asked).for_prompt(thinks=template.thinks)
 
 
 def message_function(config: RunConfig, setting: str, name: str) -> Callable[..., Any]:
@@ -97,21 +88,18 @@ def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
 
 def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools: bool) -> None:
     """Refuse context.reasoning=keep if prompts are rendered from scratch by a template that drops earlier thinking."""
-    if config.context.reasoning != "keep":
-        return
     report, policy = verify_template(renderer), config.context.policy
-    if policy == "append" and (report.extends_after_tool if calls_tools else report.extends):
+    extends = report.extends_after_tool if calls_tools else report.extends
+    if config.context.reasoning != "keep" or (policy == "append" and extends):
         return
-    opening = "" if template_format(renderer).thinks else "<think>"
-    reply: Message = {"role": "assistant", "content": f"{opening}\na thought\n</think>\n\npong"}
-    answer: Message = {"role": "tool", "name": "probe"} if calls_tools and report.tool_role else {"role": "user"}
-    asked: Message = {"role": "user", "content": "Ping?"}
-    shown = renderer.render(Observation(messages=[asked, reply, {**answer, "content": "pang"}]))
-    if "a thought" not in renderer.decode(shown):
-        why = f"context.policy={policy} renders prompts from scratch" if policy != "append" else "it cannot be extended"
+    thought = "a thought</think>" if template_format(renderer).thinks else "<think>a thought</think>"
+    roles = ("user", "assistant", "tool" if calls_tools and report.tool_role else "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, ("?", thought, "!"), strict=True)]
+    if "a thought" not in renderer.decode(renderer.render(Observation(messages=messages))):
         raise ConfigError(
-            f"context.reasoning=keep is not possible: the chat template drops the thinking of earlier replies, and "
-            f"{why}. Set context.reasoning=strip, or another template in model.chat_template"
+            f"context.reasoning=keep is not possible: context.policy={policy} renders prompts from scratch here, and "
+            "then the chat template drops the thinking of earlier replies. Set context.reasoning=strip, or another "
+            "template in model.chat_template"
         )
 
 

@@ -1,4 +1,4 @@
-"""agent-r1 search: build | ask | serve | load."""
+"""agent-r1 search: build | ask | serve | load | papers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rich.text import Text
 
 from agent_r1.cli.terminal import Terminal, tell
 from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.serve.paper_server import papers_command
 
 if TYPE_CHECKING:
     from agent_r1.tools.search.dense import DenseSettings
 
-app = typer.Typer(help="Build, search and serve indexes of passages.", no_args_is_help=True)
+app = typer.Typer(help="Build, search and serve indexes of passages; serve papers.", no_args_is_help=True)
+app.command("papers")(papers_command)
 console = Terminal()
 
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]

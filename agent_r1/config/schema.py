@@ -5,6 +5,7 @@ Only `build/` and the command line read this tree; everything below them takes p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -28,21 +29,13 @@ def _switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # how YAML reads on and off
 
 
-def _default_kind(value: Any) -> Any:
-    return {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value
+def _default(value: Any, **choice: str) -> Any:
+    return choice | value if isinstance(value, dict) else value
 
 
-def _default_policy(value: Any) -> Any:
-    return {"policy": DEFAULT_CONTEXT} | value if isinstance(value, dict) else value
-
-
-ADAPTERS = {  # names for `task.rows`, `task.env` and `task.reward`, and their modules
-    "gymnasium": "gymnasium_env",
-    "reasoning_gym": "reasoning_tasks",
-    "verifiers": "verifiers_tasks",
-    "harbor": "harbor",
-    "openenv": "openenv_env",
-}
+# Names for `task.rows`, `task.env` and `task.reward`, and their modules.
+ADAPTERS = {"gymnasium": "gymnasium_env", "reasoning_gym": "reasoning_tasks", "verifiers": "verifiers_tasks"}
+ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
@@ -193,9 +186,7 @@ class RolloutConfig(Section):
 
 
 class ContextSection(Section):
-    # thinking in earlier replies. keep: always shown; strip: never shown; null: shown while prompts are extended; when
-    # one is rendered from scratch, the chat template decides
-    reasoning: Literal["keep", "strip"] | None = None
+    reasoning: Literal["keep", "strip"] | None = None  # thinking in earlier replies; None: as the template shows it
 
 
 class AppendContext(ContextSection):
@@ -253,7 +244,7 @@ class NotesContext(ContextSection):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
-    BeforeValidator(_default_policy),
+    BeforeValidator(partial(_default, policy=DEFAULT_CONTEXT)),
 ]
 
 
@@ -264,8 +255,7 @@ class LocalEngineConfig(Section):
     device: str | None = Field(default=None, pattern=r"^cuda:\d+$")  # another GPU than the learner's; None: the same
     # sequences decoded together; None: 256, on a GPU the number of episodes at once, up to 1,024
     max_running: int | None = Field(default=None, ge=1)
-    # prompt tokens per engine step; None: 2,048, on a GPU 16,384
-    max_batch_tokens: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)  # prompt tokens per step; None: 2,048, on a GPU 16,384
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
@@ -279,8 +269,7 @@ class TransformersEngineConfig(Section):
 
     kind: Literal["transformers"]
     max_running: int | None = Field(default=None, ge=1)  # requests computed together; None: 64
-    # the requests of a batch times the longest of them; None: 131,072
-    max_cached_tokens: int | None = Field(default=None, ge=256)
+    max_cached_tokens: int | None = Field(default=None, ge=256)  # requests times the longest one; None: 131,072
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 
 
@@ -306,7 +295,7 @@ class VLLMEngineConfig(Section):
 EngineConfig = Annotated[
     LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_default_kind),
+    BeforeValidator(partial(_default, kind=DEFAULT_ENGINE)),
 ]
 
 

@@ -118,12 +118,12 @@ RUNS = [f"agent_r1.runs.{path.stem}" for path in sorted((PACKAGE / "runs").glob(
 )
 def test_light_packages_import_without_torch(modules: list[str], heavy: list[str]) -> None:
     code = f"import sys, {', '.join(modules)}; loaded = {set(heavy)} & set(sys.modules); assert not loaded, loaded"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_the_import_contracts_hold() -> None:
     lint = Path(sys.executable).with_name("lint-imports")
     if not lint.exists():
         pytest.skip("import-linter is not installed: pip install -e '.[dev]'")
-    result = subprocess.run([str(lint)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([str(lint)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout

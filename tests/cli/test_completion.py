@@ -36,7 +36,7 @@ def test_tab_completes_recipes_runs_and_settings(typed: list[str], offered: list
     shell = {"_AGENT_R1_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["agent-r1", *typed])}
     environment = {**os.environ, **shell, "COMP_CWORD": str(len(typed)), "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
-        [sys.executable, "-c", TAB], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", TAB], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert ended.stdout.split() == offered
     assert ended.stderr.split()[-1] == "False"

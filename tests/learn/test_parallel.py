@@ -13,6 +13,8 @@ from agent_r1.ranks.crew import OneProcess
 from tests.forked import start
 from tests.learn.rank import CASES, SAVED, THREE, main, resume_all, train_all
 
+pytestmark = pytest.mark.timeout(900)  # five processes train at the same time
+
 # What a layout says of itself: several ranks fill other packs than one process.
 LAYOUT = {"packs", "packing_efficiency"}
 # Packs filled differently are rounded differently. By case: the same in fp32, and the gradients to compare. A clipped
@@ -31,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, A
     ranks = [start(main, rank, world, folders[world], checkpoints) for rank, world in numbers]
     one = train_all(OneProcess(), list(CASES)) | {"resumed": resume_all(OneProcess(), checkpoints)}
     for rank in ranks:
-        rank.join(240)
+        rank.join(800)
     assert [rank.exitcode for rank in ranks] == [0] * 5
     return {1: [one]} | {world: [read(folder, rank) for rank in range(world)] for world, folder in folders.items()}
 

@@ -117,6 +117,24 @@ def test_a_quickstart_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     check_run(config, trained(config, tmp_path / "run"))
 
 
+@pytest.mark.parametrize("reasoning", ["keep", "strip"])
+def test_an_agent_that_thinks_is_trained_with_and_without_its_earlier_thoughts(reasoning: str, tmp_path: Path) -> None:
+    config = load_config("quickstart/thinking", [*SMALL_QUICKSTART, f"context.reasoning={reasoning}"])
+    run = trained(config, tmp_path / "run")
+    check_run(config, run)
+    demos = demonstrations(config, run)
+    prompts = [step.prompt_ids for trajectory in demos for step in trajectory.steps[1:]]
+    renderer = load_model(config, latest_checkpoint(run.checkpoints)[1]).renderer
+    assert {"<think>" in renderer.decode(ids) for ids in prompts} == {reasoning == "keep"}
+    extended = [
+        now.prompt_ids[: len(before.prompt_ids)] + before.response_ids
+        == now.prompt_ids[: len(before.prompt_ids) + len(before.response_ids)]
+        for trajectory in demos
+        for before, now in zip(trajectory.steps, trajectory.steps[1:], strict=False)
+    ]
+    assert set(extended) == {reasoning == "keep"}
+
+
 @pytest.mark.parametrize("recipe", TINY)
 def test_a_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     config = load_config(recipe, settings(recipe))

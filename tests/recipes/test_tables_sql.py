@@ -18,12 +18,13 @@ from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.replay import replay
 from agent_r1.recipes.tables.sandbox import setup
-from agent_r1.recipes.tables.sql import Database, QueryError, SqlTool, first_number, iso_date
+from agent_r1.recipes.tables.sql import Database, QueryError, SqlTool, iso_date
 from agent_r1.recipes.tables.table import (
     MAX_DESCRIPTION_CHARS,
     MAX_NAME_CHARS,
     Table,
     column_names,
+    first_number,
     make_table,
     read_cell,
 )
@@ -76,7 +77,7 @@ def test_a_column_is_of_numbers_only_if_all_its_cells_are() -> None:
     rows = [["7,169", "1", "007", "5"], ["-", "x", "1", ""], ["1.50", "3", "2", "\u22124"]]
     table = make_table(["a", "b", "c", "d"], rows)
     assert table.rows == ((1, 7169, "1", "007", 5), (2, None, "x", "1", None), (3, 1.5, "3", "2", -4))
-    assert [table.is_number(name) for name in table.columns] == [True, True, False, False, True]
+    assert table.number_columns == {"row", "a", "d"}
 
 
 @pytest.mark.parametrize(

@@ -293,5 +293,5 @@ def test_comparing_needs_no_torch(run: RunDir) -> None:
         f"import sys, json; sys.argv = json.loads({words!r})\nfrom agent_r1.cli.app import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert "B is better than A: +60.0 points of success" in done.stdout

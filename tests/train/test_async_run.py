@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_loses_and_repeats_no_group(how: signal.Signals, t
     process = start(path, log, ASYNC, "trainer.steps=6", "trainer.save_every=2", "trainer.eval_every=6")
     wait_for_step(path, 3, process, log)
     os.kill(process.pid, how)
-    process.join(60)
+    process.join(300)
     run = RunDir.open(path)
     step, checkpoint = latest_checkpoint(run.checkpoints)
     tickets = load_state(checkpoint)["tickets"]

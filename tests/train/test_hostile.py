@@ -53,7 +53,7 @@ class Shell:
         }
         (self.place / "said").unlink(missing_ok=True)
         process = start(_program, list(words), environment, str(self.place), out, fault)
-        process.join(120)
+        process.join(300)
         if process.exitcode is None:
             process.kill()
         said = self.place / "said"

@@ -139,7 +139,7 @@ def start(path: Path, log: Path, *overrides: str) -> BaseProcess:
 
 
 def wait_for_step(path: Path, step: int, process: BaseProcess, log: Path) -> None:
-    for _ in range(1200):
+    for _ in range(6000):  # 300 s
         metrics = path / "metrics.jsonl"
         if metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text(encoding="utf-8"):
             return
@@ -168,7 +168,7 @@ def test_sigterm_saves_the_last_finished_step_and_the_run_resumes_exactly(whole:
     process = start(path, log, EIGHT, "trainer.save_every=100")
     wait_for_step(path, 2, process, log)
     process.terminate()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 128 + signal.SIGTERM
     said = log.read_text(encoding="utf-8")
     assert re.search(r"stopped by SIGTERM; saved after step \d+; continue with: agent-r1 train --resume", said)

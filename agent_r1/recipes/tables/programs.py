@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agent_r1.recipes.tables.answers import SEPARATOR, normalized, read_date
-from agent_r1.recipes.tables.sql import Database, QueryError, first_number
+from agent_r1.recipes.tables.answers import SEPARATOR
+from agent_r1.recipes.tables.sql import Database, QueryError
 from agent_r1.recipes.tables.table import ROW, Cell, Table, show
 
 MAX_ITEMS = 10  # of an answer; more are hardly ever meant
@@ -66,24 +66,6 @@ def execute(program: Program, table: Table, database: Database) -> list[str]:
     return list(dict.fromkeys(cells)) if usable else []
 
 
-def is_dated(table: Table, column: str) -> bool:
-    """Whether most cells of a column of texts are dates."""
-    cells = [cell for cell in values(table, column) if cell is not None]
-    dated = sum(isinstance(cell, str) and read_date(normalized(cell)) is not None for cell in cells)
-    return 2 * dated > len(cells)
-
-
-def is_numeric(table: Table, column: str) -> bool:
-    """Whether most cells of a column begin with a number or a currency."""
-    cells = [cell for cell in values(table, column) if cell is not None]
-    return 2 * sum(not isinstance(cell, str) or first_number(cell[:4]) is not None for cell in cells) > len(cells)
-
-
-def values(table: Table, column: str) -> list[Cell]:
-    place = table.columns.index(column)
-    return [row[place] for row in table.rows]
-
-
 # SQL
 
 SQL = {
@@ -108,7 +90,7 @@ SQL = {
 def as_sql(program: Program, table: Table) -> str:
     tests = [_test(condition, table) for condition in program.conditions]
     order = _orderable(program.by, table)
-    has_nulls = order != program.by or None in values(table, program.by)
+    has_nulls = order != program.by or None in table.values(program.by)
     return SQL[program.kind].format(
         target=program.target,
         number=_number(program.target, table),
@@ -137,7 +119,7 @@ def _quoted(text: str) -> str:
 
 
 def _number(column: str, table: Table) -> str:
-    return column if table.is_number(column) else f"num({column})"
+    return column if column in table.number_columns else f"num({column})"
 
 
 def _orderable(column: str, table: Table) -> str:
@@ -145,7 +127,7 @@ def _orderable(column: str, table: Table) -> str:
 
 
 def orders_dates(table: Table, column: str) -> bool:
-    return not table.is_number(column) and is_dated(table, column)
+    return column in table.dated_columns - table.number_columns
 
 
 # Python, for the sandbox: `rows` is a list of dicts, and `num` reads a number as in SQL

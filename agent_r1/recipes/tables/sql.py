@@ -11,7 +11,6 @@ Two functions read cells that hold more than a number or a date: `num('$1,200 (e
 
 from __future__ import annotations
 
-import math
 import re
 import sqlite3
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 from agent_r1.errors import ConfigError
 from agent_r1.guard import call
 from agent_r1.recipes.tables.answers import normalized, read_date
-from agent_r1.recipes.tables.table import NAME, Cell, Table, show
+from agent_r1.recipes.tables.table import NAME, Cell, Table, first_number, show
 from agent_r1.tools.base import BaseTool, ToolError, ToolResult
 
 # Not printf, whose widths take any amount of time, and not random, so that queries can be repeated.
@@ -62,7 +61,6 @@ ADVICE = {
     "no such table": "the only table is t",
     "one statement": "send one SELECT at a time",
 }
-_FIRST_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +138,6 @@ def authorize(action: int, first: str | None, second: str | None, database: str 
     is_harmless = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS
     allowed = is_harmless or action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ)
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
-
-
-def first_number(value: Any) -> float | None:
-    """The first number in a cell: 1200 of `$1,200 (est.)`."""
-    if isinstance(value, int | float):
-        return value
-    found = next((match[0] for match in _FIRST_NUMBER.finditer(str(value or "")) if match[0].strip("-\u2212")), None)
-    if found is None:
-        return None
-    number = float(found.replace(",", "").replace("\u2212", "-"))
-    if not math.isfinite(number):
-        return None
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def iso_date(value: Any) -> str | None:

@@ -18,9 +18,6 @@ from agent_r1.recipes.tables.programs import (
     Kind,
     Program,
     execute,
-    is_dated,
-    is_numeric,
-    values,
 )
 from agent_r1.recipes.tables.sql import Database
 from agent_r1.recipes.tables.table import ROW, Cell, Table
@@ -105,8 +102,9 @@ class Question:
         self.table = table
         whole = " ".join(text.lower().split())
         self.words = WORD.findall(whole)
+        self._has: dict[re.Pattern[str], bool] = {}
         self.columns = {name: self._explained(name) for name in table.columns if name != ROW}
-        self.numeric = [name for name in self.columns if is_numeric(table, name) or is_dated(table, name)]
+        self.numeric = [name for name in self.columns if name in table.numeric_columns | table.dated_columns]
         self.comparisons = list(self._comparisons(whole))
         self.text = _without_comparisons(whole)  # "more than 5" asks neither for the most nor for a 5
         self.words = WORD.findall(self.text)
@@ -115,7 +113,9 @@ class Question:
         self.measures = sorted(self.numeric, key=lambda name: (name in COUNTERS) - self.columns[name])[:4]
 
     def has(self, pattern: re.Pattern[str]) -> bool:
-        return pattern.search(self.text) is not None
+        if pattern not in self._has:
+            self._has[pattern] = pattern.search(self.text) is not None
+        return self._has[pattern]
 
     def _explained(self, column: str) -> float:
         """How much of the column's name the question says, from 0 to 1, and a little more for longer names."""
@@ -125,7 +125,7 @@ class Question:
         return said / max(1, len(parts)) + 0.1 * said
 
     def _mentions(self) -> list[Mention]:
-        cells = {column: [_words(cell) for cell in values(self.table, column)] for column in self.columns}
+        cells = {column: [_spelled(cell) for cell in self.table.values(column)] for column in self.columns}
         found: list[Mention] = []
         taken: set[int] = set()
         for size in range(min(MAX_WORDS, len(self.words)), 0, -1):
@@ -140,15 +140,15 @@ class Question:
                     taken |= places
         return found
 
-    def _mention(self, column: str, cells: Sequence[Sequence[str]], start: int, size: int) -> Mention | None:
+    def _mention(self, column: str, cells: Sequence[str], start: int, size: int) -> Mention | None:
         phrase = self.words[start : start + size]
         text = f" {' '.join(phrase)} "
-        rows = frozenset(place for place, words in enumerate(cells) if text in f" {' '.join(words)} ")
+        rows = frozenset(place for place, words in enumerate(cells) if text in words)
         if not rows:
             return None
         place = min(rows)
-        value = values(self.table, column)[place]
-        is_whole = any(cells[row] == phrase for row in rows)
+        value = self.table.values(column)[place]
+        is_whole = any(cells[row] == text for row in rows)
         if not isinstance(value, str):
             condition = Condition(column=column, operator="=", value=value)
         else:
@@ -165,7 +165,7 @@ class Question:
                 value: Cell = int(number) if number.is_integer() else number
                 is_year = re.fullmatch(r"1[5-9]\d\d|20\d\d", found[1]) is not None
                 for column in self._compared(is_year):
-                    if is_year and is_dated(self.table, column):
+                    if is_year and column in self.table.dated_columns:
                         text = f"{value}-99" if operator in (">", "<=") else f"{value}"
                         yield Condition(column=column, operator=operator, value=text)
                     else:
@@ -173,7 +173,7 @@ class Question:
 
     def _compared(self, is_year: bool) -> list[str]:
         def fits(column: str) -> bool:
-            names_year = column.startswith(("year", "season")) or is_dated(self.table, column)
+            names_year = column.startswith(("year", "season")) or column in self.table.dated_columns
             return names_year == is_year
 
         fitting = [column for column in self.numeric if fits(column)] or (self.numeric if is_year else [])
@@ -205,8 +205,9 @@ def stem(word: str) -> str:
     return word
 
 
-def _words(cell: Cell) -> list[str]:
-    return [] if cell is None else WORD.findall(str(cell).lower())
+def _spelled(cell: Cell) -> str:
+    """The words of a cell, with a space before and after each."""
+    return "" if cell is None else f" {' '.join(WORD.findall(str(cell).lower()))} "
 
 
 def _says_little(word: str) -> bool:
@@ -336,7 +337,7 @@ def _computed(
 ) -> Iterator[tuple[Program, float]]:
     kinds = ((SUM, Kind.SUM, 0.4), (AVERAGE, Kind.AVERAGE, 1.0), (LARGEST, Kind.MAX, 0.3), (SMALLEST, Kind.MIN, 0.3))
     for measure, said in measures:
-        if is_dated(question.table, measure):
+        if measure in question.table.dated_columns:
             continue
         for pattern, kind, base in kinds:
             if question.has(pattern):
@@ -358,7 +359,7 @@ def _compared_rows(
         if " or " in question.text:
             yield from _either(question, (condition, other), measures)
         for measure, said in measures:
-            if question.has(DIFFERENCE) and not is_dated(question.table, measure):
+            if question.has(DIFFERENCE) and measure not in question.table.dated_columns:
                 yield Program(kind=Kind.DIFFERENCE, by=measure, conditions=(condition, other)), 1.6 + said
 
 

@@ -7,17 +7,18 @@ comes first, last or next.
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from typing import Any
 
 from agent_r1.errors import DataError
-from agent_r1.recipes.tables.answers import without_accents
+from agent_r1.recipes.tables.answers import normalized, read_date, without_accents
 
 Cell = str | int | float | None
 
@@ -29,10 +30,11 @@ MAX_CELL_CHARS = 40  # of a cell in a description
 MAX_DESCRIPTION_CHARS = 1200
 
 _NUMBER = re.compile(r"[-\u2212]?(?:(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,14})(?:\.\d{1,9})?|\.\d{1,9})", re.ASCII)
+_FIRST_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?", re.ASCII)
 _NOTHING = frozenset({"", "-", "\u2013", "\u2014", "\u2212", "n/a", "?"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     columns: tuple[str, ...]  # each once; the first is `row`
     rows: tuple[tuple[Cell, ...], ...]
@@ -47,10 +49,33 @@ class Table:
         """The table as JSON, for `env_kwargs` of a row."""
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
-    def is_number(self, column: str) -> bool:
-        """Whether all values of the column are numbers."""
+    def values(self, column: str) -> list[Cell]:
         place = self.columns.index(column)
-        return all(not isinstance(row[place], str) for row in self.rows)
+        return [row[place] for row in self.rows]
+
+    @cached_property
+    def number_columns(self) -> frozenset[str]:
+        """Columns without a text."""
+        return self._columns_where(lambda cell: not isinstance(cell, str), share=1.0)
+
+    @cached_property
+    def numeric_columns(self) -> frozenset[str]:
+        """Columns most of whose cells are numbers, or begin with one or with a currency."""
+        return self._columns_where(lambda cell: first_number(cell[:4] if isinstance(cell, str) else cell) is not None)
+
+    @cached_property
+    def dated_columns(self) -> frozenset[str]:
+        """Columns most of whose cells are dates."""
+        return self._columns_where(lambda cell: isinstance(cell, str) and read_date(normalized(cell)) is not None)
+
+    def _columns_where(self, holds: Callable[[Cell], bool], share: float = 0.5) -> frozenset[str]:
+        """Columns of which more than this share of the cells is so; with 1.0, all of them."""
+        found = set()
+        for column in self.columns:
+            said = [holds(cell) for cell in self.values(column) if cell is not None]
+            if sum(said) > share * len(said) or (share == 1.0 and all(said)):
+                found.add(column)
+        return frozenset(found)
 
     def describe(self) -> str:
         """The columns and the first rows, in at most `MAX_DESCRIPTION_CHARS` characters."""
@@ -124,6 +149,19 @@ def read_cell(text: str) -> Cell:
         return text
     plain = text.replace(",", "").replace("\u2212", "-")
     return float(plain) if "." in plain else int(plain)
+
+
+def first_number(value: Any) -> float | None:
+    """The first number in a cell: 1200 of `$1,200 (est.)`."""
+    if isinstance(value, int | float):
+        return value
+    found = next((match[0] for match in _FIRST_NUMBER.finditer(str(value or "")) if match[0].strip("-\u2212")), None)
+    if found is None:
+        return None
+    number = float(found.replace(",", "").replace("\u2212", "-"))
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def show(cell: Cell | bytes) -> str:
