@@ -38,6 +38,7 @@ SHARED_NAMES = {
     "errors.py": "the errors of the package and how the config words its errors",
     "layers.py": "layers of settings and layers of a network",
     "learner.py": "the learner and how it is built",
+    "limits.py": "the limits of an episode and those of code in the sandbox",
     "load.py": "how the config and how models are read",
     "process.py": "a process that hosts environments and one that runs Python for a tool",
     "schema.py": "the schema of the config and that of tools",
