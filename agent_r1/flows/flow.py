@@ -36,6 +36,7 @@ class AgentFlowBase(ABC):
     # Whether `run` passes `context=self.context` to `episode.act`. A class with its own `run` must set it again.
     uses_context: ClassVar[bool] = False
     uses_env: ClassVar[bool] = True  # False: settings of environments are refused
+    roles: ClassVar[tuple[str, ...]] = ()  # that `episode.act(..., role=...)` may name
     context: ContextPolicy | None = None  # this episode's policy; None: everything is shown
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -63,7 +64,8 @@ class AgentFlowBase(ABC):
             yield env, observation
         finally:
             try:
-                await guarded(env.close(), seconds=CLOSE_SECONDS)
+                if getattr(env.close, "__func__", None) is not AgentEnv.close:  # which does nothing
+                    await guarded(env.close(), seconds=CLOSE_SECONDS)
             except Exception as error:  # noqa: BLE001 (the episode has ended, and its outcome counts)
                 logger.error("closing %s failed\n%s", type(env).__name__, trace(error))
 
