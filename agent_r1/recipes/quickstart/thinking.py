@@ -12,7 +12,8 @@ from pathlib import Path
 from agent_r1.data.rows import Demo
 from agent_r1.recipes.quickstart import task
 from agent_r1.recipes.quickstart.tiny import TEXT_ROWS, make_tiny_model
-from agent_r1.tokens.formats import FORMATS, ParsedCall
+from agent_r1.tokens.formats.base import ParsedCall
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import TaskRow, Trajectory
 
 
