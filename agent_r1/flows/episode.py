@@ -11,7 +11,7 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +20,16 @@ from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generat
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
+from agent_r1.flows.limits import EpisodeLimit, Limits, cut_limit
 from agent_r1.flows.recording import attach_transition, sanitize_messages, text_size
-from agent_r1.guard import CANCEL_SECONDS, Signal
+from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.conversations import Conversations, Exchange
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
+
+__all__ = ["Episode", "EpisodeLimit", "Limits", "Response"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_CHARS_PER_TOKEN = 256
 
 ToolSchemas = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The budgets of an episode."""
-
-    max_steps: int  # actions
-    max_response_tokens: int  # per step
-    max_context_tokens: int  # prompt plus response of one step
-    episode_seconds: float
-
-
-class EpisodeLimit(Signal):
-    """Raised by `Episode.act` when a budget is used up. It ends the episode, but is not a failure."""
-
-    def __init__(self, stop: StopReason, reason: str, *, setting: str = "") -> None:
-        super().__init__(reason)
-        self.stop = stop
-        self.setting = setting  # the field of `Limits` that was reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +57,15 @@ class Episode:
     """The model calls of one attempt, in order."""
 
     def __init__(
-        self, *, episode_id: str, sampler: Sampler, sampling: Sampling, renderer: Renderer, limits: Limits, seed: int
+        self,
+        *,
+        episode_id: str,
+        sampler: Sampler,
+        sampling: Sampling,
+        renderer: Renderer,
+        limits: Limits,
+        seed: int,
+        role_sampling: Mapping[str, Sampling] | None = None,  # of roles with settings of their own
     ) -> None:
         self.episode_id = episode_id
         self.renderer = renderer
@@ -90,8 +82,10 @@ class Episode:
         self.fault: str | None = None  # what ended the episode as failed without raising
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
+        self.roles: tuple[str, ...] = ()  # that the flow may name
         self._sampler = sampler
-        self._sampling = sampling
+        self._sampling, self._role_sampling = sampling, role_sampling or {}
+        self._began = time.perf_counter()
         self._seed = seed
         self._conversations = Conversations(renderer)
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
@@ -116,6 +110,7 @@ class Episode:
         *,
         tools: ToolSchemas | None = None,
         context: ContextPolicy | None = None,  # chooses what to show of the observation; None: all of it
+        role: str = "",  # one of the flow's `roles`
     ) -> Action:
         """Let the policy respond to a complete observation. Raises `EpisodeLimit` when a budget is used up.
 
@@ -124,10 +119,11 @@ class Episode:
         if self._closed or self._acting:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
+        self._check_role(role)
         with self._one_call():
             if self.num_actions >= self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], context)
-            return await self._act(observation, tools or [], context)
+            return await self._act(observation, tools or [], context, role)
 
     async def respond(
         self,
@@ -137,6 +133,7 @@ class Episode:
         after: Sequence[Exchange] = (),  # exchanges that the observation follows, the longest first
         max_tokens: int | None = None,  # fewer than the limit
         stop_texts: Sequence[str] = (),  # the response ends with the token that completes one of them
+        role: str = "",  # one of the flow's `roles`
     ) -> Response:
         """Like `act`, for callers whose calls may overlap: a cut response is returned, not raised.
 
@@ -144,6 +141,7 @@ class Episode:
         """
         if self._closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
+        self._check_role(role)
         with self._one_call():
             if self.num_actions + len(self._acting) > self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], None)
@@ -152,14 +150,14 @@ class Episode:
             self._check_size(observation)
             pending = self._conversations.begin(observation, tools or (), among=after)
             prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
-            number, own = self._calls, self.limits.max_response_tokens
+            number, own = self._calls, self._response_limit(role)
             wanted = own if max_tokens is None else min(own, max_tokens)
-            completion, text = await self._sample(prompt, wanted, None, stop_texts)
+            completion, text = await self._sample(prompt, wanted, None, stop_texts, role=role)
             self.num_actions += 1
             exchange = self._conversations.finish(pending, completion.token_ids, text)
             is_cut, full = completion.stop == "length", len(prompt.ids) + len(completion.token_ids)
             if is_cut and (wanted == own or full >= self.limits.max_context_tokens):
-                self.reach_limit(self._cut_limit(len(prompt.ids), len(completion.token_ids)))
+                self.reach_limit(self._cut_limit(prompt, completion, role))
             return Response(
                 text=text,
                 token_ids=completion.token_ids,
@@ -174,6 +172,14 @@ class Episode:
     def position(self, number: int) -> int:
         """Where in `steps` the step of a call is now; steps of earlier calls may still come before it."""
         return self._numbers.index(number)
+
+    def _check_role(self, role: str) -> None:
+        if role and role not in self.roles:
+            raise ValueError(f"role {role!r} is not one of the roles of this flow, {self.roles}: add it to the class")
+
+    def _response_limit(self, role: str) -> int:
+        own = self._role_sampling.get(role)
+        return self.limits.max_response_tokens if own is None else own.max_tokens
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -199,30 +205,29 @@ class Episode:
     def reach_limit(self, limit: EpisodeLimit) -> None:
         self.limit, self.limit_reason, self.limit_setting = limit.stop, str(limit), limit.setting
 
-    async def _act(self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None) -> Action:
+    async def _act(
+        self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None, role: str
+    ) -> Action:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
             self.opening = self.opening or sanitize_messages(observation.messages)
         await _check_pictures(observation)
         if context is not None:
-            view = await self._view(observation, context, _Writer(self, tools))
+            view = await self._view(observation, context, _Writer(self, tools, role))
             observation, hidden = Observation(messages=view.messages), view.hidden
             await _check_pictures(observation)  # the policy may show others
         prompt = self._render(observation, tools)
-        completion, text = await self._sample(prompt, self.limits.max_response_tokens, hidden)
+        completion, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
         self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
-            raise self._cut_limit(len(prompt.ids), len(completion.token_ids))
+            raise self._cut_limit(prompt, completion, role)
         self._conversations.record(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
 
-    def _cut_limit(self, prompt: int, response: int) -> EpisodeLimit:
-        by_response = response >= self.limits.max_response_tokens
-        setting = "max_response_tokens" if by_response else "max_context_tokens"
-        after = "" if by_response else f" after a prompt of {prompt}"
-        reason = f"a response was cut at {response} tokens{after}, {setting} is {getattr(self.limits, setting)}"
-        return EpisodeLimit(StopReason.MAX_TOKENS, reason, setting=setting)
+    def _cut_limit(self, prompt: Prompt, completion: Completion, role: str) -> EpisodeLimit:
+        sizes = len(prompt.ids), len(completion.token_ids)
+        return cut_limit(*sizes, allowed=self._response_limit(role), limits=self.limits, role=role)
 
     async def _view(self, observation: Observation, context: ContextPolicy, writer: _Writer) -> ContextView:
         if observation.messages is None:
@@ -243,7 +248,7 @@ class Episode:
         cannot be built, because the episode has ended anyway."""
         try:
             if context is not None:
-                view = await self._view(observation, context, _Writer(self, tools, may_sample=False))
+                view = await self._view(observation, context, _Writer(self, tools, "", may_sample=False))
                 observation = Observation(messages=view.messages)
             prompt = self._render(observation, tools)
         except _SummaryPrompt as summary:
@@ -254,7 +259,7 @@ class Episode:
         return prompt if len(prompt.ids) < self.limits.max_context_tokens else Prompt([])
 
     async def _sample(
-        self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = ()
+        self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = (), *, role: str
     ) -> tuple[Completion, str]:
         """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued.
 
@@ -271,7 +276,8 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
         seed, number = stable_seed(self._seed, self._calls), self._calls
         self._calls += 1
-        sampling = replace(self._sampling, max_tokens=min(room, max_tokens), seed=seed)
+        sampling = self._role_sampling.get(role, self._sampling)
+        sampling = replace(sampling, max_tokens=min(room, max_tokens), seed=seed)
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
         completion, said = self._cut_at(completion, stop_texts)
         text = self.renderer.decode(completion.token_ids)
@@ -284,8 +290,10 @@ class Episode:
             top_k=sampling.top_k,
             support=completion.support,
             action_text=text,
+            role=role,
             versions=completion.versions,
             is_cut=completion.stop == "length",
+            start_seconds=started - self._began,
             generate_seconds=time.perf_counter() - started,
             hidden_messages=hidden,
             pictures=prompt.media,
@@ -313,18 +321,21 @@ class Episode:
         self.observe(transition, seconds=seconds, source=f"{type(env).__name__}.step")
         return transition
 
-    def observe(self, transition: Transition, *, seconds: float = 0.0, source: str = "the env") -> None:
-        """Attach an environment's answer to the last step; `step` does this itself.
+    def observe(
+        self, transition: Transition, *, to: Response | None = None, seconds: float = 0.0, source: str = "the env"
+    ) -> None:
+        """Attach an answer to the last step, or to that of a response; `step` does this itself.
 
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.
         """
-        last = self.steps[-1]
+        place = -1 if to is None else self.position(to.number)
+        last = self.steps[place]
 
         def token_span(start: int, end: int) -> tuple[int, int]:
             return self.renderer.token_span(last.response_ids, start, end)
 
-        self.steps[-1] = attach_transition(last, transition, source=source, seconds=seconds, token_span=token_span)
+        self.steps[place] = attach_transition(last, transition, source=source, seconds=seconds, token_span=token_span)
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
@@ -363,6 +374,7 @@ class _Writer:
 
     episode: Episode
     tools: ToolSchemas
+    role: str
     may_sample: bool = True  # False: the episode has ended, and only the prompt is of interest
 
     def count_tokens(self, messages: list[Message]) -> int:
@@ -372,7 +384,7 @@ class _Writer:
         prompt = self.episode._render(Observation(messages=messages), self.tools)
         if not self.may_sample:
             raise _SummaryPrompt(prompt)
-        completion, text = await self.episode._sample(prompt, max_tokens, None)
+        completion, text = await self.episode._sample(prompt, max_tokens, None, role=self.role)
         # Half a summary is used as it is: unlike half an action, it does no harm.
         empty, is_cut = not strip_reasoning(text), completion.stop == "length"
         quality: SummaryQuality = "empty" if empty else "cut" if is_cut else "whole"
