@@ -166,7 +166,8 @@ class ToolEnv(AgentEnv):
         outcomes: list[ToolOutcome] = []
         for overlap, group in groupby(events, key=self._may_overlap):
             calls = list(group)
-            outcomes += await self._run_together(calls) if overlap else [await self._answer(call) for call in calls]
+            together = overlap and len(calls) > 1
+            outcomes += await self._run_together(calls) if together else [await self._answer(call) for call in calls]
         return outcomes
 
     def _may_overlap(self, event: Event) -> bool:
