@@ -29,7 +29,7 @@ from agent_r1.recipes.forecast import analysis, bundled
 from agent_r1.recipes.forecast.analysis import WORST
 from agent_r1.recipes.forecast.models import BASELINE, MODELS
 from agent_r1.recipes.forecast.series import SPLITS, Series, generated
-from agent_r1.tokens.formats import FORMATS
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import FromRow, ToolError, ToolResult, tool
 from agent_r1.types import Action, TaskRow, Trajectory, Transition
 
