@@ -243,9 +243,11 @@ class Step:
     reward: float = 0.0  # r_t from the env, before any outcome reward
     calls: tuple[ToolCallRecord, ...] = ()
     action_text: str = ""
+    role: str = ""  # who acted, in a flow of several roles
     feedback: str = ""  # the env's reply, for people
     versions: Versions = ()  # policy versions (learner steps) that sampled this; (): not sampled
     is_cut: bool = False  # a token limit ended the response, not the policy
+    start_seconds: float | None = None  # from the start of the episode until sampling began; None: not recorded
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)  # the env's
@@ -316,6 +318,7 @@ class Trajectory:
     outcome_reward: float = 0.0  # filled in by scoring
     reward_components: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None  # for stop.is_failure
+    started: float | None = None  # Unix time; None: not recorded
     seconds: float = 0.0
     next_prompt_ids: list[int] = field(default_factory=list)  # the prompt that max_steps left unanswered
     next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
@@ -340,6 +343,11 @@ class Trajectory:
     @property
     def num_response_tokens(self) -> int:
         return sum(len(step.response_ids) for step in self.steps)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the steps, in the order of their first steps."""
+        return list(dict.fromkeys(step.role for step in self.steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     agent-r1 train quickstart --run runs/quickstart-seed0        (and some more runs)
     python -m benchmarks.view_pictures runs --run quickstart-seed0 --out docs
+    python -m benchmarks.view_pictures runs --run planner_worker --out docs --only batch,batch-phone,roles
 
 Needs playwright and an installed Chromium (see `browser.py`).
 """
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--run", required=True, help="the run whose episodes are shown")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names of pictures")
     args = parser.parse_args()
     if (reason := why_no_browser()) is not None:
         raise SystemExit(reason)
@@ -55,10 +57,15 @@ def main() -> None:
             ("tokens-dark", f"{place}/episode/{file}/{n}?view=tokens&color=logprob", {"color_scheme": "dark"}),
             ("group", f"{place}/group/{file}/{row}", {}),
             ("row-dark", f"{place}/row/test-0-0", {"color_scheme": "dark"}),
+            ("batch", f"{place}/batch/{file}?sort=end", {}),
+            ("batch-phone", f"{place}/batch/{file}?sort=end", {"color_scheme": "dark", "viewport": PHONE}),
+            ("roles", f"{place}/episode/{file}/{n}", {}),
             ("settings", "#/settings", {}),
             ("phone", f"{place}/episodes", {"viewport": PHONE}),
         ]
         for name, address, options in shots:
+            if args.only is not None and name not in args.only:
+                continue
             context = browser.new_context(**{"viewport": SIZE, "color_scheme": "light", **options})
             page = context.new_page()
             page.goto(url + address)
@@ -66,6 +73,8 @@ def main() -> None:
             page.wait_for_timeout(6000)  # three polls: everything is read by then
             if name == "curves":
                 page.locator(".chart:visible canvas").nth(1).hover(position={"x": 220, "y": 80})
+            if name == "batch":
+                page.locator(".batch canvas").nth(2).hover(position={"x": 420, "y": 8})
             if name == "tokens-dark":
                 page.locator(".token").nth(3).hover()
             page.screenshot(path=str(args.out / f"view-{name}.png"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
@@ -17,7 +19,8 @@ from agent_r1.tokens.rendering import Renderer
 def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     rollout = config.rollout
     noise = rollout.model_dump(include={"temperature", "top_p", "top_k"}) | {"keep_support": rollout.top_k > 0}
-    return _collector(config, task, renderer, sampler, noise, rollout.group_size)
+    temperatures = {name: role.temperature or rollout.temperature for name, role in rollout.roles.items()}
+    return _collector(config, task, renderer, sampler, noise, rollout.group_size, temperatures)
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
@@ -32,7 +35,13 @@ def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: S
 
 
 def _collector(
-    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, noise: dict[str, Any], group_size: int
+    config: RunConfig,
+    task: Task,
+    renderer: Renderer,
+    sampler: Sampler,
+    noise: dict[str, Any],
+    group_size: int,
+    temperatures: Mapping[str, float] | None = None,  # by role; evaluation has one for all
 ) -> Collector:
     check_summary_budget(config, renderer)
     check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
@@ -52,4 +61,12 @@ def _collector(
         limits=limits,
         group_size=group_size,
         max_concurrent=rollout.max_concurrent,
+        role_sampling={
+            name: replace(
+                sampling,
+                max_tokens=role.max_response_tokens or sampling.max_tokens,
+                temperature=(temperatures or {}).get(name, sampling.temperature),
+            )
+            for name, role in rollout.roles.items()
+        },
     )

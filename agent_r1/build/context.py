@@ -10,7 +10,7 @@ from agent_r1.build.resolve import check_callable, resolve
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import SummaryContext
 from agent_r1.envs.base import AgentEnv
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window, append_text
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.flows.reasoning import StripReasoning
@@ -75,7 +75,18 @@ def check_env_repeats(env: type[AgentEnv], kwargs: Mapping[str, Any], config: Ru
 
 
 def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
-    """Refuse a context policy that the flow would ignore."""
+    """Refuse a context policy and settings of roles that the flow would ignore."""
+    for name in config.rollout.roles:
+        if name not in flow.roles:
+            raise ConfigError(
+                f"rollout.roles has settings for {name!r}, but the flow {flow.__name__} has the roles {flow.roles}."
+                f"{did_you_mean(name, flow.roles)}"
+            )
+    if config.rewards.by_role and not flow.roles:
+        raise ConfigError(
+            f"rewards.by_role has no effect with the flow {flow.__name__}, which has no roles: leave it out, or name "
+            "them in the class (roles = (...)) and in episode.act(..., role=...)"
+        )
     if changes_history(config) and not flow.uses_context:
         policy = config.context.policy
         name, instead = ("policy", "append") if policy != "append" else ("reasoning", "null")

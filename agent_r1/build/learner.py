@@ -13,6 +13,7 @@ from agent_r1.config import RunConfig
 from agent_r1.config.schema import CriticConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm
+from agent_r1.learn.batch.support import Temperature
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss
 from agent_r1.learn.memory import estimate
@@ -34,7 +35,11 @@ def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
     return RewardShaper(
         process=config.rewards.process,
         process_weight=config.rewards.process_weight,
+        by_role=config.rewards.by_role,
         overlong_limit=config.rollout.max_response_tokens,
+        overlong_role_limits={
+            name: role.max_response_tokens for name, role in config.rollout.roles.items() if role.max_response_tokens
+        },
         overlong_buffer=algorithm.overlong_buffer,
         overlong_penalty=algorithm.overlong_penalty,
         kl=penalty if settings.kl_coef > 0 and settings.kl_in == "reward" else None,
@@ -65,7 +70,7 @@ def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
         "loss": algorithm.loss,
         "lr": settings.lr,
         "schedule": _schedule(config, settings.schedule, settings.warmup_steps),
-        "temperature": config.rollout.temperature,
+        "temperature": _temperature(config),
         "num_epochs": settings.num_epochs,
         "num_minibatches": settings.num_minibatches,
         "seed": config.seed,
@@ -77,6 +82,12 @@ def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
         "correction": Correction(**config.correction.model_dump()) if config.correction is not None else None,
         **_shared_settings(config),
     }
+
+
+def _temperature(config: RunConfig) -> Temperature:
+    rollout = config.rollout
+    own = {name: role.temperature for name, role in rollout.roles.items() if role.temperature is not None}
+    return {"": rollout.temperature, **own} if own else rollout.temperature
 
 
 def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:

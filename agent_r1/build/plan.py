@@ -71,6 +71,8 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     algorithm.require_updates(num_epochs=config.learner.num_epochs, num_minibatches=config.learner.num_minibatches)
     if config.trainer.mode == "async" and config.trainer.max_staleness > 0 and config.correction is None:
         algorithm.require_ratio("an asynchronous run without a correction: set correction.kind=truncate")
+    if config.rewards.by_role:
+        algorithm.require_credit_by_role()
     if config.critic is not None and not algorithm.needs_critic:
         raise ConfigError(f"algorithm {algorithm.name!r} has no critic: leave out the section critic")
     return algorithm

@@ -26,6 +26,12 @@ def check_together(config: RunConfig) -> None:
         )
     if config.verl is not None and config.backend != "verl":
         raise ConfigError("the section verl has no effect with backend=local: set backend=verl, or leave it out")
+    for name, role in config.rollout.roles.items():
+        if (role.max_response_tokens or 0) >= config.rollout.max_context_tokens:
+            raise ConfigError(
+                f"rollout.roles.{name}.max_response_tokens ({role.max_response_tokens}) must be smaller than "
+                f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
+            )
     _check_gateway(config)
     _check_engine(config)
     _check_context(config)

@@ -18,6 +18,9 @@ from agent_r1.places import anchored
 
 DEFAULT_CONTEXT: Literal["append"] = "append"  # the context policy if the settings name none
 DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
+# Names for `task.rows`, `task.env` and `task.reward`, and their modules.
+ADAPTERS = {"gymnasium": "gymnasium_env", "reasoning_gym": "reasoning_tasks", "verifiers": "verifiers_tasks"}
+ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
 Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 REPLACES = {  # a setting -> the one that it turns off
     "model.path": "model.make",
@@ -27,6 +30,16 @@ REPLACES = {  # a setting -> the one that it turns off
     "gateway.agent": "gateway.command",
     "gateway.command": "gateway.agent",
 }
+
+
+def read_switch(value: Any) -> Any:
+    """Read on and off as YAML does."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def with_default(value: Any, **choice: str) -> Any:
+    """Fill in what a section leaves open."""
+    return choice | value if isinstance(value, dict) else value
 
 
 def read_overrides(overrides: Sequence[str]) -> DictConfig:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agent_r1.config.layers import DEFAULT_CONTEXT, DEFAULT_ENGINE
+from agent_r1.config.layers import ADAPTERS, DEFAULT_CONTEXT, DEFAULT_ENGINE, read_switch, with_default
 
 
 class Section(BaseModel):
@@ -25,18 +25,7 @@ class Section(BaseModel):
     )
 
 
-def _switch(value: Any) -> Any:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # how YAML reads on and off
-
-
-def _default(value: Any, **choice: str) -> Any:
-    return choice | value if isinstance(value, dict) else value
-
-
-# Names for `task.rows`, `task.env` and `task.reward`, and their modules.
-ADAPTERS = {"gymnasium": "gymnasium_env", "reasoning_gym": "reasoning_tasks", "verifiers": "verifiers_tasks"}
-ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(read_switch)]
 Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -147,6 +136,7 @@ class RewardsConfig(Section):
     # an episode (as published); running_std: divided by the running standard deviation of these sums
     process: Literal["raw", "ignored", "largest_return", "running_std"] = "raw"
     process_weight: float = Field(default=1.0, gt=0)
+    by_role: bool = False  # a role earns the outcome and its own process rewards; its steps are compared with its own
 
 
 class CriticConfig(Section):
@@ -171,6 +161,11 @@ class CorrectionConfig(Section):
     floor: float = Field(default=0.0, ge=0)
 
 
+class RoleConfig(Section):
+    temperature: float | None = Field(default=None, gt=0)  # None, here and below: as `rollout` says
+    max_response_tokens: int | None = Field(default=None, ge=1)
+
+
 class RolloutConfig(Section):
     rows_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=1)  # attempts per row
@@ -183,6 +178,7 @@ class RolloutConfig(Section):
     episode_seconds: float = Field(default=300.0, gt=0)
     max_concurrent: int = Field(default=1024, ge=1)  # episodes played at once
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
+    roles: dict[str, RoleConfig] = {}  # by the names that the flow declares
 
 
 class ContextSection(Section):
@@ -244,7 +240,7 @@ class NotesContext(ContextSection):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
-    BeforeValidator(partial(_default, policy=DEFAULT_CONTEXT)),
+    BeforeValidator(partial(with_default, policy=DEFAULT_CONTEXT)),
 ]
 
 
@@ -295,7 +291,7 @@ class VLLMEngineConfig(Section):
 EngineConfig = Annotated[
     LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
     Field(discriminator="kind"),
-    BeforeValidator(partial(_default, kind=DEFAULT_ENGINE)),
+    BeforeValidator(partial(with_default, kind=DEFAULT_ENGINE)),
 ]
 
 

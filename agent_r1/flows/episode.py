@@ -11,7 +11,7 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,13 +19,16 @@ from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generat
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
-from agent_r1.flows.recording import attach_transition, sanitize_messages, text_size
-from agent_r1.guard import CANCEL_SECONDS, Signal
+from agent_r1.flows.limits import EpisodeLimit, Limits, cut_limit
+from agent_r1.flows.recording import Response, attach_transition, sanitize_messages, text_size
+from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.conversations import Conversations, Exchange
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
+
+__all__ = ["Episode", "EpisodeLimit", "Limits", "Response"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,39 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_CHARS_PER_TOKEN = 256
 
 ToolSchemas = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The budgets of an episode."""
-
-    max_steps: int  # actions
-    max_response_tokens: int  # per step
-    max_context_tokens: int  # prompt plus response of one step
-    episode_seconds: float
-
-
-class EpisodeLimit(Signal):
-    """Raised by `Episode.act` when a budget is used up. It ends the episode, but is not a failure."""
-
-    def __init__(self, stop: StopReason, reason: str, *, setting: str = "") -> None:
-        super().__init__(reason)
-        self.stop = stop
-        self.setting = setting  # the field of `Limits` that was reached
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """A response that overlapping calls may wait for; see `Episode.respond`."""
-
-    text: str  # without the stop token, and without a stop text and what follows it
-    token_ids: list[int]  # as sampled, up to the end of a stop text
-    logprobs: list[float]
-    prompt_tokens: int
-    is_cut: bool  # a token limit ended it
-    extends: bool  # the prompt continues an earlier exchange with its exact ids
-    exchange: Exchange  # that later calls may continue
-    number: int  # of the call; see `Episode.position`
 
 
 class _Call:
@@ -90,7 +60,15 @@ class Episode:
     """The model calls of one attempt, in order."""
 
     def __init__(
-        self, *, episode_id: str, sampler: Sampler, sampling: Sampling, renderer: Renderer, limits: Limits, seed: int
+        self,
+        *,
+        episode_id: str,
+        sampler: Sampler,
+        sampling: Sampling,
+        renderer: Renderer,
+        limits: Limits,
+        seed: int,
+        role_sampling: Mapping[str, Sampling] | None = None,  # of roles with settings of their own
     ) -> None:
         self.episode_id = episode_id
         self.renderer = renderer
@@ -107,8 +85,13 @@ class Episode:
         self.fault: str | None = None  # what ended the episode as failed without raising
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
+        self.roles: tuple[str, ...] = ()  # that the flow may name
         self._sampler = sampler
-        self._sampling = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+        samplings = {**(role_sampling or {}), "": sampling}  # by role
+        self._sampling = {
+            role: {each.name: getattr(own, each.name) for each in fields(own)} for role, own in samplings.items()
+        }
+        self._began = time.perf_counter()
         self._seed = seed
         self._conversations = Conversations(renderer)
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
@@ -133,6 +116,7 @@ class Episode:
         *,
         tools: ToolSchemas | None = None,
         context: ContextPolicy | None = None,  # chooses what to show of the observation; None: all of it
+        role: str = "",  # one of the flow's `roles`
     ) -> Action:
         """Let the policy respond to a complete observation. Raises `EpisodeLimit` when a budget is used up.
 
@@ -141,10 +125,11 @@ class Episode:
         if self._closed or self._acting:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
+        self._check_role(role)
         with _Call(self):
             if self.num_actions >= self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], context)
-            return await self._act(observation, tools or [], context)
+            return await self._act(observation, tools or [], context, role)
 
     async def respond(
         self,
@@ -154,6 +139,7 @@ class Episode:
         after: Sequence[Exchange] = (),  # exchanges that the observation follows, the longest first
         max_tokens: int | None = None,  # fewer than the limit
         stop_texts: Sequence[str] = (),  # the response ends with the token that completes one of them
+        role: str = "",  # one of the flow's `roles`
     ) -> Response:
         """Like `act`, for callers whose calls may overlap: a cut response is returned, not raised.
 
@@ -161,6 +147,7 @@ class Episode:
         """
         if self._closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
+        self._check_role(role)
         with _Call(self):
             if self.num_actions + len(self._acting) > self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], None)
@@ -169,14 +156,14 @@ class Episode:
             self._check_size(observation)
             pending = self._conversations.begin(observation, tools or (), among=after)
             prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
-            number, own = self._calls, self.limits.max_response_tokens
+            number, own = self._calls, self._response_limit(role)
             wanted = own if max_tokens is None else min(own, max_tokens)
-            completion, text = await self._sample(prompt, wanted, None, stop_texts)
+            completion, text = await self._sample(prompt, wanted, None, stop_texts, role=role)
             self.num_actions += 1
             exchange = self._conversations.finish(pending, completion.token_ids, text)
             is_cut, full = completion.stop == "length", len(prompt.ids) + len(completion.token_ids)
             if is_cut and (wanted == own or full >= self.limits.max_context_tokens):
-                self.reach_limit(self._cut_limit(len(prompt.ids), len(completion.token_ids)))
+                self.reach_limit(self._cut_limit(prompt, completion, role))
             return Response(
                 text=text,
                 token_ids=completion.token_ids,
@@ -192,6 +179,14 @@ class Episode:
         """Where in `steps` the step of a call is now; steps of earlier calls may still come before it."""
         return self._numbers.index(number)
 
+    def _check_role(self, role: str) -> None:
+        if role and role not in self.roles:
+            raise ValueError(f"role {role!r} is not one of the roles of this flow, {self.roles}: add it to the class")
+
+    def _response_limit(self, role: str) -> int:
+        own = self._sampling.get(role) if role else None
+        return self.limits.max_response_tokens if own is None else int(own["max_tokens"])
+
     async def _steps_limit(
         self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
     ) -> EpisodeLimit:
@@ -202,30 +197,29 @@ class Episode:
     def reach_limit(self, limit: EpisodeLimit) -> None:
         self.limit, self.limit_reason, self.limit_setting = limit.stop, str(limit), limit.setting
 
-    async def _act(self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None) -> Action:
+    async def _act(
+        self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None, role: str
+    ) -> Action:
         hidden = None
         if observation.messages is not None:
             self.messages = observation.messages
             self.opening = self.opening or sanitize_messages(observation.messages)
         await _check_pictures(observation)
         if context is not None:
-            view = await self._view(observation, context, _Writer(self, tools))
+            view = await self._view(observation, context, _Writer(self, tools, role))
             observation, hidden = Observation(messages=view.messages), view.hidden
             await _check_pictures(observation)  # the policy may show others
         prompt = self._render(observation, tools)
-        completion, text = await self._sample(prompt, self.limits.max_response_tokens, hidden)
+        completion, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
         self.num_actions += 1
         if completion.stop == "length":  # a response cut in half must not be executed
-            raise self._cut_limit(len(prompt.ids), len(completion.token_ids))
+            raise self._cut_limit(prompt, completion, role)
         self._conversations.record(completion.token_ids, text)
         return Action(text=text, token_ids=completion.token_ids)
 
-    def _cut_limit(self, prompt: int, response: int) -> EpisodeLimit:
-        by_response = response >= self.limits.max_response_tokens
-        setting = "max_response_tokens" if by_response else "max_context_tokens"
-        after = "" if by_response else f" after a prompt of {prompt}"
-        reason = f"a response was cut at {response} tokens{after}, {setting} is {getattr(self.limits, setting)}"
-        return EpisodeLimit(StopReason.MAX_TOKENS, reason, setting=setting)
+    def _cut_limit(self, prompt: Prompt, completion: Completion, role: str) -> EpisodeLimit:
+        sizes = len(prompt.ids), len(completion.token_ids)
+        return cut_limit(*sizes, allowed=self._response_limit(role), limits=self.limits, role=role)
 
     async def _view(self, observation: Observation, context: ContextPolicy, writer: _Writer) -> ContextView:
         if observation.messages is None:
@@ -246,7 +240,7 @@ class Episode:
         cannot be built, because the episode has ended anyway."""
         try:
             if context is not None:
-                view = await self._view(observation, context, _Writer(self, tools, may_sample=False))
+                view = await self._view(observation, context, _Writer(self, tools, "", may_sample=False))
                 observation = Observation(messages=view.messages)
             prompt = self._render(observation, tools)
         except _SummaryPrompt as summary:
@@ -257,7 +251,7 @@ class Episode:
         return prompt if len(prompt.ids) < self.limits.max_context_tokens else Prompt([])
 
     async def _sample(
-        self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = ()
+        self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = (), *, role: str
     ) -> tuple[Completion, str]:
         """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued.
 
@@ -274,7 +268,8 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
         seed, number = stable_seed(self._seed, self._calls), self._calls
         self._calls += 1
-        sampling = Sampling(**{**self._sampling, "max_tokens": min(room, max_tokens), "seed": seed})
+        own = self._sampling.get(role, self._sampling[""])
+        sampling = Sampling(**{**own, "max_tokens": min(room, max_tokens), "seed": seed})
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
         text = said = self.renderer.decode(completion.token_ids)
         if stop_texts:
@@ -288,8 +283,10 @@ class Episode:
             top_k=sampling.top_k,
             support=completion.support,
             action_text=text,
+            role=role,
             versions=completion.versions,
             is_cut=completion.stop == "length",
+            start_seconds=started - self._began,
             generate_seconds=time.perf_counter() - started,
             hidden_messages=hidden,
             pictures=prompt.media,
@@ -317,18 +314,21 @@ class Episode:
         self.observe(transition, seconds=seconds, source=f"{type(env).__name__}.step")
         return transition
 
-    def observe(self, transition: Transition, *, seconds: float = 0.0, source: str = "the env") -> None:
-        """Attach an environment's answer to the last step; `step` does this itself.
+    def observe(
+        self, transition: Transition, *, to: Response | None = None, seconds: float = 0.0, source: str = "the env"
+    ) -> None:
+        """Attach an answer to the last step, or to that of a response; `step` does this itself.
 
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.
         """
-        last = self.steps[-1]
+        place = -1 if to is None else self.position(to.number)
+        last = self.steps[place]
 
         def token_span(start: int, end: int) -> tuple[int, int]:
             return self.renderer.token_span(last.response_ids, start, end)
 
-        self.steps[-1] = attach_transition(last, transition, source=source, seconds=seconds, token_span=token_span)
+        self.steps[place] = attach_transition(last, transition, source=source, seconds=seconds, token_span=token_span)
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
@@ -367,6 +367,7 @@ class _Writer:
 
     episode: Episode
     tools: ToolSchemas
+    role: str
     may_sample: bool = True  # False: the episode has ended, and only the prompt is of interest
 
     def count_tokens(self, messages: list[Message]) -> int:
@@ -376,7 +377,7 @@ class _Writer:
         prompt = self.episode._render(Observation(messages=messages), self.tools)
         if not self.may_sample:
             raise _SummaryPrompt(prompt)
-        completion, text = await self.episode._sample(prompt, max_tokens, None)
+        completion, text = await self.episode._sample(prompt, max_tokens, None, role=self.role)
         # Half a summary is used as it is: unlike half an action, it does no harm.
         empty, is_cut = not strip_reasoning(text), completion.stop == "length"
         quality: SummaryQuality = "empty" if empty else "cut" if is_cut else "whole"

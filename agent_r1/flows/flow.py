@@ -36,6 +36,7 @@ class AgentFlowBase(ABC):
     # Whether `run` passes `context=self.context` to `episode.act`. A class with its own `run` must set it again.
     uses_context: ClassVar[bool] = False
     uses_env: ClassVar[bool] = True  # False: settings of environments are refused
+    roles: ClassVar[tuple[str, ...]] = ()  # that `episode.act(..., role=...)` may name
     context: ContextPolicy | None = None  # this episode's policy; None: everything is shown
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_r1.data.files import is_nested_deeper
 from agent_r1.text import sanitize
+from agent_r1.tokens.conversations import Exchange
 from agent_r1.types import MAPPING, Step, ToolCallRecord, Transition
 
 MAX_INFO_CHARS = 100_000
 MAX_INFO_NESTING = 80  # deeper than the arguments of a call may be
 
 TokenSpan = Callable[[int, int], tuple[int, int]]  # characters [start, end) of the response -> its tokens [start, end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """A response that overlapping calls may wait for; see `Episode.respond`."""
+
+    text: str  # without the stop token, and without a stop text and what follows it
+    token_ids: list[int]  # as sampled, up to the end of a stop text
+    logprobs: list[float]
+    prompt_tokens: int
+    is_cut: bool  # a token limit ended it
+    extends: bool  # the prompt continues an earlier exchange with its exact ids
+    exchange: Exchange  # that later calls may continue
+    number: int  # of the call; see `Episode.position`
 
 
 def attach_transition(

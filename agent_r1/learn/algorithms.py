@@ -98,6 +98,19 @@ class Algorithm:
         if self.on_policy_only:
             raise ConfigError(f"{self.name} has no importance ratio, so stale samples would bias it in {where}")
 
+    def require_credit_by_role(self) -> None:
+        """Raise ConfigError if roles cannot be credited apart: what it compares with belongs to the whole episode."""
+        if self.needs_greedy:
+            raise ConfigError(
+                f"rewards.by_role compares a role with itself, but {self.name} compares an episode with its greedy "
+                "attempt: leave by_role out, or use rloo"
+            )
+        if self.settings.get("bootstrap_truncated"):
+            raise ConfigError(
+                "rewards.by_role cannot bootstrap: the prompt that max_steps left unanswered belongs to one role only. "
+                "Set bootstrap_truncated=false"
+            )
+
     def require_group_size(self, group_size: int) -> None:
         if group_size < self.min_group_size:
             raise ConfigError(

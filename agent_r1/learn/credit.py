@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
 
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.learn.rewards import RewardShaper, is_uniform, is_valid, total
+from agent_r1.learn.rewards import RewardShaper, is_uniform, is_valid, part_of, total
 from agent_r1.types import CreditedTrajectory, Group, PerToken, Trajectory
 
 if TYPE_CHECKING:
@@ -120,8 +121,67 @@ def assign_credit(
         raise ConfigError(f"algorithm {algorithm.name!r}: pass values if and only if it has a critic")
     shaper = shaper or RewardShaper()
     kept = trainable(groups, algorithm, shaper)
-    attempts = attempts_of(kept)
-    greedy = _greedy_attempts(kept) if algorithm.needs_greedy else {}
+    if not shaper.by_role:
+        return _credit_batches([kept], algorithm, shaper, values, kl)
+    algorithm.require_credit_by_role()
+    batches, places = _split_roles(kept)
+    own_values = values and [Values(per_token=[values[n].per_token[k] for k in steps]) for n, steps in places]
+    own_kl = kl and [[kl[n][k] for k in steps] for n, steps in places]
+    return _join_roles(attempts_of(kept), places, _credit_batches(batches, algorithm, shaper, own_values, own_kl))
+
+
+Place = tuple[int, list[int]]  # the position of an attempt, and which of its steps
+
+
+def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place]]:
+    """Return a batch per role, of attempts reduced to what the role did, and where each of these comes from."""
+    batches, places = [], []
+    for role in dict.fromkeys(role for each in attempts_of(groups) for role in each.roles):
+        batch, first = [], 0
+        for group in groups:
+            parts = []
+            for number, attempt in enumerate(group.trajectories, first):
+                part = part_of(attempt, role)
+                if part.num_response_tokens:
+                    parts.append(part)
+                    places.append((number, [k for k, step in enumerate(attempt.steps) if step.role == role]))
+            first += len(group.trajectories)
+            if parts:
+                batch.append(replace(group, trajectories=parts))
+        batches.append(batch)
+    return batches, places
+
+
+def _join_roles(
+    attempts: Sequence[Trajectory], places: Sequence[Place], credited: Sequence[CreditedTrajectory]
+) -> list[CreditedTrajectory]:
+    """Put the credit of the roles together again, step by step."""
+    joined: dict[str, list[list[Any]]] = {
+        name: [[[] for _ in attempt.steps] for attempt in attempts]
+        for name in ("advantages", "values", "value_targets")
+        if all(getattr(each, name) is not None for each in credited)
+    }
+    for (number, steps), part in zip(places, credited, strict=True):
+        for name, into in joined.items():
+            for k, numbers in zip(steps, getattr(part, name), strict=True):
+                into[number][k] = numbers
+    return [
+        CreditedTrajectory(trajectory=attempt, **{name: into[number] for name, into in joined.items()})
+        for number, attempt in enumerate(attempts)
+    ]
+
+
+def _credit_batches(
+    batches: Sequence[Sequence[Group]],
+    algorithm: Algorithm,
+    shaper: RewardShaper,
+    values: Sequence[Values] | None,
+    kl: Sequence[PerToken] | None,
+) -> list[CreditedTrajectory]:
+    """Place the rewards of all batches together, and credit each batch on its own."""
+    groups = list(chain.from_iterable(batches))
+    attempts = attempts_of(groups)
+    greedy = _greedy_attempts(groups) if algorithm.needs_greedy else {}
     # Greedy attempts share the scale of the rewards, but get no KL penalty: they were not sampled.
     before_kl = shaper.place([*attempts, *greedy.values()])
     rewards = shaper.penalize(before_kl, None if kl is None else [*kl, *[None] * len(greedy)])
@@ -138,13 +198,12 @@ def assign_credit(
             )
         ]
     )
-    return _credit(
-        [
-            [replace(next(scored), baseline=baselines.get(number)) for _ in group.trajectories]
-            for number, group in enumerate(kept)
-        ],
-        algorithm.credit,
-    )
+    nested = [
+        [replace(next(scored), baseline=baselines.get(number)) for _ in group.trajectories]
+        for number, group in enumerate(groups)
+    ]
+    groups_left = iter(nested)
+    return [item for batch in batches for item in _credit(list(islice(groups_left, len(batch))), algorithm.credit)]
 
 
 def _credit(groups: list[list[Scored]], credit: CreditFunction) -> list[CreditedTrajectory]:

@@ -112,7 +112,8 @@ def anchored_return(
     `anchor` says what a state is: the exact prompt, or only the latest observation, for environments in which different
     histories lead to the same place. For the latter an environment can name the state in which an action was taken, as
     `info["anchor"]` of its transition. Without a name or an observation (the first step, an environment without
-    feedback), and for summaries, the state is the prompt. Summaries are compared only with summaries.
+    feedback), and for summaries, the state is the prompt. So it is for roles, because the latest observation may be
+    another role's. Steps are compared only with steps of the same role, and summaries only with summaries.
     """
     items = _flatten(groups)
     returns_N = torch.cat([_discounted_return(item, "step", gamma) for item in items])
@@ -132,8 +133,9 @@ def _equal_states(groups: ScoredGroups, anchor: str, similarity: float | None) -
     start = 0
     for group in groups:
         decisions = [(item, k) for item in group for k in item.decisions]
-        for is_summary in (False, True):  # summaries and actions are never compared, even in similar states
-            ours = [n for n, (item, k) in enumerate(decisions) if item.trajectory.steps[k].is_summary is is_summary]
+        kinds = [(step.role, step.is_summary) for step in (item.trajectory.steps[k] for item, k in decisions)]
+        for kind in dict.fromkeys(kinds):  # roles, summaries and actions are never compared, even in similar states
+            ours = [n for n, own in enumerate(kinds) if own == kind]
             numbers = match_states([_state(*decisions[n], anchor) for n in ours], similarity=similarity)
             for number in set(numbers):
                 yield [start + n for n, own in zip(ours, numbers, strict=True) if own == number]
@@ -144,7 +146,8 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
     steps = item.trajectory.steps
     observation = ""
     if anchor == "observation" and not steps[k].is_summary:
-        observation = str(steps[k].info.get("anchor", _answer_to_last_action(item.trajectory, k)))
+        seen = "" if steps[k].role else _answer_to_last_action(item.trajectory, k)
+        observation = str(steps[k].info.get("anchor", seen))
     return observation or tuple(steps[k].prompt_ids)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
@@ -58,21 +58,28 @@ def outcome_rewards(trajectory: Trajectory) -> PerToken:
     return placed
 
 
-def overlong_penalties(trajectory: Trajectory, *, limit: int, buffer: float, penalty: float) -> PerToken:
+def overlong_penalties(
+    trajectory: Trajectory,
+    *,
+    limit: int,
+    buffer: float,
+    penalty: float,
+    role_limits: Mapping[str, int] | None = None,  # of roles with a limit of their own
+) -> PerToken:
     """DAPO's soft punishment (arXiv:2503.14476, section 3.4). A response of up to `limit * (1 - buffer)` tokens costs
     nothing; above that, the cost grows linearly to `penalty` at the limit. A response that was cut off costs the full
     penalty, even if the context cut it before the limit. Only the longest response of an episode pays, so that episodes
     with many steps do not lose more. Summaries have their own limit and cost nothing."""
     placed = zeros(trajectory)
-    allowed = limit * (1 - buffer)
 
     def share(step: Step) -> float:
-        length = len(step.response_ids)
+        length, own = len(step.response_ids), (role_limits or {}).get(step.role, limit)
+        allowed = own * (1 - buffer)
         if step.is_summary or not length:
             return 0.0
-        if step.is_cut or length >= limit:
+        if step.is_cut or length >= own:
             return 1.0
-        return (length - allowed) / (limit - allowed) if length > allowed else 0.0
+        return (length - allowed) / (own - allowed) if length > allowed else 0.0
 
     shares = list(map(share, trajectory.steps))
     if penalty and any(shares):
@@ -120,9 +127,11 @@ class RewardShaper:
 
     process: ProcessScaling = "raw"
     process_weight: float = 1.0
+    by_role: bool = False  # each role earns the outcome and its own process rewards, and is compared with itself
     overlong_limit: int = 1  # tokens at which a response is cut off
     overlong_buffer: float = 0.0  # share of the limit in which the penalty grows
     overlong_penalty: float = 0.0
+    overlong_role_limits: Mapping[str, int] = field(default_factory=dict)
     kl: KLInReward | None = None
     running: RunningStd = field(default_factory=RunningStd)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
@@ -139,7 +148,11 @@ class RewardShaper:
         is_paid = any(value for placed in process for step in placed for value in step)
         self.metrics = {"process_scale": scale} if is_paid else {}
         overlong = partial(
-            overlong_penalties, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
+            overlong_penalties,
+            limit=self.overlong_limit,
+            buffer=self.overlong_buffer,
+            penalty=self.overlong_penalty,
+            role_limits=self.overlong_role_limits,
         )
         return [
             _add(_times(placed, scale), outcome_rewards(trajectory), overlong(trajectory))
@@ -191,8 +204,21 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
     `shaper` computes returns; the default takes rewards as paid.
     """
     shaper = shaper or RewardShaper()
-    earned = [shaper.earned(trajectory) for trajectory in group.trajectories if is_valid(trajectory)]
-    return all(differ_by_rounding(min(part), max(part)) for part in zip(*earned, strict=True))
+    valid = [trajectory for trajectory in group.trajectories if is_valid(trajectory)]
+    compared = [valid]
+    if shaper.by_role:
+        roles = {role for trajectory in valid for role in trajectory.roles}
+        compared = [[part_of(each, role) for each in valid if role in each.roles] for role in roles]
+    return all(
+        differ_by_rounding(min(part), max(part))
+        for attempts in compared
+        for part in zip(*map(shaper.earned, attempts), strict=True)
+    )
+
+
+def part_of(trajectory: Trajectory, role: str) -> Trajectory:
+    """Return what one role did: its own steps, with the shared outcome."""
+    return replace(trajectory, steps=[step for step in trajectory.steps if step.role == role])
 
 
 def is_valid(trajectory: Trajectory) -> bool:

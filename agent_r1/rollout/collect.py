@@ -13,8 +13,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
@@ -45,6 +45,7 @@ class Collector:
     limits: Limits
     group_size: int
     max_concurrent: int = 1024
+    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # of roles with settings of their own
 
     async def __call__(
         self,
@@ -141,11 +142,12 @@ class Collector:
             renderer=self.renderer,
             limits=self.limits,
             seed=seed,
+            role_sampling=self.role_sampling,
         )
 
     async def play(self, row: TaskRow, episode: Episode) -> Trajectory:
         """Run the row's flow until it ends or fails, then close the episode. The flow gets its own copy of the row."""
-        started = time.perf_counter()
+        started, started_at = time.perf_counter(), time.time()
         try:
             stop, failure = await self._outcome(row, episode)
         finally:
@@ -157,6 +159,7 @@ class Collector:
             steps=list(episode.steps),
             stop=stop,
             failure=failure,
+            started=started_at,
             seconds=time.perf_counter() - started,
             next_prompt_ids=episode.next_prompt_ids,
             next_pictures=episode.next_pictures,
@@ -195,6 +198,7 @@ class Collector:
     async def _run(self, row: TaskRow, episode: Episode) -> tuple[str, StopReason]:
         """Create and run the row's flow, both user code; return its name and its stop reason."""
         flow = self.make_flow(row)
+        episode.roles = flow.roles
         return type(flow).__name__, await flow.run(row, episode)
 
 

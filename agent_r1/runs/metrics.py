@@ -30,6 +30,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
         "group/count": float(len(groups)),
         "group/no_baseline": float(sum(g.greedy is not None and g.greedy.stop.is_failure for g in groups)),
     }
+    metrics |= _role_metrics(episodes)
     if any(step.hidden_messages is not None for t in episodes for step in t.steps):
         metrics |= _context_metrics(episodes)
     total = max(1, len(episodes))
@@ -40,6 +41,39 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
     for name in sorted({name for t in episodes for name in t.reward_components} - {"reward"}):
         metrics[f"reward_part/{name}"] = sum(t.reward_components.get(name, 0.0) for t in episodes) / total
     return metrics | _success_by_source(groups, success_reward)
+
+
+def _role_metrics(episodes: Sequence[Trajectory]) -> Metrics:
+    """Return metrics of each role: means over episodes, and over the tokens of the role."""
+    metrics: Metrics = {}
+    for role in sorted({step.role for t in episodes for step in t.steps} - {""}):
+        own = [[step for step in t.steps if step.role == role] for t in episodes]
+        logprobs = [value for steps in own for step in steps if step.temperature for value in step.response_logprobs]
+        metrics |= {
+            f"role/{role}/steps": fmean(map(len, own)),
+            f"role/{role}/response_tokens": fmean(sum(len(step.response_ids) for step in steps) for steps in own),
+            f"role/{role}/reward": fmean(sum(step.reward for step in steps) for steps in own),
+            f"role/{role}/cut": fmean(any(step.is_cut for step in steps) for steps in own),
+        }
+        if logprobs:  # not of greedy episodes
+            metrics[f"role/{role}/entropy"] = -fmean(logprobs)
+    return metrics
+
+
+def role_advantages(credited: Sequence[CreditedTrajectory]) -> Metrics:
+    """Return the mean advantage of each role's tokens, and the mean of its absolute value."""
+    metrics: Metrics = {}
+    for role in sorted({step.role for item in credited for step in item.trajectory.steps} - {""}):
+        own = [
+            value
+            for item in credited
+            for step, values in zip(item.trajectory.steps, item.advantages, strict=True)
+            if step.role == role
+            for value in values
+        ]
+        if own:
+            metrics |= {f"role/{role}/advantage": fmean(own), f"role/{role}/advantage_size": fmean(map(abs, own))}
+    return metrics
 
 
 def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metrics:

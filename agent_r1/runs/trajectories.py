@@ -33,7 +33,7 @@ from agent_r1.vision.contents import picture_mark
 from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
-FORMAT = 2  # of a record; 1 had no format field
+FORMAT = 3  # of a record; 2 had no roles and no starts, 1 had no format field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
@@ -43,7 +43,7 @@ Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its r
 def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
     record = {"format": FORMAT, **_fields(trajectory)}
     record["steps"] = [_step_to_json(step) for step in trajectory.steps]
-    for name in ("next_pictures", "counts", "log"):
+    for name in ("next_pictures", "counts", "log", "started"):
         if not record[name]:
             del record[name]
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
@@ -74,6 +74,7 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
             outcome_reward=float(record["outcome_reward"]),
             reward_components={name: float(value) for name, value in record["reward_components"].items()},
             failure=_failure_from_json(record),
+            started=record.get("started"),
             seconds=record["seconds"],
             next_prompt_ids=record.get("next_prompt_ids", []),  # missing in format 1
             next_pictures=find(record.get("next_pictures", ())),
@@ -241,7 +242,7 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) pairs of the whole episode, for terminals."""
     lines: list[tuple[str, str]] = []
     for index, step in enumerate(trajectory.steps):
-        lines.append(("memo" if step.is_summary else "agent", step.action_text))
+        lines.append((step.role or ("memo" if step.is_summary else "agent"), step.action_text))
         seen = [picture_mark(picture) for picture in answer_pictures(trajectory, index)]
         if answer := "\n".join(filter(None, [step.feedback, *seen])):
             lines.append((answerer(step), answer))
@@ -295,6 +296,8 @@ def _step_to_json(step: Step) -> Record:
     if step.support is not None:
         packed = {"counts": step.support.counts, "ids": step.support.ids}
         record["support"] = {name: b64encode(data).decode() for name, data in packed.items()}
+    if not step.role:
+        del record["role"]
     return _named_pictures(record)
 
 

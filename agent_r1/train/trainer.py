@@ -20,7 +20,7 @@ from agent_r1.ranks.crew import Crew
 from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
 from agent_r1.rollout.row_queue import RowQueue
 from agent_r1.rollout.scoring import Scorer
-from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite
+from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, role_advantages
 from agent_r1.runs.observer import Observer
 from agent_r1.runs.run_dir import Evaluation, RunDir
 from agent_r1.seeds import stable_seed
@@ -203,6 +203,7 @@ class Trainer:
 
     def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None:
         metrics |= episode_metrics(groups, success_reward=self.success_reward) | self.shaper.metrics
+        metrics |= role_advantages(batch)
         metrics["nonfinite_advantages"] = float(len(nonfinite(batch)))
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         if self.crew.ranks.is_main:

@@ -51,14 +51,17 @@ def make_episode(
         outcome_reward=reward,
         reward_components={"reward": reward},
         failure=failure,
+        started=1_700_000_000.0 + attempt,
         seconds=2.0,
     )
 
 
 def make_groups(step: int) -> list[Group]:
-    """Three rows: tea (won and lost), a hostile one, and one that failed."""
-    calling = make_step(text="I look {it} up", call={"seconds": 0.2, "reward": 0.125})
-    answer = make_step(text=f"It costs {step} coins", prompt=7)
+    """Three rows: tea (won by two roles, and lost), a hostile one, and one that failed."""
+    calling = make_step(
+        text="I look {it} up", call={"seconds": 0.2, "reward": 0.125}, role="buyer", start_seconds=0.125
+    )
+    answer = make_step(text=f"It costs {step} coins", prompt=7, role="seller", start_seconds=1.25)
     refused = make_step(
         text="try {that} now", call={"error": "no such item", "fault": "bad_arguments", "name": "stock"}
     )

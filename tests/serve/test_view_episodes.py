@@ -56,6 +56,7 @@ def test_a_summary_counts_what_the_whole_record_says(run: RunDir) -> None:
             assert summary.tokens == episode.num_response_tokens
             assert summary.prompt_tokens == sum(len(step.prompt_ids) for step in episode.steps)
             assert (summary.steps, summary.stop, summary.row) == (len(episode.steps), episode.stop, episode.row_id)
+            assert summary.roles == tuple(sorted({step.role for step in episode.steps} - {""}))
             assert summary.bad_calls == sum(call.error is not None for step in episode.steps for call in step.calls)
             assert (summary.sampling, summary.waiting) == (0.5 * len(episode.steps), 0.25 * len(episode.steps))
             assert all(step.action_text.casefold().encode() in text for step in episode.steps)
@@ -88,6 +89,8 @@ def test_arguments_and_texts_that_look_like_lists_of_tokens_do_not_change_the_co
         ({"reward_max": "0.1", "stop": "error"}, lambda file, r: r["total_reward"] <= 0.1 and r["stop"] == "error"),
         ({"stop": "error\nmax_steps"}, lambda file, r: r["stop"] in ("error", "max_steps")),
         ({"tool": "stock"}, lambda file, r: any(c["name"] == "stock" for s in r["steps"] for c in s["calls"])),
+        ({"role": "seller"}, lambda file, r: any(s.get("role") == "seller" for s in r["steps"])),
+        ({"role": "sell"}, lambda file, r: False),
         ({"text": "IT COSTS 2"}, lambda file, r: "It costs 2" in json.dumps(r)),
         ({"text": "onerror"}, lambda file, r: r["row_id"] == "hostile"),
         ({"text": "it broke"}, lambda file, r: r["stop"] == "error"),

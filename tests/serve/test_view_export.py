@@ -58,6 +58,8 @@ def test_the_data_cannot_end_its_element_and_is_complete(page: str) -> None:
     assert run["tokens"]["train_000003/0/1/0"]["ids"] == [0, 1, 2, 3, 4, 5, 6]
     assert len(run["tokens"]) == 4 * 3
     assert len(run["metrics"]["records"]) == 5
+    assert set(run["batches"]) == {row["file"] for row in run["episodes"]}
+    assert len(run["batches"]["train_000003"]["episodes"]) == 4
 
 
 def test_hostile_episodes_can_be_exported(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from agent_r1.runs.run_dir import RunDir
 from agent_r1.serve.view.export import export_page
 from agent_r1.serve.view.library import Library
 from benchmarks.browser import browser_or_none, why_no_browser
-from tests.serve.small_runs import HOSTILE, LONG, add_step, make_run
+from tests.serve.small_runs import HOSTILE, LONG, add_step, group, make_episode, make_run, make_step
 from tests.serve.test_view_server import serve_with
 
 REASON = why_no_browser()
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 PAGES = [
     "#/", "#/settings", "#/run/shop/episodes", "#/run/shop/evaluations", "#/run/shop/episode/train_000002/0",
+    "#/run/shop/batch/train_000002",
     "#/run/shop/episode/train_000002/2?view=tokens", "#/run/shop/group/train_000002/tea", "#/run/shop/row/hostile",
 ]  # fmt: skip
 
@@ -271,7 +274,7 @@ def test_an_episode_shows_calls_rewards_and_times(open_page: Any) -> None:
     assert all(part in call for part in ("price", "200 ms", "reward +0.125", "item", "tea", "4"))
     assert "Expected 4" in view.texts(".truth")[0]
     parts = view.page.locator(".track .part").evaluate_all("parts => parts.map((part) => part.title)")
-    assert parts[:2] == ["step 1: sampling 500 ms", "step 1: price 250 ms"]
+    assert parts[:2] == ["step 1 (buyer): sampling 500 ms", "step 1: price 250 ms"]
     assert parts[-1].startswith("other: 500 ms")
     view.page.locator(".track .part").nth(2).click()
     assert view.hash().endswith("?s=1")
@@ -327,6 +330,63 @@ def test_hostile_text_stays_text_on_every_page(open_page: Any, address: str) -> 
     assert view.page.evaluate("document.querySelectorAll('main img, main script, main b b, main iframe').length") == 0
     if "train_000002/2" in address or "hostile" in address:
         assert HOSTILE in view.page.evaluate("document.querySelector('main').textContent")
+
+
+def test_roles_label_steps_and_filter_episodes(open_page: Any) -> None:
+    view = open_page("#/run/shop/episodes?role=seller")
+    view.page.wait_for_selector("a.row")
+    assert view.texts(".count") == ["5 episodes · mean reward 1"]
+    view.page.select_option("select[name=role]", "buyer")
+    view.wait_for("document.querySelector('.count').textContent.startsWith('10 episodes')")
+    assert view.hash().endswith("role=buyer")
+    view = open_page("#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".step")
+    assert view.texts(".chip.role") == ["buyer", "seller"]
+
+
+def test_the_time_line_of_a_batch_names_the_slowest_and_leads_to_episodes(open_page: Any) -> None:
+    view = open_page("#/run/shop/batch")
+    view.page.wait_for_selector("main[data-state=ready]")
+    [said] = view.texts(".batch-summary p")
+    assert said == (
+        "4 episodes in 3.00 s; nine of ten had ended after 3.00 s. "
+        "The last to end was tea (episode 1), which spent 500 ms on sampling in step 1."
+    )
+    spent = view.texts(".spent li")
+    assert [line.split("\n")[0].split(" 3")[0] for line in spent][:1] == ["other"]
+    assert len(view.texts(".batch a.row")) == 4
+    assert painted(view, 0) >= 3  # sampling, tools and the rest
+    view.page.locator(".batch a.row canvas").first.hover(position={"x": 40, "y": 8})
+    assert view.texts(".batch-tip div")[1] == "step 1 (buyer): sampling, 500 ms"
+    view.page.select_option(".bar select", "end")
+    view.wait_for("document.querySelector('.batch a.row').textContent.includes('tea')")
+    assert view.hash() == "#/run/shop/batch?sort=end"
+    view.page.locator(".rows.batch").focus()
+    for key in ("j", "j", "k"):
+        view.page.keyboard.press(key)
+    view.wait_for("document.querySelector('#batch-status').textContent.startsWith('tea (episode 1): 2.00 s')")
+    view.page.keyboard.press("Enter")
+    view.page.wait_for_selector(".conversation")
+    assert view.hash() == "#/run/shop/episode/train_000003/1"
+    view.page.get_by_role("link", name="Time line of its batch").click()
+    view.page.wait_for_selector("main[data-state=ready] .rows.batch")
+    view.page.keyboard.press("h")
+    view.wait_for("location.hash === '#/run/shop/batch/train_000002'")
+
+
+def test_a_batch_of_512_episodes_keeps_few_rows_on_the_page(
+    open_page: Any, serve: Callable[[Path], str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "large", steps=1)
+    episodes = [make_episode(f"row-{n // 8}", n % 8, 1.0, *[make_step()] * 10) for n in range(512)]
+    run.write_trajectories("train", 2, [group("row", "?", None, *episodes)])
+    view = open_page("#/run/large/batch", serve(tmp_path / "large"))
+    view.page.wait_for_selector("main[data-state=ready]")
+    assert view.texts(".batch-summary p")[0].startswith("512 episodes in 9.00 s; ")
+    assert 10 < view.page.locator(".batch a.row").count() < 80
+    view.page.keyboard.press("End")
+    view.wait_for("document.querySelector('#batch-status').textContent.startsWith('row-63 (episode 511)')")
+    assert view.page.locator(".batch a.row").count() < 80
 
 
 def test_a_long_result_is_fetched_in_parts(open_page: Any) -> None:
@@ -414,6 +474,27 @@ def test_every_control_has_a_name_and_text_is_readable_in_light_and_dark(open_pa
         assert unnamed == []
         ratios = view.page.evaluate(CONTRASTS)
         assert min(ratios) >= 4.5, f"{scheme}: contrast {min(ratios):.2f}"
+
+
+@pytest.mark.skipif(find_spec("axe_core_python") is None, reason="axe is not installed: pip install -e '.[dev]'")
+@pytest.mark.parametrize("address", PAGES)
+def test_axe_finds_nothing_serious(browser: Any, url: str, address: str) -> None:
+    source = (files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
+    for scheme in ("light", "dark"):
+        view = Watched(browser, color_scheme=scheme, bypass_csp=True)  # the page's own policy lets no other script in
+        view.go(url + address)
+        view.wait_for("document.querySelector('main').children.length > 0 && !document.querySelector('.loading')")
+        view.page.wait_for_timeout(300)
+        view.page.evaluate(source)
+        found = view.page.evaluate("""async () => {
+          const { violations, passes } = await axe.run();
+          return { violations, passes: passes.length };
+        }""")
+        assert found["passes"] > 10  # it did look
+        serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+        shown = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+        view.context.close()
+        assert shown == [], scheme
 
 
 # The contrast of the text colours with the backgrounds they are used on (WCAG: 4.5 for text).

@@ -24,7 +24,8 @@ from agent_r1.runs.run_dir import RunDir
 from agent_r1.serve.listening import is_loopback
 from agent_r1.serve.view.library import Library
 from agent_r1.serve.view.server import COOKIE, HEADERS, make_app, static_files
-from tests.serve.small_runs import HOSTILE, LONG, make_episode, make_groups, make_run, make_step
+from agent_r1.types import Step
+from tests.serve.small_runs import HOSTILE, LONG, group, make_episode, make_groups, make_run, make_step
 
 STATIC = Path(__file__).parents[2] / "agent_r1" / "serve" / "view" / "static"
 
@@ -223,6 +224,58 @@ def test_an_episode_of_an_older_version_is_shown(run: RunDir, client: TestClient
     assert page["steps"][0]["versions"] == [[5, 4]]
     assert "reads up to" in client.get("/api/episode", params={**where, "n": "1"}).json()["error"]
     assert "is damaged" in client.get("/api/episode", params={**where, "n": "2"}).json()["error"]
+
+
+def test_the_times_of_a_batch_are_on_one_clock(client: TestClient) -> None:
+    batch = client.get("/api/batch", params={"run": "shop", "file": "train_000002"}).json()
+    assert (batch["kind"], batch["step"], batch["recorded"]) == ("train", 2, True)
+    assert (batch["before"], batch["after"]) == ("train_000001", "train_000003")
+    assert [(one["row"], one["start"], one["seconds"]) for one in batch["episodes"]] == [
+        ("tea", 0.0, 2.0), ("tea", 1.0, 2.0), ("hostile", 0.0, 2.0), ("broken", 0.0, 2.0),
+    ]  # fmt: skip
+    assert batch["seconds"] == 3.0  # the second attempt began one second later
+    names = batch["names"]
+    won = [(*step[:3], names[step[3]], names[step[4]]) for step in batch["episodes"][0]["steps"]]
+    assert won == [(0.125, 0.5, 0.25, "price", "buyer"), (1.25, 0.5, 0.25, "environment", "seller")]
+    # five steps in all; the rest of the 4 * 2 s is something else; three of four ended a second before the batch
+    assert batch["spent"] == {
+        "sampling": 2.5, "price": 0.75, "environment": 0.25, "stock": 0.25, "\0other": 4.25, "\0ended": 3.0,
+    }  # fmt: skip
+    newest = client.get("/api/batch", params={"run": "shop"}).json()
+    assert (newest["file"], newest["after"]) == ("train_000003", None)
+
+
+def test_a_batch_of_an_older_run_is_drawn_without_a_clock(run: RunDir, client: TestClient) -> None:
+    lines = run.trajectories_file("train", 1).read_text(encoding="utf-8").splitlines()
+    older = [{key: value for key, value in json.loads(line).items() if key != "started"} for line in lines]
+    for record in older:
+        record["format"] = 2
+        for step in record["steps"]:
+            del step["start_seconds"]
+    text = "".join(json.dumps(record) + "\n" for record in older) + '{"steps": 3}\n'  # and a damaged one
+    (run.path / "trajectories" / "train_000008.jsonl").write_text(text, encoding="utf-8")
+    batch = client.get("/api/batch", params={"run": "shop", "file": "train_000008"}).json()
+    assert not batch["recorded"]
+    assert [step[0] for step in batch["episodes"][0]["steps"]] == [0.0, 0.75]  # one after the other
+    assert {one["start"] for one in batch["episodes"]} == {0.0}
+    assert (len(batch["episodes"]), batch["episodes"][4]["steps"]) == (5, [])
+
+
+def test_a_run_without_episodes_has_no_time_line(run: RunDir, client: TestClient) -> None:
+    shutil.rmtree(run.path / "trajectories")
+    assert "has kept no episodes" in client.get("/api/batch", params={"run": "shop"}).json()["error"]
+
+
+def test_a_role_s_prompt_is_compared_with_its_own_last_step(run: RunDir, client: TestClient) -> None:
+    steps = [
+        Step(prompt_ids=ids, role=role, response_ids=[9], response_logprobs=[-1.0])
+        for ids, role in (([1], "asker"), ([5, 6], "teller"), ([1, 9, 2], "asker"), ([5, 7], "teller"))
+    ]
+    run.write_trajectories("train", 7, [group("row", "?", None, make_episode("row", 0, 1.0, *steps))])
+    page = client.get("/api/episode", params={"run": "shop", "file": "train_000007", "n": "0"}).json()
+    assert [(step["role"], step["shared_tokens"], step["kept_all"]) for step in page["steps"]] == [
+        ("asker", 0, True), ("teller", 0, True), ("asker", 2, True), ("teller", 1, False),
+    ]  # fmt: skip
 
 
 def test_a_run_without_token_texts_still_shows_ids(run: RunDir, client: TestClient) -> None:

@@ -32,6 +32,7 @@ def test_episodes_are_found_and_sorted(run: RunDir, cli: Cli) -> None:
     out = cli("show", run.path, "--find", "stop=error", "--find", "step=2", "--sort", "row").out
     assert "1 episodes match" in out
     assert "train_000002/3  ! 0" in out
+    assert "5 episodes match" in cli("show", run.path, "--find", "role=seller").out  # one in each of five files
     assert "no episode matches" in cli("show", run.path, "--find", "text=no such words").out
 
 
@@ -39,6 +40,8 @@ def test_an_episode_is_shown_with_calls_and_tokens(run: RunDir, cli: Cli) -> Non
     out = cli("show", run.path, "train_000002/0").out
     for part in (
         "What does tea cost?",
+        "step 1 (buyer), saw 3 tokens",
+        "step 2 (seller), saw 7 tokens",
         "price(item='tea')  0.200 s, reward 0.125",
         "-> 4",
         "reward ✓ 1, answered",

@@ -54,6 +54,10 @@ def check_settings(config: RunConfig, algorithm: Algorithm) -> None:
             config.rollout.top_p < 1 or config.rollout.top_k > 0,
             "verl's workers compute log-probs over the whole vocabulary, not over the kept ids",
         ),
+        "rollout.roles with a temperature": (
+            any(role.temperature is not None for role in config.rollout.roles.values()),
+            "verl's workers compute log-probs at one temperature",
+        ),
         "critic.shared": (critic.shared, "verl's critic is a model of its own"),
         "critic.normalize_returns": (critic.normalize_returns, "the head of verl's critic cannot be rescaled"),
         "model.fp32_head": (config.model.fp32_head, "verl computes logits in the format of the model"),

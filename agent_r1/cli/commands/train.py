@@ -23,7 +23,6 @@ from agent_r1.build.task import Task
 from agent_r1.build.trainer import build_trainer
 from agent_r1.cli.commands.eval import describe_sampling
 from agent_r1.cli.display import Display, clock, program, transcript_panel, warm_start_progress
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import PYTHON, RunConfig, recipe_name
@@ -37,6 +36,7 @@ from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.async_loop import train_async
 from agent_r1.train.async_trainer import AsyncTrainer

@@ -60,13 +60,14 @@ MAX_KEYS_PER_ROW = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Steps of one trajectory that form one sequence. The last three lists run over trained tokens."""
+    """Steps of one trajectory that form one sequence. The lists from `trained` on run over trained tokens."""
 
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
     trained: list[int]  # positions in token_ids that the policy sampled; ascending
     columns: list[int]  # which response token of the list each of them is
     step_indices: list[int]  # which step of the trajectory each of them belongs to
+    temperatures: list[float | None] = field(default_factory=list)  # they were sampled at; None: not recorded
     pictures: dict[int, Picture] = field(default_factory=dict)  # that negative ids belong to, by their keys
 
 
@@ -83,6 +84,7 @@ class Pack:
     columns_T: Tensor  # which column of the mini-batch it is
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
     trajectory_ids_T: Tensor
+    temperature: float | Tensor | None = None  # of all trained tokens, or [T]; None, NaN: not recorded
     supports: Supports | None = None  # the ids that trained tokens were sampled from; None: the whole vocabulary
     sight: Sight | None = None  # the pictures that rows show; None: all rows are text
 
@@ -147,6 +149,7 @@ def _append(segment: Segment, step: Step, index: int, column: int) -> None:
     segment.trained.extend(range(start, start + count))
     segment.columns.extend(range(column, column + count))
     segment.step_indices.extend([index] * count)
+    segment.temperatures.extend([step.temperature] * count)
 
 
 def pack(
@@ -199,8 +202,16 @@ def _to_pack(
         columns_T=torch.from_numpy(columns),
         step_ids_T=_number_steps([np.asarray(segment.step_indices) for segment in members]),
         trajectory_ids_T=_concat([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
+        temperature=_one_or_each(list(chain.from_iterable(segment.temperatures for segment in members))),
         supports=None if supports is None else supports.at(columns),
     )
+
+
+def _one_or_each(temperatures_T: list[float | None]) -> float | Tensor | None:
+    """A single number if all tokens agree, which spares the head a division by a vector."""
+    if len(set(temperatures_T)) <= 1:
+        return temperatures_T[0] if temperatures_T else None
+    return torch.tensor([math.nan if each is None else each for each in temperatures_T])
 
 
 def _with_pictures(

@@ -34,7 +34,7 @@ OUTSIDE = -1e30  # a scaled logit with probability 0; finite, because 0 times in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSettings:
-    temperature: float
+    temperature: float | Tensor  # of all tokens, or [T]
     softcap: float | None  # of the model's own logits, as in Gemma
     entropy_gradient: bool
     chunk: int  # tokens whose logits exist at once
@@ -82,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
         pieces = [
             reduce(
                 *_narrow(logits_CV, targets_T[rows], _ids(supports, rows, hidden_TD.device)),
-                settings.temperature,
+                _at(settings.temperature, rows),
                 settings.softcap,
             )
             for rows, _, logits_CV in chunks
@@ -114,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy_T[rows],
                 grad_logprobs_T[rows],
                 grad_entropy_T[rows] if settings.entropy_gradient else None,
-                settings.temperature,
+                _at(settings.temperature, rows),
                 settings.softcap,
             )
             if ids_CK is not None:  # padding adds 0 to the logit of id 0
@@ -143,19 +143,27 @@ def _ids(supports: Supports | None, rows: slice, device: torch.device) -> Tensor
     return None if supports is None else supports.chunk(rows, device)
 
 
+def _at(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    """The temperature of a chunk: one number, or [C]."""
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
 def _scaled(
-    logits_CV: Tensor, padding_CV: Tensor | None, temperature: float, softcap: float | None
+    logits_CV: Tensor, padding_CV: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """(soft-capped logits, those over the temperature), in fp32 or better."""
     capped_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     if softcap is not None:
         capped_CV = softcap * (capped_CV / softcap).tanh()
-    scaled_CV = capped_CV if temperature == 1.0 else capped_CV / temperature
+    if isinstance(temperature, Tensor):
+        scaled_CV = capped_CV / temperature[:, None]
+    else:
+        scaled_CV = capped_CV if temperature == 1.0 else capped_CV / temperature
     return capped_CV, scaled_CV if padding_CV is None else scaled_CV.masked_fill(padding_CV, OUTSIDE)
 
 
 def _reduce(
-    logits_CV: Tensor, targets_C: Tensor, padding_CV: Tensor | None, temperature: float, softcap: float | None
+    logits_CV: Tensor, targets_C: Tensor, padding_CV: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob of the target, logsumexp, entropy) of each row."""
     _, scaled_CV = _scaled(logits_CV, padding_CV, temperature, softcap)
@@ -173,7 +181,7 @@ def _spread(  # noqa: PLR0913 (arguments of a kernel)
     entropy_C: Tensor,
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor | None,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None,
 ) -> Tensor:
     """The gradient of the logits, in their own number format; see the module header."""

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from agent_r1.attention import short_windows
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
+from agent_r1.learn.batch.support import Temperature, temperature_of
 from agent_r1.learn.batch.tree import PackLayout
 from agent_r1.learn.model.chunked_mlp import chunk_mlps
 from agent_r1.learn.model.head import HeadSettings, token_logprobs
@@ -135,7 +136,9 @@ class PolicyModel:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def logprobs(self, pack: Pack, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, pack: Pack, *, temperature: Temperature, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the distribution that was sampled from, in fp32, at the trained tokens only."""
         return self.score(self.hidden(pack), pack, temperature=temperature, entropy_gradient=entropy_gradient)
 
@@ -145,12 +148,15 @@ class PolicyModel:
             return self._hidden(pack).index_select(0, pack.sources_T)
 
     def score(
-        self, hidden_TD: Tensor, pack: Pack, *, temperature: float, entropy_gradient: bool = False
+        self, hidden_TD: Tensor, pack: Pack, *, temperature: Temperature, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`."""
+        """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`.
+
+        temperature: of steps that do not record theirs.
+        """
         head = self._head
         settings = HeadSettings(
-            temperature=temperature / self._logit_scale,
+            temperature=_sampled_at(pack, temperature_of(temperature)) / self._logit_scale,
             softcap=None if self._softcap is None else self._softcap / self._logit_scale,
             entropy_gradient=entropy_gradient,
             chunk=max(1, self.max_logits // self.vocabulary_size),
@@ -332,3 +338,10 @@ class PolicyModel:
         rounding = 8 * torch.finfo(self._head.weight.dtype).eps * float(expected.abs().max())
         is_right = error <= max(CHECK_TOLERANCE, rounding)  # False for NaN
         return None if is_right else f"log-probs are off by {error:.2g}"
+
+
+def _sampled_at(pack: Pack, otherwise: float) -> float | Tensor:
+    """The temperature of the pack's tokens, or of each of them."""
+    if isinstance(pack.temperature, Tensor):
+        return pack.temperature.nan_to_num(otherwise)
+    return otherwise if pack.temperature is None else pack.temperature

@@ -1,8 +1,8 @@
 """The quickstart's task for an agent that thinks before it acts: demonstrations with `<think>` blocks.
 
-Every response begins with a thought, which says what comes next. `context.reasoning` decides whether later prompts show
-it: the preset keeps it, and `context.reasoning=strip` drops it. The agent can do without, because what it found out is
-in the results of its calls.
+Every response begins with a thought, which says what comes next. `context.reasoning` decides whether later prompts
+show it: the preset keeps it, and `context.reasoning=strip` drops it. The agent can do without, because what it found
+out is in the results of its calls.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.flows.context import ContextPolicy, ContextView
 from agent_r1.flows.episode import Episode
+from agent_r1.flows.episode import Response as Responded
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, Happened, follow
 from agent_r1.serve.api.served_model import Reading, Response, ServedModel
@@ -119,9 +120,10 @@ class WatchedEpisode(Episode):
         *,
         tools: list[dict[str, Any]] | None = None,
         context: ContextPolicy | None = None,
+        role: str = "",
     ) -> Action:
         self.offered = tools or ()
-        return await super().act(observation, tools=tools, context=context)
+        return await super().act(observation, tools=tools, context=context, role=role)
 
     async def _view(self, observation: Observation, context: ContextPolicy, writer: Any) -> ContextView:
         self.is_noting = True
@@ -130,9 +132,11 @@ class WatchedEpisode(Episode):
         finally:
             self.is_noting = False
 
-    def observe(self, transition: Transition, *, seconds: float = 0.0, source: str = "the env") -> None:
-        super().observe(transition, seconds=seconds, source=source)
-        step = len(self.steps) - 1
+    def observe(
+        self, transition: Transition, *, to: Responded | None = None, seconds: float = 0.0, source: str = "the env"
+    ) -> None:
+        super().observe(transition, to=to, seconds=seconds, source=source)
+        step = len(self.steps) - 1 if to is None else self.position(to.number)
         for call in transition.calls:
             result = {"name": call.name, "result": call.result[:MAX_EVENT_CHARS], "failed": call.fault is not None}
             self.tell(Happened(event={"type": "tool_result", "step": step, **result, "seconds": call.seconds}))

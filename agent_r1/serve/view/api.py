@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.runs.outcomes import EvalRecord
-from agent_r1.serve.view.detail import episode_page, text_of, tokens_of
+from agent_r1.serve.view.detail import batch_page, episode_page, newest_batch, text_of, tokens_of
 from agent_r1.serve.view.library import Library, NotFound, OpenRun
 from agent_r1.vision.picture_store import MEDIA_TYPES, PICTURES, find_picture
 
@@ -29,6 +29,7 @@ class Api:
             "episodes": self.episodes,
             "episode": self.episode,
             "group": self.group,
+            "batch": self.batch,
             "tokens": self.tokens,
             "text": self.text,
         }
@@ -98,6 +99,11 @@ class Api:
         if not attempts:
             raise NotFound(f"{file} of {run.name} has no row {row[:80]!r}")
         return {"attempts": attempts, **run.episodes.neighbours(file, row), "success_reward": run.success_reward}
+
+    def batch(self, params: Params) -> dict[str, Any]:
+        """Return the times of all episodes in one file; without a name, in the newest with training episodes."""
+        run = self._run(params)
+        return {**batch_page(run, params.get("file") or newest_batch(run)), "success_reward": run.success_reward}
 
     def tokens(self, params: Params) -> dict[str, Any]:
         file, n, step = _text(params, "file"), _whole(params, "n"), _whole(params, "step")

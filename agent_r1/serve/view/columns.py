@@ -14,7 +14,7 @@ from agent_r1.serve.view.summary import Summary
 NUMBERS = (
     "reward", "outcome", "steps", "calls", "bad_calls", "tokens", "prompt_tokens", "seconds", "sampling", "waiting",
 )  # fmt: skip
-NAMES = ("row", "stop", "tools")  # columns of codes; "tools" is a combination, separated by zero characters
+NAMES = ("row", "stop", "tools", "roles")  # columns of codes; the last two are combinations, joined by zero characters
 Columns = dict[str, NDArray[Any]]
 
 
@@ -32,6 +32,7 @@ class Part:
             "row": [r.row for r in rows],
             "stop": [r.stop for r in rows],
             "tools": ["\0".join(r.tools) for r in rows],
+            "roles": ["\0".join(r.roles) for r in rows],
         }
         names = {column: list(dict.fromkeys(values)) for column, values in texts.items()}
         codes = {}

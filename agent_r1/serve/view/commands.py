@@ -16,7 +16,7 @@ from agent_r1.serve.view.terminal import show_episode, show_run
 
 DEFAULT_PLACE = Path("runs")
 RANGES = [f"{name}_{end}" for name in ("step", *NUMBERS) for end in ("min", "max")]
-FILTERS = ("kind", "step", "stop", "tool", "row", "text", *RANGES)
+FILTERS = ("kind", "step", "stop", "tool", "role", "row", "text", *RANGES)
 
 
 def run_view(

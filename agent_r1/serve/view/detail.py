@@ -1,7 +1,11 @@
-"""One episode as the page shows it. Long texts and token lists are cut; the page asks for the rest in parts."""
+"""One episode as the page shows it, and the times of a whole batch.
+
+Long texts and token lists are cut; the page asks for the rest in parts.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +14,9 @@ from agent_r1.data.files import dump_json
 from agent_r1.errors import AgentR1Error, DataError
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.trajectories import FORMAT, Record, RecordFile
-from agent_r1.serve.view.library import NotFound
+from agent_r1.serve.view.library import NotFound, OpenRun
 from agent_r1.serve.view.picture_names import names_added, names_in, spell_pictures
-from agent_r1.serve.view.summary import opening_messages
+from agent_r1.serve.view.summary import EpisodeTimes, opening_messages, times
 from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer
@@ -85,9 +89,12 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
     step = steps[index]
     at = f"steps/{index}"
     prompt = step["prompt_ids"]
-    before = [*steps[index - 1]["prompt_ids"], *steps[index - 1]["response_ids"]] if index else []
+    # A role goes on from its own last step, whoever acted in between.
+    earlier = [one for one in steps[:index] if one.get("role", "") == step.get("role", "")][-1:]
+    before = [token for one in earlier for token in (*one["prompt_ids"], *one["response_ids"])]
     return {
         "text": _clip(str(step["action_text"]), f"{at}/action_text"),
+        "role": str(step.get("role", "")),
         "feedback": _clip(str(step.get("feedback", "")), f"{at}/feedback"),
         "pictures": names_added(record, index),  # of the answer, where they are not those of a call
         "calls": [_call(call, f"{at}/calls/{number}") for number, call in enumerate(step["calls"])],
@@ -126,6 +133,69 @@ def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
         "span": call["text_span"],
         "seconds": call.get("seconds", 0.0),
     }
+
+
+def newest_batch(run: OpenRun) -> str:
+    """Return the name of the newest file with training episodes, or else with those of an evaluation."""
+    files = run.reader.files("train") or run.reader.files()
+    if not files:
+        raise NotFound(f"{run.name} has kept no episodes, so there is no time line")
+    return files[-1].path.name.split(".")[0]
+
+
+def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
+    """Return when every episode of a file was sampled and when it waited, on one clock.
+
+    An episode has steps [start, seconds of sampling, seconds of waiting, number of what it waited for, number of its
+    role]; the numbers are indices into `names`.
+    """
+    rows = run.episodes.require(name).rows
+    read = [times(line) for line in open_file(run.reader, name).lines()][: len(rows)]
+    recorded = bool(read) and all(each.started is not None for each in read)
+    first = min((each.started or 0.0 for each in read), default=0.0)
+    names = {"": 0}
+    episodes = list[dict[str, Any]]()
+    for n, (row, each) in enumerate(zip(rows, read, strict=False)):
+        episodes.append(
+            {
+                "n": n, "row": row.row, "stop": row.stop,
+                "reward": _finite(row.reward), "outcome": _finite(row.outcome),
+                "start": (each.started or 0.0) - first if recorded else 0.0, "seconds": each.seconds,
+                "steps": [
+                    [round(step.start, 4), round(step.sampling, 4), round(step.waiting, 4),
+                     names.setdefault(step.what, len(names)), names.setdefault(step.role, len(names))]
+                    for step in each.steps
+                ],
+            }
+        )  # fmt: skip
+    ends = [one["start"] + one["seconds"] for one in episodes]
+    files = [file.path.name.split(".")[0] for file in run.reader.files()]
+    kind, _, step = name.rpartition("_")
+    alike = [each for each in files if each.rpartition("_")[0] == kind]
+    at = alike.index(name)
+    return {
+        "file": name, "kind": kind, "step": int(step) if step.isdecimal() else 0, "recorded": recorded,
+        "seconds": max(ends, default=0.0), "names": list(names), "episodes": episodes, "spent": _spent(read, ends),
+        "before": alike[at - 1] if at else None, "after": alike[at + 1] if at + 1 < len(alike) else None,
+    }  # fmt: skip
+
+
+def _spent(read: Sequence[EpisodeTimes], ends: Sequence[float]) -> dict[str, float]:
+    """Return the seconds that all episodes together were sampled, waited for each tool, did something else, and had
+    ended while others went on."""
+    spent = {"sampling": 0.0}
+    for each in read:
+        for step in each.steps:
+            spent["sampling"] += step.sampling
+            if step.waiting:
+                spent[step.what] = spent.get(step.what, 0.0) + step.waiting
+    known = [sum(step.sampling + step.waiting for step in each.steps) for each in read]
+    other = sum(max(0.0, each.seconds - own) for each, own in zip(read, known, strict=True))
+    return {**spent, "\0other": other, "\0ended": sum(max(ends, default=0.0) - end for end in ends)}
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def token_page(run: RunReader, step: Mapping[str, Any], part: str, start: int) -> dict[str, Any]:

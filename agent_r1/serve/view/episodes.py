@@ -207,9 +207,10 @@ class EpisodeIndex:
             if asked.get(key):
                 codes = [code for code, name in enumerate(columns[f"{key}_names"]) if name in asked[key].split("\n")]
                 chosen &= np.isin(columns[key], codes)
-        if tool := asked.get("tool"):
-            codes = [code for code, names in enumerate(columns["tools_names"]) if tool in names.split("\0")]
-            chosen &= np.isin(columns["tools"], codes)
+        for key in ("tool", "role"):
+            if wanted := asked.get(key):
+                codes = [code for code, names in enumerate(columns[f"{key}s_names"]) if wanted in names.split("\0")]
+                chosen &= np.isin(columns[f"{key}s"], codes)
         for key in ("step", *NUMBERS):
             if asked.get(f"{key}_min"):
                 chosen &= columns[key] >= _number(f"{key}_min", asked[f"{key}_min"])
@@ -283,19 +284,25 @@ def _row(file: FileIndex, position: int) -> dict[str, Any]:
 
 
 def _facets(columns: Columns, chosen: NDArray[Any]) -> dict[str, Any]:
-    """Count the matches by stop reason and by tool, and name what could be chosen."""
+    """Count the matches by stop reason, by tool and by role, and name what could be chosen."""
     stops = np.bincount(columns["stop"][chosen], minlength=len(columns["stop_names"]))
-    combined = np.bincount(columns["tools"][chosen], minlength=len(columns["tools_names"]))
-    tools = Counter[str]({tool: 0 for names in columns["tools_names"] for tool in names.split("\0") if tool})
-    for names, count in zip(columns["tools_names"], combined, strict=True):
-        for tool in filter(None, names.split("\0")):
-            tools[tool] += int(count)
     return {
         "stops": {name: int(count) for name, count in zip(columns["stop_names"], stops, strict=True)},
-        "tools": dict(sorted(tools.items())),
+        "tools": _members(columns, "tools", chosen),
+        "roles": _members(columns, "roles", chosen),
         "kinds": list(columns["kind_names"]),
         "mean_reward": _mean(columns["reward"][chosen]),
     }
+
+
+def _members(columns: Columns, key: str, chosen: NDArray[Any]) -> dict[str, int]:
+    """Count the matches by the members of a column of combinations."""
+    combined = np.bincount(columns[key][chosen], minlength=len(columns[f"{key}_names"]))
+    found = Counter[str]({one: 0 for names in columns[f"{key}_names"] for one in names.split("\0") if one})
+    for names, count in zip(columns[f"{key}_names"], combined, strict=True):
+        for one in filter(None, names.split("\0")):
+            found[one] += int(count)
+    return dict(sorted(found.items()))
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -64,7 +64,9 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         for index, step in enumerate(page["steps"]):
             if step["prompt_tokens"] <= PROMPT_TOKENS:
                 tokens[f"{row['file']}/{row['n']}/{index}/0"] = api.tokens({**where, "step": str(index)})
+    files = dict.fromkeys(row["file"] for row in rows)
     return {
+        "batches": {name: api.batch({**asked, "file": name}) for name in files},
         "metrics": api.metrics(asked),
         "statistics": api.statistics(asked),
         "config": api.config(asked),

@@ -40,6 +40,7 @@ class Summary(NamedTuple):
     sampling: float  # seconds
     waiting: float  # seconds for tools and the environment
     tools: tuple[str, ...]
+    roles: tuple[str, ...]
     question: str
     answer: str
 
@@ -101,6 +102,7 @@ def _summary(record: Mapping[str, Any]) -> Summary:
         sampling=sum(float(step.get("generate_seconds", 0.0)) for step in steps),
         waiting=sum(float(step.get("env_seconds", 0.0)) for step in steps),
         tools=tuple(sorted({str(call["name"]) for call in calls})),
+        roles=tuple(sorted({str(step.get("role", "")) for step in steps} - {""})),
         question=_preview(_question(record)),
         answer=_preview(last or record.get("error") or ""),
     )
@@ -111,7 +113,7 @@ def _count(value: int | Sequence[int]) -> int:
 
 
 def _unreadable(reason: str) -> Summary:
-    return Summary("", "", 0.0, 0.0, UNREADABLE, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, (), reason, "")
+    return Summary("", "", 0.0, 0.0, UNREADABLE, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, (), (), reason, "")
 
 
 def opening_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -137,3 +139,34 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
         yield str(step.get("feedback", ""))
     yield str((record.get("row") or {}).get("ground_truth") or "")
     yield str(record.get("error") or "")
+
+
+class StepTimes(NamedTuple):
+    """When a step was sampled and answered, in seconds from the start of its episode."""
+
+    start: float
+    sampling: float
+    waiting: float  # for tools and the environment
+    what: str  # it waited for
+    role: str
+
+
+class EpisodeTimes(NamedTuple):
+    started: float | None  # Unix time; None: not recorded
+    seconds: float
+    steps: list[StepTimes]
+
+
+def times(line: bytes) -> EpisodeTimes:
+    """Return the times of a record. Steps of older records, which have no start, follow each other without a gap."""
+    try:
+        record, end, found = _parse(line), 0.0, list[StepTimes]()
+        for step in record["steps"]:
+            start = end if step.get("start_seconds") is None else float(step["start_seconds"])
+            sampling, waiting = float(step.get("generate_seconds", 0.0)), float(step.get("env_seconds", 0.0))
+            tools = dict.fromkeys(str(call["name"]) for call in step["calls"])
+            found.append(StepTimes(start, sampling, waiting, ", ".join(tools) or "environment", step.get("role", "")))
+            end = start + sampling + waiting
+        return EpisodeTimes(record.get("started"), float(record["seconds"]), found)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return EpisodeTimes(None, 0.0, [])  # the table of episodes says why it cannot be read

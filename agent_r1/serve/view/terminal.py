@@ -149,7 +149,8 @@ def _step_panel(step: Mapping[str, Any], index: int, tokens: str | None, scale: 
         took = (f"{call['seconds']:.3f} s{reward}", "dim")
         head = Text.assemble((call["name"], f"bold {style}"), f"({arguments})  ", took)
         parts += [head, Text.assemble(("-> " if call["error"] is None else "failed: ", style), _clipped(answer))]
-    facts = [f"step {index + 1}", f"saw {step['prompt_tokens']} tokens", f"sampled {step['sampled_tokens']}",
+    named = f"step {index + 1} ({step['role']})" if step["role"] else f"step {index + 1}"
+    facts = [named, f"saw {step['prompt_tokens']} tokens", f"sampled {step['sampled_tokens']}",
              f"{step['sampling']:.2f} s", f"reward {_number(step['reward'])}" if step["reward"] else ""]  # fmt: skip
     return _panel(", ".join(filter(None, facts)), Group(*parts), "blue")
 

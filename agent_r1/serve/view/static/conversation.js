@@ -99,7 +99,7 @@ function seenByModel(step, index, where) {
       const block = tokenBlock(first, "prompt", "mask", 1, fetchFrom);
       const spans = block.querySelectorAll(".token");
       for (let number = 0; number < Math.min(step.shared_tokens, spans.length); number += 1) if (index > 0) spans[number].classList.add("old");
-      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in the step before."), block);
+      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in an earlier step."), block);
     } catch (error) {
       replace(body, error.message);
     }
@@ -125,6 +125,7 @@ function stepFacts(step) {
 /** One step. `mode` is {view: "text" | "tokens", colouring, scale}; a compact step leaves out what the model saw. */
 function stepBlock(step, index, where, mode, isCompact) {
   const label = step.summary === null ? `Step ${index + 1}` : `Summary (${step.summary})`;
+  const role = step.role && h("span.chip.role", {}, step.role);
   const said =
     mode.view === "tokens"
       ? [tokenBlock(step.tokens, "response", mode.colouring, mode.scale, (start) => ask("tokens", { ...where, step: index, part: "response", start })), step.calls.map((call) => callCard(call, where))]
@@ -132,7 +133,7 @@ function stepBlock(step, index, where, mode, isCompact) {
   const pictures = pictureRow(step.pictures, where.run);
   const reply = pictures ? bubble("env", "environment", step.feedback.length > 0 && longText(step.feedback, where), pictures) : step.feedback.length > 0 && (step.calls.length ? h("details", {}, h("summary", {}, "Reply of the environment, in full"), longText(step.feedback, where)) : bubble("env", "environment", longText(step.feedback, where)));
   const info = step.info.length > 2 && h("details", {}, h("summary", {}, "Notes of the environment"), longText(step.info, where));
-  return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
+  return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), role, h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
 }
 
 export function conversation(page, run, mode, isCompact = false) {
@@ -153,7 +154,7 @@ export const showStep = (index) => document.getElementById(`step-${index}`)?.scr
 /** The seconds of an episode from left to right: sampling, tools, and the rest. */
 export function timeline(page) {
   const parts = page.steps.flatMap((step, index) => [
-    { kind: "sampling", time: step.sampling, label: `step ${index + 1}: sampling ${seconds(step.sampling)}`, step: index },
+    { kind: "sampling", time: step.sampling, label: `step ${index + 1}${step.role && ` (${step.role})`}: sampling ${seconds(step.sampling)}`, step: index },
     { kind: "tools", time: step.waiting, label: `step ${index + 1}: ${step.calls.map((call) => call.name).join(", ") || "environment"} ${seconds(step.waiting)}`, step: index },
   ]);
   const known = parts.reduce((sum, part) => sum + part.time, 0);

@@ -76,6 +76,7 @@ async function header(page, run) {
       h("span", {}, seconds(page.seconds)),
       h("a", { href: hrefTo(["run", run, "group", page.file, page.row]) }, "All attempts at this row"),
       h("a", { href: hrefTo(["run", run, "row", page.row]) }, "This row at other steps"),
+      h("a", { href: hrefTo(["run", run, "batch", page.file]) }, "Time line of its batch"),
     ),
     page.ground_truth.length > 0 && h("div.truth", {}, h("b", {}, "Expected "), longText(page.ground_truth, { run, file: page.file, n: page.n }, "span.text")),
   );

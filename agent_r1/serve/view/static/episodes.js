@@ -6,7 +6,7 @@ import { runTabs } from "./tabs.js";
 import { ask } from "./source.js";
 import { poll } from "./store.js";
 
-export const FILTERS = ["kind", "step", "stop", "tool", "row", "text", "reward_min", "reward_max", "step_min", "step_max", "bad_calls_min", "sort"];
+export const FILTERS = ["kind", "step", "stop", "tool", "role", "row", "text", "reward_min", "reward_max", "step_min", "step_max", "bad_calls_min", "sort"];
 const SORTS = [
   ["-step", "newest first"],
   ["step", "oldest first"],
@@ -109,6 +109,7 @@ function makeControls(changed) {
     step: field("step", { type: "number", min: "0", placeholder: "step", "aria-label": "Step" }),
     stop: choice("stop", "Stop reason"),
     tool: choice("tool", "Tool"),
+    role: choice("role", "Role"),
     reward_min: field("reward_min", { type: "number", step: "any", placeholder: "from", "aria-label": "Reward at least" }),
     reward_max: field("reward_max", { type: "number", step: "any", placeholder: "to", "aria-label": "Reward at most" }),
     row: field("row", { type: "text", placeholder: "row", "aria-label": "Row", size: "10" }),
@@ -121,7 +122,7 @@ function makeControls(changed) {
       timer = setTimeout(changed, name === "text" ? 150 : 0);
     });
   }
-  const element = h("form.controls", { role: "search", onsubmit: (event) => event.preventDefault() }, inputs.text, inputs.kind, inputs.step, inputs.stop, inputs.tool, h("span.pair", {}, "reward", inputs.reward_min, inputs.reward_max), inputs.row, inputs.sort);
+  const element = h("form.controls", { role: "search", onsubmit: (event) => event.preventDefault() }, inputs.text, inputs.kind, inputs.step, inputs.stop, inputs.tool, inputs.role, h("span.pair", {}, "reward", inputs.reward_min, inputs.reward_max), inputs.row, inputs.sort);
   return {
     element,
     read: () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value || null]).filter(([name, value]) => !(name === "sort" && value === "-step"))),
@@ -129,6 +130,8 @@ function makeControls(changed) {
       options(inputs.kind, Object.fromEntries(answer.kinds.map((kind) => [kind, null])), "training and evaluation", params.kind);
       options(inputs.stop, answer.stops, "any stop reason", params.stop);
       options(inputs.tool, answer.tools, "any tool", params.tool);
+      options(inputs.role, answer.roles, "any role", params.role);
+      inputs.role.hidden = inputs.role.options.length < 2; // most runs have no roles
     },
   };
 }

@@ -1,4 +1,5 @@
 // Starts the page: the frame, the keyboard, and which page an address means.
+import { batchPage } from "./batch.js";
 import { command, empty, forgetColours, h, number, percent, replace } from "./dom.js";
 import { episodePage } from "./episode.js";
 import { episodesPage } from "./episodes.js";
@@ -17,6 +18,7 @@ const KEYS = [
   ["t", "text or tokens"],
   ["g", "all attempts of this group"],
   ["← →", "move along a focused curve; Enter opens its episodes"],
+  ["h  l", "time line: the batch before and the next one"],
   ["Esc", "back to the list; ends a zoom"],
   ["?", "this help"],
 ];
@@ -36,6 +38,7 @@ function choosePage(root, { parts }, signal) {
   if (place === "run" && run) {
     if (page === "episodes") return episodesPage(root, run, signal);
     if (page === "episode" && rest.length === 2) return episodePage(root, [run, ...rest], signal);
+    if (page === "batch" && rest.length < 2) return batchPage(root, [run, ...rest], signal);
     if (page === "group" && rest.length === 2) return groupPage(root, [run, ...rest], signal);
     if (page === "row" && rest.length === 1) return rowPage(root, [run, ...rest], signal);
     if (page === "evaluations") return evaluationsPage(root, run, signal);

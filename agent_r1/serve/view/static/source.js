@@ -37,6 +37,7 @@ function answerFromStore(name, params) {
     const at = rows.indexOf(params.row);
     return attempts.length ? { attempts, before: rows[at - 1], after: rows[at + 1], success_reward: data.success_reward } : missing();
   }
+  if (name === "batch") return data.batches[params.file ?? Object.keys(data.batches).find((file) => file.startsWith("train"))] ?? missing();
   if (name === "episode") return data.episode[`${params.file}/${params.n}`] ?? missing();
   if (name === "tokens") return data.tokens[`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
   return data[name] ?? missing();
@@ -50,6 +51,7 @@ function filterEpisodes(data, params) {
     (row) =>
       ["kind", "row", "stop"].every((key) => !params[key] || params[key].split("\n").includes(row[key])) &&
       (!params.tool || row.tools.includes(params.tool)) &&
+      (!params.role || row.roles.includes(params.role)) &&
       (!params.step || row.step === Number(params.step)) &&
       RANGES.every((key) => (!params[`${key}_min`] || row[key] >= params[`${key}_min`]) && (!params[`${key}_max`] || row[key] <= params[`${key}_max`])) &&
       (!text || JSON.stringify(data.episode[`${row.file}/${row.n}`] ?? row).toLowerCase().includes(text)),
@@ -64,6 +66,7 @@ function filterEpisodes(data, params) {
     rows: matches.slice(offset, offset + Number(params.limit ?? 200)),
     stops: { ...Object.fromEntries(data.episodes.map((row) => [row.stop, 0])), ...count(matches.map((row) => row.stop)) },
     tools: { ...Object.fromEntries(data.episodes.flatMap((row) => row.tools).map((tool) => [tool, 0])), ...count(matches.flatMap((row) => row.tools)) },
+    roles: { ...Object.fromEntries(data.episodes.flatMap((row) => row.roles).map((role) => [role, 0])), ...count(matches.flatMap((row) => row.roles)) },
     kinds: [...new Set(data.episodes.map((row) => row.kind))],
     mean_reward: matches.length ? matches.reduce((sum, row) => sum + row.reward, 0) / matches.length : null,
     read: data.episodes.length,

@@ -14,6 +14,6 @@ export function runTabs(run, active) {
     "div.tabs",
     {},
     title,
-    h("nav", { "aria-label": `Pages of ${run}` }, tab("curves", "Curves", hrefTo([], { runs: run })), tab("episodes", "Episodes", hrefTo(["run", run, "episodes"])), tab("settings", "Settings", hrefTo(["settings"], { runs: run })), tab("evaluations", "Evaluations", hrefTo(["run", run, "evaluations"]))),
+    h("nav", { "aria-label": `Pages of ${run}` }, tab("curves", "Curves", hrefTo([], { runs: run })), tab("episodes", "Episodes", hrefTo(["run", run, "episodes"])), tab("batch", "Time line", hrefTo(["run", run, "batch"])), tab("settings", "Settings", hrefTo(["settings"], { runs: run })), tab("evaluations", "Evaluations", hrefTo(["run", run, "evaluations"]))),
   );
 }
