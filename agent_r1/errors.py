@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 
 class AgentR1Error(Exception):
@@ -36,6 +38,22 @@ class RankError(AgentR1Error, RuntimeError):
 
 class DiskError(AgentR1Error, OSError):
     """A run ended because something could not be written or read."""
+
+
+def import_extra(module: str, what: str, extra: str, otherwise: str = "") -> Any:
+    """Import a package that only some runs need. ConfigError says how to install it, and what to do without it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        how = f"pip install 'agent-r1[{extra}]'{otherwise and f', or {otherwise}'}"
+        raise ConfigError(f"{what} needs the package {module}: {how}") from error
+
+
+def at_least(least: float, owner: str, **values: float) -> None:
+    """Raise ConfigError for a setting of a class below its least value."""
+    for name, value in values.items():
+        if not value >= least:  # refuses NaN too
+            raise ConfigError(f"{owner}: {name}={value} must be at least {least:g}")
 
 
 def brief(value: object) -> str:

@@ -13,7 +13,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 def sanitize(text: str) -> str:
     """Replace halves of surrogate pairs, which UTF-8 files cannot hold and tokenizers refuse."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def visible(text: str) -> str:

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
 from numbers import Real
 from types import UnionType
 from typing import Any, Literal
@@ -28,6 +27,8 @@ SummaryQuality = Literal["whole", "cut", "empty"]
 # Why a call has no result. "misplaced": readable, but inside thinking or one too many; "failed": a ToolError.
 CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
 ByRole = float | Mapping[str, float]  # a setting, or its values by role, with that of all other steps under ""
+# The usual class first: checking against an abstract one takes several times as long.
+NUMBER, MAPPING = float | Real, dict | Mapping
 Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, number of tokens it sampled), in order
 
 
@@ -51,7 +52,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_reward(name: str, value: object) -> None:
-    if not isinstance(value, Real) or not math.isfinite(value):  # numpy's scalars are real numbers too
+    if not isinstance(value, NUMBER) or not math.isfinite(value):  # numpy's scalars are real numbers too
         raise TypeError(f"{name} must be a finite number, got {brief(value)}")
 
 
@@ -105,20 +106,20 @@ class Observation:
         """The messages of an earlier observation, already checked, and `by` new ones, which are checked now. So the
         cost of a step does not grow with the conversation."""
         check_messages(messages, start=len(messages) - by)
-        made = object.__new__(cls)
-        read = read_pictures(messages, start=len(messages) - by)
-        for name, value in (("messages", read), ("text", None), ("token_ids", None)):
-            object.__setattr__(made, name, value)
+        made, set_field = object.__new__(cls), object.__setattr__
+        set_field(made, "messages", read_pictures(messages, start=len(messages) - by))
+        set_field(made, "text", None)
+        set_field(made, "token_ids", None)
         return made
 
 
 def check_messages(messages: list[Message], start: int = 0) -> None:
     check_type("Observation.messages", messages or None, list, "a list of at least one message")
-    for index, message in enumerate(islice(messages, start, None), start):
+    for index, message in enumerate(messages[start:], start):
         if type(message) is dict and type(message.get("role")) is type(message.get("content")) is str:
             continue  # nearly every message
         name = f"Observation.messages[{index}]"
-        check_type(name, message, dict | Mapping, "a dict with a role and a content")
+        check_type(name, message, MAPPING, "a dict with a role and a content")
         check_type(f"{name}['role']", message.get("role"), str, "a text")
         check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
 
@@ -189,7 +190,7 @@ class Transition:
             check_type("Transition.observation", self.observation, Observation, "an Observation")
         check_reward("Transition.reward", self.reward)
         check_type("Transition.feedback", self.feedback, str, "a text")
-        check_type("Transition.info", self.info, Mapping, "a dict")
+        check_type("Transition.info", self.info, MAPPING, "a dict")
         check_type("Transition.calls", self.calls, tuple | list, "a tuple of ToolCallRecord")
         for index, call in enumerate(self.calls):
             check_type(f"Transition.calls[{index}]", call, ToolCallRecord, "a ToolCallRecord")
@@ -270,7 +271,7 @@ class Step:
                 f"Step needs one entry of support per response token: got {len(self.response_ids)} tokens "
                 f"and {len(self.support)} entries"
             )
-        if self.versions and sum(count for _, count in self.versions) != len(self.response_ids):
+        if self.versions and sum([count for _, count in self.versions]) != len(self.response_ids):
             raise ValueError(f"Step.versions={self.versions} do not add up to {len(self.response_ids)} response tokens")
 
     @property

@@ -14,7 +14,8 @@ the attempts of a group differ.
 `cpu ms per call` is CPU time of the process over model calls. `simulated seconds` adds the time that the event loop
 would have waited for a device with the pass times of an H200 and a model of 135 million parameters. Those of 32, 256
 and 1,024 decoding sequences are measured (`results/bench_engine.nvidia-h200.json`), the others are assumed. Time is CPU
-time plus waiting. A busy machine makes CPU time longer too, so compare only figures that took turns.
+time plus waiting. A busy machine makes CPU time longer too, so compare only figures that took turns
+(`benchmarks.host_time_against`).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class Task:
 TASKS = (
     Task(recipe="quickstart", what="looks two people up and adds their coins", file="quickstart"),
     Task(recipe="vision_quickstart", what="finds two marked cards in a picture", file="vision_quickstart"),
+    Task(recipe="forecast", what="chooses a forecasting model for a series with tools", file="forecast"),
     Task(recipe="gsm8k", what="solves school mathematics in one step", file="gsm8k"),
     Task(recipe="gsm8k_tool", what="solves school mathematics with a calculator", file="gsm8k_tool"),
     Task(recipe="retool/gsm8k", what="solves school mathematics by writing Python in a sandbox", file="retool-gsm8k"),
@@ -141,7 +142,7 @@ def _anchor(heading: str) -> str:
 INTRODUCTION = """# Results
 
 What each bundled task gains from RL with GRPO: success on held-out rows, greedy, before the first RL step (after the
-warm start on demonstrations) and after the last one. The quickstarts train a model of 1 million parameters on a CPU;
+warm start on demonstrations) and after the last one. Tasks measured on a CPU train models of 1 to 2 million parameters;
 the other tasks train SmolLM2-135M-Instruct on one H200. The sections below have every algorithm."""
 
 READING = """An interval over rows says how sure the gain of one run is. It says nothing about another training

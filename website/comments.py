@@ -6,7 +6,12 @@ import re
 
 
 def comment_of(lines: list[str], first: int, last: int) -> str:
-    """The comment at the end of a statement, else the comment lines directly above it. Lines count from 1."""
+    """The comment at the end of a statement, else the comment lines directly above it. Lines count from 1.
+
+    Attributes that a method sets have none: comments there are about the code.
+    """
+    if lines[first - 1].lstrip().startswith("self."):
+        return ""
     beside = re.search(r"  # (?!noqa|type:)(.+)$", lines[last - 1])
     if beside:
         return beside[1]

@@ -27,7 +27,11 @@ LINK = re.compile(
 )
 
 ABOUT = {  # page of the API reference -> title, introduction, and what it shows besides public names of these modules
-    "runs": ("Train and load runs", "Training from Python. [The guide](../python-api.md) shows it step by step.", []),
+    "runs": (
+        "Train and load runs",
+        "Training from Python: [the guide](../python-api.md), and [all keywords](../python-api.md#settings).",
+        [],
+    ),
     "tools": ("Tools", "What the model may call. [The guide](../write-a-tool.md).", ["agent_r1.tools.base.ToolCall"]),
     "envs": ("Environments", "What answers the agent. [The guide](../write-an-env.md).", []),
     "flows": ("Flows", "How an episode is played. [The guide](../write-a-flow.md).", []),

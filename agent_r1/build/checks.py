@@ -13,7 +13,7 @@ from agent_r1.build.models.find import find_model
 from agent_r1.build.task import Task, check_call, is_data_source
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import TaskConfig, VLLMEngineConfig
-from agent_r1.data.rows import FORMATS
+from agent_r1.data.files import FORMATS
 from agent_r1.envs.base import env_class
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.flows.flow import AgentEnvLoop

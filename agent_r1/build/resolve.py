@@ -73,7 +73,7 @@ def import_file(module_name: str, *, recipe: str) -> ModuleType | None:
     name, known = f"{package}.{module_name}", sys.modules.get(module_name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         sys.modules.setdefault(name, known)  # a test has imported the file by its plain name
-    with _one_line_errors(str(file)), _neighbours.importing(package):
+    with one_line_errors(f"importing {file} failed:"), _neighbours.importing(package):
         return importlib.import_module(name)
 
 
@@ -98,7 +98,7 @@ def recipe_folder(recipe: str) -> Path:
 
 
 def _import_elsewhere(module_name: str, name: str) -> ModuleType:
-    with _one_line_errors(module_name):
+    with one_line_errors(f"importing {module_name} failed:"):
         try:
             return importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -111,8 +111,8 @@ def _import_elsewhere(module_name: str, name: str) -> ModuleType:
 
 
 @contextmanager
-def _one_line_errors(what: str) -> Iterator[None]:
-    """Replace the traceback of a failed import, which is mostly the import system's, by a line that names the place."""
+def one_line_errors(what: str, kind: type[AgentR1Error] = ConfigError) -> Iterator[None]:
+    """Turn what the recipe's code raises into one line that names the place."""
     try:
         yield
     except AgentR1Error:
@@ -121,7 +121,7 @@ def _one_line_errors(what: str) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
             place, source = f"{error.filename}: line {error.lineno}", (error.text or "").strip()
             raise ConfigError(f"cannot import {place}: {error.msg}\n    {source}") from error
-        raise ConfigError(f"importing {what} failed: {explain(error)}") from error
+        raise kind(f"{what} {explain(error)}") from error
 
 
 class _Neighbours(MetaPathFinder):

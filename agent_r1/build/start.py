@@ -19,8 +19,8 @@ from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import Model, load_model, save_model
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import code_digest, data_name, digest, folder_digest, recipe_path
-from agent_r1.build.resolve import resolve
-from agent_r1.build.task import Task, one_line_errors, recipe_function, warm_start_code
+from agent_r1.build.resolve import one_line_errors, resolve
+from agent_r1.build.task import Task, recipe_function, warm_start_code
 from agent_r1.config import RunConfig, recipe_name
 from agent_r1.config.schema import SummaryContext
 from agent_r1.data.downloads import Report, data_dir
@@ -118,7 +118,7 @@ async def play_demos(
 def load_demos(config: RunConfig) -> list[Demo]:
     name = config.sft.demos
     assert name is not None
-    with one_line_errors(f"sft.demos={name!r}"):
+    with one_line_errors(f"sft.demos={name!r} raised", DataError):
         made = recipe_function(name, config)(count=config.sft.count, seed=config.seed)
         demos = list(made) if isinstance(made, Iterable) else []
     if not demos:
@@ -133,11 +133,10 @@ def load_demos(config: RunConfig) -> list[Demo]:
 
 
 def _is_demo(demo: Any) -> bool:
-    if not isinstance(demo, tuple | list) or len(demo) != 2:
-        return False
-    row, texts = demo
-    is_list = isinstance(texts, tuple | list)
-    return isinstance(row, TaskRow) and is_list and all(isinstance(text, str) for text in texts)
+    match demo:
+        case [TaskRow(), [*texts]]:
+            return all(isinstance(text, str) for text in texts)
+    return False
 
 
 def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> list[Trajectory]:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
 from agent_r1.build.gateway import build_gateway
-from agent_r1.build.resolve import check_callable, import_recipe, make_importable, recipe_folder, resolve
+from agent_r1.build.resolve import (
+    check_callable,
+    import_recipe,
+    make_importable,
+    one_line_errors,
+    recipe_folder,
+    resolve,
+)
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import RewriteContext, SummaryContext
-from agent_r1.data.rows import FORMATS, load_rows
+from agent_r1.data.files import FORMATS
+from agent_r1.data.rows import load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
 from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.flow import AgentFlowBase, flow_class
-from agent_r1.guard import explain
 from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
@@ -284,19 +290,8 @@ def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, co
     if isinstance(source, str):
         beside = recipe_folder(config.recipe)
         return load_rows(source, split=split, count=count, beside=beside, columns=config.data.map)
-    with one_line_errors(f"task.rows={config.task.rows!r} for split {split!r}"):
+    with one_line_errors(f"task.rows={config.task.rows!r} for split {split!r} raised", DataError):
         return load_rows(source, split=split, count=count)
-
-
-@contextmanager
-def one_line_errors(function: str) -> Iterator[None]:
-    """Turn what a function of the recipe raises into a one-line DataError."""
-    try:
-        yield
-    except AgentR1Error:
-        raise
-    except (Exception, SystemExit) as error:
-        raise DataError(f"{function} raised {explain(error)}") from error
 
 
 def _rows_function(config: RunConfig) -> Callable[..., Any]:

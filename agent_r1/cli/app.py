@@ -384,7 +384,3 @@ def main() -> None:
         raise
     finally:
         exit_despite_threads(code)
-
-
-if __name__ == "__main__":
-    main()

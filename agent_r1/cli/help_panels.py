@@ -9,7 +9,7 @@ PANELS = {
     "Train": ("train", "sft", "collect"),
     "Look at a run": ("view", "show", "eval", "compare", "chat", "rescore", "replay"),
     "Use a model elsewhere": ("serve", "export", "push"),
-    "Data, search and speed": ("data", "search", "bench"),
+    "Speed, data and search": ("bench", "data", "search"),
 }
 
 

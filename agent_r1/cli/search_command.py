@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from agent_r1.cli.terminal import Terminal, tell
+from agent_r1.cli.terminal import say, tell
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.serve.paper_server import papers_command
 
-if TYPE_CHECKING:
-    from agent_r1.tools.search.dense import DenseSettings
-
-app = typer.Typer(help="Build, search and serve indexes of passages; serve papers.", no_args_is_help=True)
+app = typer.Typer(help="Build, search and serve indexes of passages.", no_args_is_help=True)
 app.command("papers")(papers_command)
-console = Terminal()
 
+EncoderName = Literal["minilm", "bge-small", "bge-base", "bge-large"]  # see `ENCODERS` in dense.py
 IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
 KindOption = Annotated[
     str | None,
@@ -34,12 +32,11 @@ def build_command(
     corpus: Annotated[list[Path], typer.Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
     to: Annotated[Path, typer.Option("--to", help="The folder of the index; an existing index is replaced.")],
     kind: Annotated[str, typer.Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
-    encoder: Annotated[
-        str | None, typer.Option(help="For dense: minilm (the default), bge-small, bge-base or bge-large.")
-    ] = None,
+    encoder: Annotated[EncoderName | None, typer.Option(help="For dense; minilm by default.")] = None,
     encoder_path: Annotated[str | None, typer.Option(help="Folder of the encoder's weights, if not the hub.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="For dense: flat (exact; the default) or ivf (faiss; approximate).")
+        Literal["flat", "ivf"] | None,
+        typer.Option(help="For dense: flat (exact; the default) or ivf (faiss; approximate)."),
     ] = None,
     stem: Annotated[
         bool | None, typer.Option("--stem/--no-stem", help="For lexical: reduce words to their stems (the default).")
@@ -47,6 +44,7 @@ def build_command(
 ) -> None:
     """Build an index from files of passages (title, text, optionally id)."""
     from agent_r1.tools.search.corpus import read_passages
+    from agent_r1.tools.search.dense import ENCODERS, DenseSettings
     from agent_r1.tools.search.index import RANKERS, Index
     from agent_r1.tools.search.lexical import LexicalSettings
 
@@ -56,14 +54,16 @@ def build_command(
             raise ConfigError(f"--kind {kind}: cannot build {name!r}.{did_you_mean(name, RANKERS)}")
     _refuse_without("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
     _refuse_without("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
+    chosen = ENCODERS[encoder or "minilm"]
+    dense = DenseSettings(encoder=replace(chosen, model=encoder_path or chosen.model), method=method or "flat")
     index = Index.build(
         read_passages(corpus),
         to,
         lexical=LexicalSettings(stem=stem is not False) if "lexical" in kinds else None,
-        dense=_dense_settings(encoder, encoder_path, method) if "dense" in kinds else None,
-        report=_say,
+        dense=dense if "dense" in kinds else None,
+        report=say,
     )
-    _say(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}")
+    say(f"{to}: {index.manifest.num_passages:,} passages; {', '.join(index.manifest.kinds)}")
 
 
 @app.command("ask")
@@ -83,7 +83,7 @@ def ask_command(
     if not found:
         tell(Text(f"nothing found in {len(opened.corpus)} passages"))
     for number, hit in enumerate(found, start=1):
-        _say(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}")
+        say(f"[{number}] {hit.score:.3f} {hit.passage.title}: {hit.passage.text}")
 
 
 @app.command("serve")
@@ -102,7 +102,7 @@ def serve_command(
     limits = ServerLimits(max_waiting=max_waiting, seconds=seconds)
     opened = Index.open(find_index(index))
     passages = f"{opened.manifest.num_passages:,} passages"
-    serve(opened, host=host, port=port, limits=limits, announce=lambda url: _say(f"{passages} at {url}/search"))
+    serve(opened, host=host, port=port, limits=limits, announce=lambda url: say(f"{passages} at {url}/search"))
 
 
 @app.command("load")
@@ -127,13 +127,9 @@ def load_command(
         url, clients=clients, requests=requests, queries=asked, queries_per_request=per_request, top_k=top_k, kind=kind
     )
     result = asyncio.run(loading)
-    _say(str(result))
+    say(str(result))
     if result.errors:
         raise typer.Exit(1)
-
-
-def _say(line: str) -> None:
-    console.print(Text(line), soft_wrap=True)
 
 
 def _refuse_without(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:
@@ -143,17 +139,3 @@ def _refuse_without(kind: str, kinds: list[str], options: Mapping[str, object]) 
         raise ConfigError(
             f"{', '.join(given)} needs --kind {kind} or --kind lexical,dense, got --kind {','.join(kinds)}"
         )
-
-
-def _dense_settings(encoder: str | None, path: str | None, method: str | None) -> DenseSettings:
-    from dataclasses import replace
-
-    from agent_r1.tools.search.dense import ENCODERS, DenseSettings
-
-    encoder = encoder or "minilm"
-    if encoder not in ENCODERS:
-        raise ConfigError(f"unknown encoder {encoder!r}.{did_you_mean(encoder, ENCODERS)}")
-    if method not in (None, "flat", "ivf"):
-        raise ConfigError(f"--method {method!r}: choose flat or ivf")
-    settings = replace(ENCODERS[encoder], model=path or ENCODERS[encoder].model)
-    return DenseSettings(encoder=settings, method="ivf" if method == "ivf" else "flat")

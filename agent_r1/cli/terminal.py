@@ -49,6 +49,11 @@ def tell(line: Text) -> None:
     Terminal(stderr=True).print(line, soft_wrap=True)
 
 
+def say(line: str) -> None:
+    """Print one line on stdout."""
+    Terminal().print(Text(line), soft_wrap=True)
+
+
 def read_line(console: Console) -> str:
     """Read what the user says in a chat."""
     text = console.input("[bold blue]you[/]   ").strip()

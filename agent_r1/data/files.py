@@ -13,6 +13,7 @@ from typing import Any
 
 from agent_r1.errors import DataError
 
+FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 MAX_REASON_CHARS = 300
 
 
@@ -66,6 +67,13 @@ def json_lines(path: Path) -> Iterator[Any]:
                     yield read_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} line {number} cannot be read: {error}") from error
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """Yield every record of a file in one of the `FORMATS`."""
+    if not path.name.endswith(FORMATS):
+        raise DataError(f"{path} is none of {', '.join(FORMATS)}")
+    return parquet_rows(path) if path.suffix == ".parquet" else json_lines(path)
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1.data.columns import map_columns
-from agent_r1.data.files import json_lines, parquet_rows, read_json
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.data.files import FORMATS, read_json, read_records
+from agent_r1.errors import ConfigError, DataError, import_extra
 from agent_r1.places import anchored
 from agent_r1.types import Message, TaskRow
 from agent_r1.vision.contents import read_pictures
@@ -24,7 +24,6 @@ from agent_r1.vision.row_images import take_images
 
 Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 
-FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 _COLUMNS = {field.name for field in fields(TaskRow)}
 
 
@@ -118,10 +117,8 @@ def _read(source: str, split: str, beside: Path | None) -> tuple[Iterable[Any], 
     if found is None:
         raise DataError(f"no data file at {' or '.join(dict.fromkeys(map(str, places)))}")  # often the same place
     path = _split_file(found, split) if found.is_dir() else found
-    if not path.name.endswith(FORMATS):
-        raise DataError(f"{path} is none of {', '.join(FORMATS)}")
-    records = map(_without_nulls, parquet_rows(path)) if path.suffix == ".parquet" else json_lines(path)
-    return records, path.parent
+    records = read_records(path)
+    return map(_without_nulls, records) if path.suffix == ".parquet" else records, path.parent
 
 
 def _split_file(folder: Path, split: str) -> Path:
@@ -147,10 +144,7 @@ def _read_hub(source: str, split: str) -> Iterable[Any]:
     name, _, config = source.partition(":")
     if not name.strip():
         raise ConfigError(f"hf:{source} does not name a dataset: write hf:NAME or hf:NAME:CONFIG")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"reading {name!r} needs the 'datasets' package: pip install 'agent-r1[datasets]'") from error
+    datasets = import_extra("datasets", f"reading {name!r}", "datasets")
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError) as error:  # the bases of everything that datasets raises

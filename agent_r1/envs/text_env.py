@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from agent_r1.envs.base import AgentEnv
 from agent_r1.types import (
+    MAPPING,
     Action,
     Message,
     Observation,
@@ -47,7 +48,7 @@ class Reply:
         check_type("Reply.images", self.images, list | tuple, "a list of pictures")
         check_reward("Reply.reward", self.reward)
         check_bool("Reply.done", self.done)
-        check_type("Reply.info", self.info, Mapping, "a dict")
+        check_type("Reply.info", self.info, MAPPING, "a dict")
 
 
 class TextEnv(AgentEnv):
@@ -79,7 +80,7 @@ class TextEnv(AgentEnv):
 
     async def step(self, action: Action) -> Transition:
         answered = self.reply(action.text)
-        reply = await answered if inspect.isawaitable(answered) else answered
+        reply = answered if isinstance(answered, Reply) or not inspect.isawaitable(answered) else await answered
         check_type(f"what {type(self).__name__}.reply returns", reply, Reply, "a Reply")
         said = {"role": "assistant", "content": action.text}
         content = shown_content(reply.text, reply.images, what="a Reply")

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.text_env import Reply
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError, at_least, did_you_mean
 from agent_r1.guard import blame
 from agent_r1.text import sanitize
 from agent_r1.tokens.formats.base import MAX_CALLS, Event, ParsedCall, ParseFailure, ToolCallFormat
@@ -66,10 +66,7 @@ class ToolEnv(AgentEnv):
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
         parallel: bool = True,  # False: calls never overlap, not even those of `parallel` tools
     ) -> None:
-        limits = {"max_bad_calls": max_bad_calls, "max_calls": max_calls, "max_result_chars": max_result_chars}
-        for name, limit in limits.items():
-            if limit < 1:
-                raise ConfigError(f"ToolEnv needs {name} of at least 1, got {limit}")
+        at_least(1, "ToolEnv", max_bad_calls=max_bad_calls, max_calls=max_calls, max_result_chars=max_result_chars)
         episode = uuid4().hex
         self._tools = {name: tool.for_episode(episode) for name, tool in _index_tools(tools).items()}
         self.tool_format = _choose_format(tool_format, self._tools, tool_role).with_max_calls(max_calls)
@@ -169,7 +166,8 @@ class ToolEnv(AgentEnv):
         outcomes: list[ToolOutcome] = []
         for overlap, group in groupby(events, key=self._may_overlap):
             calls = list(group)
-            outcomes += await self._run_together(calls) if overlap else [await self._answer(call) for call in calls]
+            together = overlap and len(calls) > 1
+            outcomes += await self._run_together(calls) if together else [await self._answer(call) for call in calls]
         return outcomes
 
     def _may_overlap(self, event: Event) -> bool:

@@ -11,9 +11,8 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
@@ -21,7 +20,7 @@ from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
 from agent_r1.flows.budgets import EpisodeLimit, Limits, cut_limit
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
-from agent_r1.flows.recording import attach_transition, sanitize_messages, text_size
+from agent_r1.flows.recording import Response, attach_transition, sanitize_messages, text_size
 from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.conversations import Conversations, Exchange
@@ -39,18 +38,22 @@ MAX_CHARS_PER_TOKEN = 256
 ToolSchemas = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
-    """A response that overlapping calls may wait for; see `Episode.respond`."""
+class _Call:
+    """A running call of an episode. Not a generator, which takes four times as long to enter and leave."""
 
-    text: str  # without the stop token, and without a stop text and what follows it
-    token_ids: list[int]  # as sampled, up to the end of a stop text
-    logprobs: list[float]
-    prompt_tokens: int
-    is_cut: bool  # a token limit ended it
-    extends: bool  # the prompt continues an earlier exchange with its exact ids
-    exchange: Exchange  # that later calls may continue
-    number: int  # of the call; see `Episode.position`
+    def __init__(self, episode: Episode) -> None:
+        self._episode, self._task = episode, asyncio.current_task()
+
+    def __enter__(self) -> None:
+        episode = self._episode
+        episode._acting.add(self._task)
+        # A flow may catch a limit and continue with a shorter conversation.
+        episode.limit, episode.limit_reason, episode.limit_setting = None, "", ""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, EpisodeLimit):
+            self._episode.reach_limit(error)
+        self._episode._acting.discard(self._task)
 
 
 class Episode:
@@ -84,7 +87,10 @@ class Episode:
         self.log = ""  # what the flow's programs wrote, for people
         self.roles: tuple[str, ...] = ()  # that the flow may name
         self._sampler = sampler
-        self._sampling, self._role_sampling = sampling, role_sampling or {}
+        samplings = {**(role_sampling or {}), "": sampling}  # by role
+        self._sampling = {
+            role: {each.name: getattr(own, each.name) for each in fields(own)} for role, own in samplings.items()
+        }
         self._began = time.perf_counter()
         self._seed = seed
         self._conversations = Conversations(renderer)
@@ -120,7 +126,7 @@ class Episode:
             when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
         self._check_role(role)
-        with self._one_call():
+        with _Call(self):
             if self.num_actions >= self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], context)
             return await self._act(observation, tools or [], context, role)
@@ -142,7 +148,7 @@ class Episode:
         if self._closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
         self._check_role(role)
-        with self._one_call():
+        with _Call(self):
             if self.num_actions + len(self._acting) > self.limits.max_steps:
                 raise await self._steps_limit(observation, tools or [], None)
             self.opening = self.opening or sanitize_messages(observation.messages or [])
@@ -178,22 +184,8 @@ class Episode:
             raise ValueError(f"role {role!r} is not one of the roles of this flow, {self.roles}: add it to the class")
 
     def _response_limit(self, role: str) -> int:
-        own = self._role_sampling.get(role)
-        return self.limits.max_response_tokens if own is None else own.max_tokens
-
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        task = asyncio.current_task()
-        self._acting.add(task)
-        # A flow may catch a limit and continue with a shorter conversation.
-        self.limit, self.limit_reason, self.limit_setting = None, "", ""
-        try:
-            yield
-        except EpisodeLimit as limit:
-            self.reach_limit(limit)
-            raise
-        finally:
-            self._acting.discard(task)
+        own = self._sampling.get(role) if role else None
+        return self.limits.max_response_tokens if own is None else int(own["max_tokens"])
 
     async def _steps_limit(
         self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
@@ -276,11 +268,12 @@ class Episode:
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
         seed, number = stable_seed(self._seed, self._calls), self._calls
         self._calls += 1
-        sampling = self._role_sampling.get(role, self._sampling)
-        sampling = replace(sampling, max_tokens=min(room, max_tokens), seed=seed)
+        own = self._sampling.get(role, self._sampling[""])
+        sampling = Sampling(**{**own, "max_tokens": min(room, max_tokens), "seed": seed})
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
-        completion, said = self._cut_at(completion, stop_texts)
-        text = self.renderer.decode(completion.token_ids)
+        text = said = self.renderer.decode(completion.token_ids)
+        if stop_texts:
+            completion, text, said = self._cut_at(completion, text, stop_texts)
         step = Step(
             prompt_ids=prompt.ids,
             response_ids=completion.token_ids,
@@ -303,15 +296,15 @@ class Episode:
         self._numbers.insert(place, number)
         return completion, said
 
-    def _cut_at(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
-        """End a response with the token that completes a stop text, as if sampling had ended there."""
-        ids, text = completion.token_ids, self.renderer.decode(completion.token_ids)
+    def _cut_at(self, completion: Completion, text: str, stop_texts: Sequence[str]) -> tuple[Completion, str, str]:
+        """End a response with the token that completes a stop text, as if sampling had ended there. Returns it, its
+        text, and the text before the stop text."""
         found = [(start, stop) for stop in stop_texts if (start := text.find(stop)) >= 0]
         if not found:
-            return completion, text
+            return completion, text, text
         start, stop = min(found)
-        kept = self.renderer.token_span(ids, start, start + len(stop))[1]
-        return completion.first(kept), text[:start]
+        cut = completion.first(self.renderer.token_span(completion.token_ids, start, start + len(stop))[1])
+        return cut, self.renderer.decode(cut.token_ids), text[:start]
 
     async def step(self, env: AgentEnv, action: Action) -> Transition:
         """Apply the action to the environment. The answer is checked, timed and attached to the last step."""

@@ -64,7 +64,8 @@ class AgentFlowBase(ABC):
             yield env, observation
         finally:
             try:
-                await guarded(env.close(), seconds=CLOSE_SECONDS)
+                if getattr(env.close, "__func__", None) is not AgentEnv.close:  # which does nothing
+                    await guarded(env.close(), seconds=CLOSE_SECONDS)
             except Exception as error:  # noqa: BLE001 (the episode has ended, and its outcome counts)
                 logger.error("closing %s failed\n%s", type(env).__name__, trace(error))
 

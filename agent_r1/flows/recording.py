@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_r1.data.files import is_nested_deeper
 from agent_r1.text import sanitize
-from agent_r1.types import Step, ToolCallRecord, Transition
+from agent_r1.tokens.conversations import Exchange
+from agent_r1.types import MAPPING, Step, ToolCallRecord, Transition
 
 MAX_INFO_CHARS = 100_000
 MAX_INFO_NESTING = 80  # deeper than the arguments of a call may be
@@ -18,18 +19,37 @@ MAX_INFO_NESTING = 80  # deeper than the arguments of a call may be
 TokenSpan = Callable[[int, int], tuple[int, int]]  # characters [start, end) of the response -> its tokens [start, end)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """A response that overlapping calls may wait for; see `Episode.respond`."""
+
+    text: str  # without the stop token, and without a stop text and what follows it
+    token_ids: list[int]  # as sampled, up to the end of a stop text
+    logprobs: list[float]
+    prompt_tokens: int
+    is_cut: bool  # a token limit ended it
+    extends: bool  # the prompt continues an earlier exchange with its exact ids
+    exchange: Exchange  # that later calls may continue
+    number: int  # of the call; see `Episode.position`
+
+
 def attach_transition(
     step: Step, transition: Transition, *, source: str, seconds: float = 0.0, token_span: TokenSpan | None = None
 ) -> Step:
-    """Add the transition to the step, in a form that a trajectory file can hold. Errors name `source`."""
-    return replace(
-        step,
-        reward=step.reward + float(transition.reward),
-        calls=step.calls + tuple(_recordable_call(call, source, token_span) for call in transition.calls),
-        feedback="\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
-        env_seconds=step.env_seconds + seconds,
-        info={**step.info, **_recordable(transition.info, source)},
-    )
+    """Add the transition to the step, in a form that a trajectory file can hold. Errors name `source`.
+
+    Changes the step itself, which only its episode knows so far: a copy takes longer than everything else here.
+    """
+    changes: dict[str, object] = {
+        "reward": step.reward + float(transition.reward),
+        "calls": step.calls + tuple([_recordable_call(call, source, token_span) for call in transition.calls]),
+        "feedback": "\n".join(filter(None, (step.feedback, sanitize(transition.feedback)))),
+        "env_seconds": step.env_seconds + seconds,
+        "info": {**step.info, **_recordable(transition.info, source)},
+    }
+    for name, value in changes.items():
+        object.__setattr__(step, name, value)
+    return step
 
 
 def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None) -> ToolCallRecord:
@@ -69,9 +89,8 @@ def text_size(value: object) -> int:
     """The characters of all strings in a nested value, including contents in parts and tool calls."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict | Mapping):  # dict first: nearly every mapping is one, and this check is much faster
-        return sum(map(text_size, value.values()))
-    return sum(map(text_size, value)) if isinstance(value, list | tuple) else 0
+    items = value.values() if isinstance(value, MAPPING) else value if isinstance(value, list | tuple) else ()
+    return sum([len(item) if type(item) is str else text_size(item) for item in items])
 
 
 def sanitize_messages(value: Any) -> Any:

@@ -46,15 +46,14 @@ class Comparison:
 
     def verdict(self, measure: str) -> str:
         result, first, second = self.differences[measure], self.before.letter, self.after.letter
-        if not result.is_shown:
-            size = _format_interval(measure, result.difference, result.low, result.high)
-            few = f"; only {result.won + result.lost} rows differ, at least {FEWEST_DIFFERING} are needed"
-            return f"no difference shown, {second} against {first}: {size}{few if result.too_few_differ else ''}"
-        if result.difference > 0:
-            size = _format_interval(measure, result.difference, result.low, result.high)
+        if result.is_shown and result.difference < 0:
+            size = _format_interval(measure, -result.difference, -result.high, -result.low)
+            return f"{first} is better than {second}: {size}"
+        size = _format_interval(measure, result.difference, result.low, result.high)
+        if result.is_shown:
             return f"{second} is better than {first}: {size}"
-        size = _format_interval(measure, -result.difference, -result.high, -result.low)
-        return f"{first} is better than {second}: {size}"
+        few = f"; only {result.won + result.lost} rows differ, at least {FEWEST_DIFFERING} are needed"
+        return f"no difference shown, {second} against {first}: {size}{few if result.too_few_differ else ''}"
 
 
 def _format_interval(measure: str, difference: float, low: float, high: float) -> str:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from agent_r1.batching import Batcher
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
-from agent_r1.tools.search.wire import Health, SearchRequest, describe_problem, write_results
+from agent_r1.tools.search.wire import Health, SearchRequest, write_results
 
 if TYPE_CHECKING:
     import uvicorn
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_FIELD_CHARS = 60  # of a field's name in an error
 FILES_RESERVED = 64  # file descriptors kept for the index, the log and the server itself
 
 
@@ -168,7 +169,7 @@ class _App:
                 return SearchRequest.model_validate({**given, "queries": queries})
             return SearchRequest.model_validate_json(await self._read_body(request), strict=True)
         except ValidationError as error:
-            raise Refusal(400, describe_problem(error)) from None
+            raise Refusal(400, _describe_problem(error)) from None
 
     async def _read_body(self, request: Request) -> bytes:
         limits, body = self._limits, b""
@@ -266,3 +267,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"cannot listen at {host}, port {port}: {error}. Choose another address or port")
+
+
+def _describe_problem(error: ValidationError) -> str:
+    """Describe the first problem in one short line, without the values that were sent."""
+    problem = error.errors(include_input=False)[0]
+    field = ".".join(map(str, problem["loc"]))[:MAX_FIELD_CHARS]
+    return f"{field}: {problem['msg']}" if field else problem["msg"]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 
 from agent_r1.tokens.rendering import Renderer, ToolSchemas, follows
 from agent_r1.types import Message, Observation
@@ -30,6 +31,7 @@ class Exchange:
     ids: list[int]  # prompt, response, then what continued them: exchanges of one conversation share the list
     prompt_size: int
     size: int  # of prompt and response
+    length: int  # of the observation: messages, characters or ids
     text: str
 
     @property
@@ -83,11 +85,11 @@ class Conversations:
         """
         earlier, new = self._continue(observation, tools, among)
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
-        own_tools = next((known for known in known_tools if known == tools), None) or deepcopy(tools)
+        own_tools = next((known for known in known_tools if known == tools), None)
         return Pending(
-            ids=new[:] if earlier is None else earlier.ids[: earlier.size] + new,
+            ids=(earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids) + new if earlier else new[:],
             observation=_snapshot(observation, earlier),
-            tools=own_tools,
+            tools=deepcopy(tools) if own_tools is None else own_tools,
             earlier=earlier,
             new=new,
         )
@@ -106,9 +108,10 @@ class Conversations:
             ids=ids,
             prompt_size=start,
             size=len(ids),
+            length=len(pending.observation.messages or pending.observation.text or pending.observation.token_ids or ()),
             text=text,
         )
-        insort(self._exchanges, made, key=_exchange_length)
+        insort(self._exchanges, made, key=attrgetter("length"))
         return made
 
     def _continue(
@@ -154,11 +157,6 @@ def _may_follow(exchange: Exchange, observation: Observation) -> bool:
     return before.messages is not None and follows(observation.messages, before.messages, exchange.text)
 
 
-def _exchange_length(exchange: Exchange) -> int:
-    before = exchange.observation
-    return len(before.messages or before.text or before.token_ids or ())
-
-
 def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation:
     """Copy the messages: an env may edit them in place, and that must be detected as a rewritten history."""
     if observation.messages is None:
@@ -171,7 +169,7 @@ def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation
 
 def _copied(message: Message) -> Message:
     """A copy of its own. Texts cannot change, so a message of texts need not be searched for more."""
-    flat = type(message) is dict and all(type(value) is str for value in message.values())
+    flat = type(message) is dict and {*map(type, message.values())} <= {str}
     return dict(message) if flat else deepcopy(message)
 
 

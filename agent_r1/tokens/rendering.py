@@ -57,6 +57,8 @@ MAX_CACHED, MAX_CACHED_CHARS, MAX_CACHED_IDS = 1024, 65_536, 512
 # A template is a program that expects certain roles, keys and types. These are its ways to refuse others.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
+_TO_JSON = json.JSONEncoder(default=picture_name).encode  # json.dumps would make an encoder for every call
+
 EDITED = "edited"  # key of a reply that shows less than was sampled, so that no prompt may extend its ids
 PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # of a reply parsed by the env
 
@@ -285,7 +287,7 @@ class Renderer:
         # As JSON, 1 is not True and the order of keys counts, so equal keys mean equal prompts.
         tools_json = f"[{', '.join(map(_schema_json, tools))}]"
         try:
-            messages_json = json.dumps(messages if slot is None else _with_slot(messages, slot), default=picture_name)
+            messages_json = _TO_JSON(messages if slot is None else _with_slot(messages, slot))
         except (TypeError, ValueError):  # images, for example
             return self._write(messages, tools_json, slot, generation_prompt)
         is_short = len(messages_json) + len(tools_json) <= MAX_CACHED_CHARS
@@ -350,7 +352,7 @@ def follows(messages: list[Message], before: list[Message], text: str) -> bool:
 
 def _says(message: Message, text: str) -> bool:
     """Whether this is the assistant saying `text` and nothing else."""
-    more = any(value for key, value in message.items() if key not in ("role", "content"))
+    more = len(message) > 2 and any(value for key, value in message.items() if key not in ("role", "content"))
     return message.get("role") == "assistant" and not more and _text_of(message.get("content")) == text
 
 

@@ -98,7 +98,8 @@ def _operand(tokens: list[str]) -> Fraction:
         if not tokens or tokens.pop() != ")":
             raise NotAnExpression("a bracket is not closed")
     elif token[0].isdigit() or token[0] == ".":
-        value = _bounded(Fraction(token.replace(",", "").rstrip(".")))
+        number = token.replace(",", "").rstrip(".")
+        value = _bounded(Fraction(int(number) if number.isdigit() else number))  # reading a text takes longer
     else:
         raise NotAnExpression(f"unexpected {token!r} where a number is expected")
     while tokens and tokens[-1] == "%":

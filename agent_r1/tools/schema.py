@@ -108,7 +108,7 @@ class Arguments:
             shown = problems[:MAX_PROBLEMS]
             shown += [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
             raise BadArguments(f"bad arguments for {signature(self.tool, self.parameters)}: {'; '.join(shown)}")
-        return {**deepcopy(dict(self.defaults)), **valid} if isinstance(valid, dict) else valid
+        return {**deepcopy(dict(self.defaults)), **valid} if self.defaults and isinstance(valid, dict) else valid
 
 
 def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[Arguments, RowKeys]:

@@ -14,7 +14,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RARELY = 50_000, 5, 5  # new objects before a collection, and collections before one of the next generation
+# New objects before a collection (512 short episodes create fewer), and collections before one of the next generation.
+RARELY = 250_000, 5, 5
 
 
 def freeze_parts() -> None:

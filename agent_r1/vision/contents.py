@@ -14,9 +14,11 @@ Message = dict[str, Any]
 def read_pictures(messages: list[Message], start: int = 0, *, folder: Path | None = None) -> list[Message]:
     """The messages with every picture, in any spelling, as {"type": "image", "image": Picture}. Relative paths start in
     the folder, or where the program was started."""
-    new = enumerate(messages[start:], start)
-    read = [_with_pictures(message, f"message {index}", folder) for index, message in new]
-    changed = any(now is not before for now, before in zip(read, messages[start:], strict=True))
+    new = messages[start:]
+    if {type(message.get("content")) for message in new} <= {str}:  # nearly always
+        return messages
+    read = [_with_pictures(message, f"message {index}", folder) for index, message in enumerate(new, start)]
+    changed = any(now is not before for now, before in zip(read, new, strict=True))
     return [*messages[:start], *read] if changed else messages
 
 

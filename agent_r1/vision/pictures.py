@@ -216,12 +216,9 @@ def image_part(part: Any, *, what: str, folder: Path | None = None) -> dict[str,
 
 def pictures_of(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     """The pictures of messages, in the order in which they are shown."""
-    found = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            found += [part["image"] for part in content if is_image(part)]
-    return found
+    contents = [content for message in messages if type(content := message.get("content")) is not str]
+    lists = [content for content in contents if isinstance(content, list | tuple)]
+    return [part["image"] for content in lists for part in content if is_image(part)]
 
 
 def is_image(part: Any) -> bool:

@@ -260,7 +260,8 @@ print("returned", run.stopped, run.checkpoint.name)
 
 def test_an_interrupt_saves_and_then_raises_in_a_script_and_returns_at_a_prompt(cache: None, tmp_path: Path) -> None:
     words = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
     assert "raised step_" in ended.stdout
     assert "returned True step_" in ended.stdout
     assert ended.stdout.count("ar.train(resume=") == 2

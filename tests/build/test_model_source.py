@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_r1.build.models import source as sources
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import export_model, load_model
-from agent_r1.build.models.source import PACKAGES, Package, is_source, materialise
+from agent_r1.build.models.source import PACKAGES, Package, as_directory, is_source
 from agent_r1.build.plan import build_plan
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.build.start import base_model
@@ -76,7 +76,7 @@ def wheel(folder: Path, name: str, files: Mapping[str, bytes], version: str = "1
 
 def made(source: str) -> tuple[Path, list[str]]:
     told: list[str] = []
-    return materialise(source, told.append), told
+    return Path(as_directory(source, told.append)), told
 
 
 def mini(*overrides: str) -> RunConfig:

@@ -137,7 +137,7 @@ def test_bundled_presets_go_by_recipe_and_name() -> None:
     assert recipe_file("gsm8k_tool/tiny") == RECIPES / "gsm8k_tool" / "tiny.yaml"
     assert {"gsm8k_tool/oracle", "gsm8k_tool/tiny"} <= set(bundled_presets("gsm8k_tool"))
     assert not any(name.endswith("/base") for name in bundled_presets("gsm8k_tool"))
-    assert bundled_presets("quickstart") == ["quickstart/gateway"]
+    assert bundled_presets("quickstart") == ["quickstart/gateway", "quickstart/thinking"]
 
 
 @pytest.mark.parametrize("name", [name for recipe in bundled_recipes() for name in (recipe, *bundled_presets(recipe))])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.cli.log import logging_to
 from agent_r1.learn.algorithms import ALGORITHMS
+from agent_r1.runs.run_log import logging_to
 from tests.conftest import Cli
 
 MINI = Path(__file__).parents[1] / "mini"
@@ -235,7 +235,7 @@ def test_a_short_traceback_is_kept_as_it_is(tmp_path: Path) -> None:
 
 
 def test_failures_that_never_end_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_r1.cli.log.MAX_CHARS", 10_000)
+    monkeypatch.setattr("agent_r1.runs.run_log.MAX_CHARS", 10_000)
     with logging_to(tmp_path / "run.log"):
         for number in range(100):
             logging.getLogger("agent_r1.rollout").error("episode %d failed\n%s", number, "line\n" * 50)

@@ -36,8 +36,8 @@ def test_an_index_is_searched_by_stems_unless_built_with_no_stem(cli: Cli, corpu
         ("lexical", ["--encoder", "minilm"], "--encoder needs --kind dense"),
         ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path, --method needs --kind dense"),
         ("dense", ["--no-stem"], "--no-stem needs --kind lexical"),
-        ("dense", ["--encoder", "minilmm"], "Did you mean 'minilm'"),
-        ("dense", ["--method", "tree"], "choose flat or ivf"),
+        ("dense", ["--encoder", "minilmm"], "not one of"),
+        ("dense", ["--method", "tree"], "not one of"),
         ("lexicl", [], "Did you mean 'lexical'"),
     ],
 )

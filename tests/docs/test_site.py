@@ -23,7 +23,9 @@ def pages() -> dict[str, Page]:
 
 
 def test_every_page_is_in_the_navigation_once(pages: dict[str, Page]) -> None:
-    assert sorted(page for _, _, page in entries(navigation())) == sorted(pages)
+    listed = [page for _, _, page in entries(navigation())]
+    assert sorted(set(pages) - set(listed)) == [], "add these pages to nav in mkdocs.yml"
+    assert sorted(listed) == sorted(pages)
 
 
 def test_every_recipe_has_a_page_and_the_readme_is_the_home_page(pages: dict[str, Page]) -> None:
@@ -136,6 +138,7 @@ def test_a_comment_beside_a_field_or_above_it_documents_it() -> None:
     assert comment_of(lines, 3, 3) == "Above, in two lines."
     assert comment_of(lines, 4, 4) == "beside"
     assert comment_of(lines, 6, 6) == ""
+    assert comment_of(["        self.a = 1  # beside"], 1, 1) == ""
 
 
 GOOD = '<p>text</p><a href="b.html#there">b</a><img src="a.png"><ul><li>- x</li></ul>'

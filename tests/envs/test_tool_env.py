@@ -287,8 +287,8 @@ def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
         ({"tools": [add], "tool_format": "herms"}, r"unknown tool_format 'herms'\. Did you mean 'hermes'"),
         ({"tools": [add], "tool_format": "retool"}, "can only call the tool 'python', got tools"),
         ({"tools": [python], "tool_format": "retool", "tool_role": "tool"}, "no tool_role 'tool'"),
-        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls of at least 1, got 0"),
-        ({"tools": [add], "max_calls": 0}, "max_calls of at least 1, got 0"),
+        ({"tools": [add], "max_bad_calls": 0}, "max_bad_calls=0 must be at least 1"),
+        ({"tools": [add], "max_calls": 0}, "max_calls=0 must be at least 1"),
         ({"tools": [add], "max_tool_calls": 1}, "env 'tool' does not accept these env_kwargs"),
     ],
 )  # fmt: skip

@@ -211,6 +211,23 @@ def test_rows_are_reproducible_plain_and_disjoint() -> None:
         task.rows("tset", 1)
 
 
+def test_blank_splits_are_the_same_lakes_in_black() -> None:
+    shown, blank = task.rows("test", 3), task.rows("blank_test", 3)
+    assert [row.env_kwargs for row in blank] == [{**row.env_kwargs, "blank": True} for row in shown]
+    steps = [play(row, ["up"]).steps[0] for row in blank]
+    assert len({tuple(step.prompt_ids) for step in steps}) == 1
+
+
+def test_a_cell_and_what_is_in_it_are_one_token_each_in_captions_and_walks() -> None:
+    def tokens(text: str) -> list[str]:
+        return [tokenizer().decode([token]) for token in tokenizer().encode(text, add_special_tokens=False)]
+
+    walk = tokens("at b2 goal d4 right c2 Hole down b3 Ice go down")
+    assert walk == ["at", " b2", " goal", " d4", " right", " c2", " Hole", " down", " b3", " Ice", " go down"]
+    caption = tokens("at b2 goal d4 holes c2 up b1 Ice right c2 Hole")
+    assert caption == ["at", " b2", " goal", " d4", " holes", " c2", " up", " b1", " Ice", " right", " c2", " Hole"]
+
+
 def test_careful_walkers_reach_the_flag() -> None:
     for row, texts in task.right_demos(40, seed=1):
         lake = Lake(**row.env_kwargs["lake"])
@@ -227,9 +244,9 @@ def test_a_careless_walker_goes_along_the_row_first_and_falls_in() -> None:
 
 def test_a_careful_walker_looks_where_it_goes() -> None:
     assert task.walk(LAKE, random.Random(0), careless=0.0) == [
-        "at a1 goal c2 right b1 Hole down a2 Ice go down",
-        "at a2 goal c2 right b2 Ice go right",
-        "at b2 goal c2 right c2 Flag go right",
+        "at a1 goal c2 holes b1 d2 right b1 Hole down a2 Ice go down",
+        "at a2 goal c2 holes b1 d2 right b2 Ice go right",
+        "at b2 goal c2 holes b1 d2 right c2 Flag go right",
     ]
 
 
@@ -247,17 +264,7 @@ def test_demonstrations_play_as_written_and_are_sloppy() -> None:
 
 
 def test_captions_are_right_and_end_the_episode() -> None:
-    kinds = dict.fromkeys(CELLS, "Ice") | {"b1": "Hole", "d2": "Hole", "c2": "Flag"}
-    asked = set()
-    for seed in range(10):
-        question, answer = task.caption(LAKE, random.Random(seed))
-        if question == task.WHERE:
-            assert answer == "at a1 goal c2"
-        else:
-            cells = question.removesuffix("?").split()
-            assert answer == " ".join(f"{cell} {kinds[cell]}" for cell in cells)
-            asked |= set(cells)
-        trajectory = play(task.as_row(LAKE, "r", question), [answer])
-        assert (trajectory.stop, len(trajectory.steps)) == (StopReason.ANSWERED, 1)
-    assert len(asked) > 10
-    assert "a1" not in asked  # the player hides what is there
+    answer = task.caption(LAKE)
+    assert answer == "at a1 goal c2 holes b1 d2 right b1 Hole down a2 Ice"
+    trajectory = play(task.as_row(LAKE, "r", task.WHERE), [answer])
+    assert (trajectory.stop, len(trajectory.steps)) == (StopReason.ANSWERED, 1)

@@ -754,6 +754,7 @@ PANELS = {"autoscholar": "dacac1801235", "spar": "ba55e7035998"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real data")
 def test_the_panels_are_fixed_and_disjoint_from_training(tmp_path: Path) -> None:
     data.prepare(tmp_path, lambda line: None, source=SHARED)

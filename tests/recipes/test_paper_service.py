@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -221,9 +224,10 @@ def test_records_without_id_or_title_and_withheld_lists_are_passed_over() -> Non
         ask(address, lambda service: service.expand(Paper(paper_id="1", title="x"), 5))
 
 
-def test_the_key_is_sent_and_ids_are_quoted() -> None:
+def test_the_key_is_sent_and_ids_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAPER_KEY", "secret")
     with canned(EMPTY, body("x")) as (address, service), pytest.raises(SourceError):
-        ask(address, lambda source: source.expand(Paper(paper_id="a/b?c", title="x"), 5), api_key="secret")
+        ask(address, lambda source: source.expand(Paper(paper_id="a/b?c", title="x"), 5), api_key_variable="PAPER_KEY")
     assert {headers["x-api-key"] for headers in service.headers} == {"secret"}
     assert all("/paper/a%2Fb%3Fc/" in path or "forpaper/a%2Fb%3Fc" in path for path in service.asked[1:])
 
@@ -241,7 +245,9 @@ def test_addresses_that_are_none_are_refused(bad: str) -> None:
         ServicePapers(bad)
 
 
-@pytest.mark.parametrize("settings", [{"attempts": 0}, {"requests_per_second": 0.0}, {"max_wait": -1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"attempts": 0}, {"requests_per_second": 0.0}, {"max_wait": -1.0}, {"api_key_variable": "NO_SUCH_KEY"}]
+)
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServicePapers("http://localhost:1", **settings)
@@ -287,7 +293,21 @@ def test_an_episode_loses_nothing_when_the_service_dies_and_comes_back(library: 
     assert again.calls[0].info["problem"] == "repeated_query"  # from the cache
 
 
-def test_the_command_serves_a_library_and_refuses_what_it_cannot_serve(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_serves_a_library_until_it_is_stopped(library: LocalPapers) -> None:
+    words = ["search", "papers", "--data", str(library.folder.parent), "--port", "0"]
+    with subprocess.Popen([sys.executable, "-m", "agent_r1.cli", *words], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said = server.stdout.readline()
+            assert said.startswith("72 papers at http://127.0.0.1:")
+            found = httpx.get(f"{said.split()[-1]}/graph/v1/paper/search", params={"query": "parsing"}).json()
+            assert len(found["data"]) == 10
+        finally:
+            server.send_signal(signal.SIGTERM)
+    assert server.returncode in (0, -signal.SIGTERM)
+
+
+def test_the_command_refuses_what_it_cannot_serve(cli: Cli, tmp_path: Path) -> None:
     result = cli("search", "papers", "--data", tmp_path)
     assert result.code == 2
     assert "agent-r1 data recipe paper_search" in " ".join(result.err.split())

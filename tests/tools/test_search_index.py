@@ -67,7 +67,7 @@ def test_duplicate_passages_are_written_once(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\\ud800"}', "passage 0 of .* surrogates not allowed"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
         ("a.parquet", b"not parquet", "not a readable parquet file"),
-        ("a.txt", b"x", "neither .jsonl, .jsonl.gz nor .parquet"),
+        ("a.txt", b"x", "is none of .parquet, .jsonl, .jsonl.gz"),
     ],
 )
 def test_an_unreadable_corpus_file_is_an_error_that_names_the_passage(
@@ -227,7 +227,7 @@ def test_an_index_supports_only_the_rankers_it_was_built_with(index: Index) -> N
         index.search(["x"], 1, "dense")
     with pytest.raises(ConfigError, match="Did you mean 'lexical'"):
         index.search(["x"], 1, "lexicall")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="top_k must be at least 1"):
+    with pytest.raises(ConfigError, match="top_k=0 must be at least 1"):
         index.search(["x"], 0)
 
 

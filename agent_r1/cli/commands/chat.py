@@ -21,7 +21,6 @@ from agent_r1.build.engine import build_engine
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
 from agent_r1.build.task import build_task
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.terminal import read_line
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
@@ -33,6 +32,7 @@ from agent_r1.guard import runner
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.collect import Collector
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.runs.trajectories import answer_pictures, answerer
 from agent_r1.serve.terminal_pictures import show_pictures
 from agent_r1.text import visible

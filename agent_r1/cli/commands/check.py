@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_r1.build.plan import Plan
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.doctor.check_task import check_task
+from agent_r1.runs.run_log import logging_to
 
 
 def run_check(config: RunConfig, plan: Plan, console: Console, *, rows: int) -> bool:

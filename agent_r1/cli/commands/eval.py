@@ -15,7 +15,6 @@ from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
 from agent_r1.build.task import Task, build_task
 from agent_r1.cli.display import Display, eval_summary, program
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import eval_failures
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
@@ -24,6 +23,7 @@ from agent_r1.data.panels import panel_hash
 from agent_r1.places import shown
 from agent_r1.runs.outcomes import EvalRecord, Subject, eval_file, keep, row_outcomes, stem_of
 from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.seeds import stable_seed
 from agent_r1.train.evaluate import evaluate
 from agent_r1.train.garbage import parts_frozen

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from agent_r1.cli.completion import complete_run
-from agent_r1.cli.terminal import Terminal
-
-console = Terminal()
+from agent_r1.cli.terminal import say
 
 RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 Merge = Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the weights.")]
@@ -30,8 +27,8 @@ def export_command(
     from agent_r1.runs.run_dir import RunDir
     from agent_r1.share.folder import export_run, size_of
 
-    written = export_run(RunDir.open(run), directory.expanduser(), report=_say, merge=merge, gguf=gguf)
-    _say(f"{directory}:\n{size_of(written)}")
+    written = export_run(RunDir.open(run), directory.expanduser(), report=say, merge=merge, gguf=gguf)
+    say(f"{directory}:\n{size_of(written)}")
 
 
 def push_command(
@@ -45,8 +42,4 @@ def push_command(
     from agent_r1.runs.run_dir import RunDir
     from agent_r1.share.hub import push_run
 
-    _say(push_run(RunDir.open(run), hub_id, report=_say, merge=merge, gguf=gguf, public=public))
-
-
-def _say(line: str) -> None:
-    console.print(Text(line), soft_wrap=True)
+    say(push_run(RunDir.open(run), hub_id, report=say, merge=merge, gguf=gguf, public=public))

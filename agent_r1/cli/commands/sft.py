@@ -14,12 +14,12 @@ from agent_r1.build.start import base_model, warm_start
 from agent_r1.build.task import Task
 from agent_r1.cli.commands.eval import evaluate_model
 from agent_r1.cli.display import Display, eval_summary, program, warm_start_progress
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import RunConfig
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.train.checkpoint import save_checkpoint
 
 

@@ -23,7 +23,6 @@ from agent_r1.build.task import Task
 from agent_r1.build.trainer import build_trainer
 from agent_r1.cli.commands.eval import describe_sampling
 from agent_r1.cli.display import Display, clock, program, transcript_panel, warm_start_progress
-from agent_r1.cli.log import logging_to
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import PYTHON, RunConfig, recipe_name
@@ -35,8 +34,9 @@ from agent_r1.ranks.launch import GPUS
 from agent_r1.ranks.rank_crew import RankCrew
 from agent_r1.runs.metrics import Metrics
 from agent_r1.runs.outcomes import is_success
-from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
+from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import Evaluation, RunDir
+from agent_r1.runs.run_log import logging_to
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.async_loop import train_async
 from agent_r1.train.async_trainer import AsyncTrainer
@@ -242,7 +242,8 @@ async def seeded_start(config: RunConfig, task: Task, console: Console) -> str |
 
 def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
     """Step and path of the newest checkpoint; None if the run stopped before its first save and starts over."""
-    if not list_checkpoints(run.checkpoints):
+    saved = list_checkpoints(run.checkpoints)
+    if not saved:
         done = max((record["step"] for record in run.read_metrics("train")), default=0)
         if done > config.trainer.save_every:  # starting over would delete the metrics
             raise DataError(f"{run.checkpoints} is empty after {done} steps: restore a checkpoint or start a new run")
@@ -254,7 +255,7 @@ def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
             f"{run.reference} is missing, which this run's KL penalty or adapters need. Restore it, or start a new run "
             f"from the weights with model.path={run}"
         )
-    return latest_checkpoint(run.checkpoints)
+    return saved[-1]
 
 
 def _conclude(

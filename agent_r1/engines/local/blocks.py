@@ -93,7 +93,9 @@ class BlockPool:
 
     def rewrite(self, block: int, kept: int = 0) -> None:
         """Forget the names that cover more than the first `kept` tokens of the block."""
-        names = self._names.pop(block, [])
+        names = self._names.pop(block, ())
+        if not names:
+            return
         for name, count in names:
             if count > kept:
                 del self._held[name]

@@ -18,7 +18,7 @@ from agent_r1.engines.local.request import Request
 class Idle:
     """The cache of a session between requests."""
 
-    tokens: list[int]
+    tokens: list[int]  # of its last request; the very last one was sampled but not run, so it is not cached
     blocks: list[int]
     names: list[Name]  # of the full blocks
 
@@ -39,7 +39,7 @@ def name_blocks(request: Request, idle: Idle | None, size: int) -> None:
     if request.prefill_end == len(request.tokens):
         return
     tokens, full = request.tokens, len(request.tokens) // size
-    known = 0 if idle is None else min(common_prefix(idle.tokens, tokens) // size, len(idle.names))
+    known = 0 if idle is None else min(own_prefix(request, idle) // size, len(idle.names))
     names = idle.names[:known] if idle is not None else []
     names = names + chain_names(names[-1] if names else START, tokens[known * size :], size)
     request.names, request.prefill_end = names[:full], len(tokens)
@@ -53,7 +53,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
     None: nothing may be shared.
     """
     last = len(request.tokens) - 1  # at least one token must run to give logits
-    own = min(common_prefix(idle.tokens, request.tokens), last) if idle is not None else 0
+    own = min(own_prefix(request, idle), last) if idle is not None else 0
     # Blocks that a session owns need not be looked up, unless others are to be copied.
     blocks = [] if idle is None or due is None else idle.blocks[: own // size]
     blocks = blocks + pool.find_prefix(islice(request.names, len(blocks), None))
@@ -73,6 +73,13 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
         foreign = int(pool.is_shared(held[-1]))
     copied = foreign if due is None else min(foreign, int(inside > 0))
     return Known(blocks=held, kept=kept, cached=cached, own=own, copied=copied)
+
+
+def own_prefix(request: Request, idle: Idle) -> int:
+    """How many tokens the request shares with the session's cache. Looked at once, as long as the cache is the same."""
+    if request.compared[0] is not idle.tokens:
+        request.compared = idle.tokens, common_prefix(idle.tokens, request.tokens)
+    return min(request.compared[1], len(idle.tokens) - 1)
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:

@@ -51,7 +51,7 @@ class RequestQueue(Protocol):
         ...
 
     def known_tokens(self, session: str) -> list[int]:
-        """The cached tokens of a session; they have been checked."""
+        """The tokens of a session's last request, if they are cached; they have been checked."""
         ...
 
 
@@ -110,7 +110,8 @@ class RequestEngine(ABC):
     async def _request(
         self, prompt: Prompt, sampling: Sampling, session: str, on_tokens: OnTokens | None
     ) -> Completion:
-        self._check(prompt, sampling, self._queue.known_tokens(session))
+        known = self._queue.known_tokens(session)
+        extended = self._check(prompt, sampling, known)
         if self._driver is not None and self._driver.get_loop() is not asyncio.get_running_loop():
             raise RolloutError(f"this {type(self).__name__} is running in another event loop; use one engine per loop")
         while self._loading is not None:
@@ -124,6 +125,7 @@ class RequestEngine(ABC):
             sampling=sampling,
             uniforms=uniform_stream(seed, sampling.max_tokens),
             pictures=by_key(prompt.media),
+            compared=(known, len(known)) if extended else ([], 0),
         )
         if self.pictures is not None:
             request.positions_AL = self.pictures.positions(np.array(prompt.ids, np.int64), request.pictures)
@@ -256,9 +258,9 @@ class RequestEngine(ABC):
         if weights and self._version is None:
             raise RolloutError(f"this {name} has incomplete weights because load_weights failed: call it again")
 
-    def _check(self, prompt: Prompt, sampling: Sampling, known: list[int]) -> None:
-        """Refuse a request that could never be answered, before it affects others. Only tokens after those that are
-        `known` are looked at, so that a step does not take longer in a longer episode."""
+    def _check(self, prompt: Prompt, sampling: Sampling, known: list[int]) -> bool:
+        """Refuse a request that could never be answered, before it affects others. Returns whether it extends the
+        `known` tokens: then only those after them are looked at."""
         self._check_open()
         ids, most = prompt.ids, self._max_stop_ids
         if prompt.media and self.pictures is None:
@@ -266,7 +268,8 @@ class RequestEngine(ABC):
             raise DataError(f"the prompt has {len(prompt.media)} images or other media; {name} takes only text")
         if not ids:
             raise DataError("the prompt is empty; a model needs at least one token to continue")
-        new = ids[len(known) :] if known and ids[: len(known)] == known else ids
+        extends = bool(known) and ids[: len(known)] == known
+        new = ids[len(known) :] if extends else ids
         if prompt.media:  # what their ids must be is checked with their positions
             new = [token for token in new if type(token) is not int or token >= 0]
         if new and (set(map(type, new)) != {int} or min(new) < 0 or max(new) >= self._vocab):
@@ -281,3 +284,4 @@ class RequestEngine(ABC):
                     f"a prompt of {len(ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
                     f"{name} ({limit}). Shorten the prompt or lower max_tokens."
                 )
+        return extends

@@ -21,7 +21,7 @@ token.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from itertools import chain
 
@@ -61,6 +61,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._idle: OrderedDict[str, Idle] = OrderedDict()
+        self._live: Counter[str] = Counter()  # requests of each session
         self._being_computed: dict[Name, Request] = {}
         self._unplanned: dict[int, int] = {}  # promised blocks, and how many tokens of the sequence they end
         self._typical = 2.0 * burst  # tokens of recent responses
@@ -76,6 +77,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
+        self._live[request.session] += 1
 
     def cancel(self, request: Request) -> None:
         """Remove a request and free its blocks."""
@@ -87,7 +89,7 @@ class Scheduler:
         """Free the cache of a session, now or when its running requests end."""
         if session in self._idle:
             self._pool.give_back(self._idle.pop(session).blocks)
-        for request in chain(self._waiting, self._running):
+        for request in chain(self._waiting, self._running) if session in self._live else ():
             if request.session == session:
                 request.keep_cache = False
 
@@ -98,7 +100,7 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def known_tokens(self, session: str) -> list[int]:
-        """The cached tokens of an idle session."""
+        """The tokens of an idle session's last request."""
         return self._idle[session].tokens if session in self._idle else []
 
     def plan(self) -> list[Chunk]:
@@ -143,7 +145,8 @@ class Scheduler:
         count = min(burst, left) if length == request.pending else 0
         end = start + length + max(count - 1, 0)
         copies = self._plan_copies(request) if request.copies else []  # before growing into the blocks they read
-        if not self._grow(request, end):
+        fits = request.running and end <= len(request.blocks) * self._block_size
+        if not fits and not self._grow(request, end):
             return None
         chunk = Chunk(
             request,
@@ -239,7 +242,7 @@ class Scheduler:
         needed = self._blocks_for(cached)
         self._pool.give_back(request.blocks[needed:])
         names = request.names[: min(request.published, cached // self._block_size)]
-        self._idle[request.session] = Idle(request.tokens[:cached], request.blocks[:needed], names)
+        self._idle[request.session] = Idle(request.tokens, request.blocks[:needed], names)
 
     def _admit(self) -> int:
         """Move waiting requests to running, oldest first, while their tokens fit.
@@ -263,7 +266,9 @@ class Scheduler:
     def _should_wait(self, request: Request) -> bool:
         """Whether another request is computing the first block that this one lacks. On a GPU, they share it."""
         name_blocks(request, self._idle.get(request.session), self._block_size)
-        names = (*request.names, request.whole) if self._share_decoding else ()
+        if not self._share_decoding:
+            return False
+        names = (*request.names, request.whole)
         missing = next((name for name in names if self._pool.find(name) is None), None)
         return missing is not None and missing in self._being_computed
 
@@ -356,6 +361,9 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         (self._running if request.running else self._waiting).remove(request)
         request.live = request.running = False
+        self._live[request.session] -= 1
+        if not self._live[request.session]:
+            del self._live[request.session]
 
     def _free_cache(self, request: Request) -> None:
         if request.promised:

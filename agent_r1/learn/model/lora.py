@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, import_extra
 from agent_r1.learn.model.layers import untied_state
 from agent_r1.learn.model.sharding import Made, onto
 
@@ -136,9 +136,5 @@ def _own_name(name: str, layers: Mapping[str, Any]) -> str:
 
 def require_peft() -> tuple[Any, Any]:
     """Import (peft.tuners.lora, inject_adapter_in_model)."""
-    try:
-        from peft import inject_adapter_in_model
-        from peft.tuners import lora
-    except ImportError as error:
-        raise ConfigError("lora needs the package peft: pip install 'agent-r1[lora]'") from error
-    return lora, inject_adapter_in_model
+    peft = import_extra("peft", "lora", "lora")
+    return peft.tuners.lora, peft.inject_adapter_in_model

@@ -93,7 +93,9 @@ class World:
             return NOTHING_HAPPENS
         verb, thing, other = act
         if verb not in _PEACEFUL:
-            self._acts = self._progress = None
+            self._acts = None
+        if verb not in _HARMLESS:
+            self._progress = None
         return _VERBS[verb](self, thing, other)
 
     def admissible(self) -> list[str]:
@@ -323,6 +325,7 @@ _VERBS = {
     "cool": World._cool,
 }
 _PEACEFUL = ("look", "inventory", "help", "examine receptacle", "examine object")  # change nothing
+_HARMLESS = (*_PEACEFUL, "go", "open", "close")  # change neither an object nor where it is
 
 
 def _joined(words: list[str]) -> str:

@@ -1,9 +1,9 @@
 """Walk over a frozen lake that only pictures show: after every move, a new picture. See README.md; `lake.py` has maps.
 
     user  [picture] Cross the ice to the flag. Say left, right, up or down.
-    agent at b2 goal d4 right c2 Hole down b3 Ice go down
+    agent at b2 goal d4 holes b1 d1 c2 a3 a4 b4 right c2 Hole down b3 Ice go down
     user  [picture]
-    agent at b3 goal d4 right c3 Ice go right
+    agent at b3 goal d4 holes b1 d1 c2 a3 a4 b4 right c3 Ice go right
     ...
 
 The warm start mixes two kinds of examples. Captions say what pictures show, which a pretrained model would know.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -28,17 +28,17 @@ from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Tr
 from agent_r1.vision.pictures import Picture
 
 SPLITS = ("train", "test")
+BLANK = "blank_"  # before the name of a split: the same rows, and every picture is black
 TEST_SHARE = 0.2  # of all lakes
 CELL_PIXELS = 16  # one token of the tiny model
 
 TASK = "Cross the ice to the flag. Say left, right, up or down."
 HELP = "Say left, right, up or down."
-WHERE = "where?"  # asks for the player and the flag
+WHERE = "where?"  # asks for all that a picture shows
 MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
 CARELESS = 0.6  # share of the moves
-CAPTION_SHARE = 0.5  # of the warm start's examples
-CELLS_PER_CAPTION = 6
+CAPTION_SHARE = 0.6  # of the warm start's examples
 
 
 class FrozenLake(AgentEnv):
@@ -97,13 +97,22 @@ def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def rows(split: str, count: int = 4000, seed: int = 0) -> list[TaskRow]:
-    """Return `count` rows of a split; a smaller count gives the first of the same rows."""
-    rng = random.Random(f"rows:{split}:{seed}")
+    """Return `count` rows of a split; a smaller count gives the first of the same rows.
+
+    Splits are `train` and `test`, and with black pictures `blank_train` and `blank_test`.
+    """
+    drawn_from = split.removeprefix(BLANK)
+    rng = random.Random(f"rows:{drawn_from}:{seed}")
     found: dict[str, Lake] = {}
     while len(found) < count:
-        lake = draw(split, rng)
+        lake = draw(drawn_from, rng)
         found.setdefault(repr(lake), lake)
-    return [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+    shown = [as_row(lake, f"{split}-{seed}-{index}") for index, lake in enumerate(found.values())]
+    return shown if split == drawn_from else [_blank(row) for row in shown]
+
+
+def _blank(row: TaskRow) -> TaskRow:
+    return replace(row, env_kwargs={**row.env_kwargs, "blank": True})
 
 
 def demos(count: int, seed: int) -> list[Demo]:
@@ -113,8 +122,7 @@ def demos(count: int, seed: int) -> list[Demo]:
     for index in range(count):
         lake, row_id = draw("train", rng), f"demo-{seed}-{index}"
         if rng.random() < CAPTION_SHARE:
-            question, answer = caption(lake, rng)
-            shown.append((as_row(lake, row_id, question), [answer]))
+            shown.append((as_row(lake, row_id, WHERE), [caption(lake)]))
         else:
             shown.append((as_row(lake, row_id), walk(lake, rng, CARELESS)))
     return shown
@@ -127,12 +135,10 @@ def right_demos(count: int, seed: int) -> list[Demo]:
     return [(as_row(lake, f"demo-{seed}-{index}"), walk(lake, rng, 0)) for index, lake in enumerate(lakes)]
 
 
-def caption(lake: Lake, rng: random.Random) -> tuple[str, str]:
-    """Return a question about the first picture of a lake, and the answer."""
-    if rng.random() < 0.5:
-        return WHERE, _where(lake, lake.start)
-    cells = rng.sample([cell for cell in range(len(CELLS)) if cell != lake.start], CELLS_PER_CAPTION)
-    return " ".join(CELLS[cell] for cell in cells) + "?", " ".join(_look(lake, cell) for cell in cells)
+def caption(lake: Lake) -> str:
+    """Return what the first picture of a lake shows, and what is in the cells around the player."""
+    around = [move for move in MOVES if moved(lake.start, move) != lake.start]
+    return " ".join([_where(lake, lake.start), _holes(lake), *(_look(lake, lake.start, move) for move in around)])
 
 
 def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
@@ -141,12 +147,12 @@ def walk(lake: Lake, rng: random.Random, careless: float) -> list[str]:
     said: list[str] = []
     while cell != lake.goal and cell not in lake.holes:
         move, *others = lake.nearer(cell)
-        looks = ""
+        looks = []
         if rng.random() >= careless and (safe := lake.safe(cell)) is not None:
             looked = [move] if safe == move else [move, *others]
-            looks = "".join(f"{each} {_look(lake, moved(cell, each))} " for each in looked)
+            looks = [_holes(lake), *(_look(lake, cell, each) for each in looked)]
             move = safe
-        said.append(f"{_where(lake, cell)} {looks}go {move}")
+        said.append(" ".join([_where(lake, cell), *looks, f"go {move}"]))
         cell = moved(cell, move)
     return said
 
@@ -155,8 +161,14 @@ def _where(lake: Lake, cell: int) -> str:
     return f"at {CELLS[cell]} goal {CELLS[lake.goal]}"
 
 
-def _look(lake: Lake, cell: int) -> str:
-    return f"{CELLS[cell]} {lake.kind(cell)}"
+def _holes(lake: Lake) -> str:
+    return " ".join(["holes", *(CELLS[hole] for hole in lake.holes)])
+
+
+def _look(lake: Lake, cell: int, move: str) -> str:
+    """What is where a move leads."""
+    there = moved(cell, move)
+    return f"{move} {CELLS[there]} {lake.kind(there)}"
 
 
 def draw(split: str, rng: random.Random) -> Lake:

@@ -12,6 +12,7 @@ same time are one, because the attempts of a group ask the same. What cannot be 
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections import OrderedDict
@@ -46,7 +47,7 @@ class ServicePapers(PaperSource):
         self,
         url: str,
         *,
-        api_key: str | None = None,  # sent as x-api-key
+        api_key_variable: str | None = None,  # environment variable with a key, which is sent as x-api-key
         attempts: int = 5,
         seconds_per_attempt: float = 10.0,
         backoff_seconds: float = 0.5,
@@ -64,7 +65,7 @@ class ServicePapers(PaperSource):
                 f"requests_per_second={requests_per_second}: need no negative numbers and at least one connection"
             )
         self._attempts = Attempts(attempts, seconds_per_attempt, backoff_seconds)
-        self._headers = {} if api_key is None else {"x-api-key": api_key}
+        self._headers = {} if api_key_variable is None else {"x-api-key": _read_key(api_key_variable)}
         self._max_wait, self._max_connections, self._max_cached = max_wait, max_connections, max_cached
         self._gap = 0.0 if requests_per_second is None else 1 / requests_per_second
         self._cache: OrderedDict[str, Json] = OrderedDict()
@@ -238,6 +239,14 @@ def _retry_after(answer: httpx.Response) -> float:
         return max(0.0, float(answer.headers.get("Retry-After", "0")))
     except ValueError:  # a date, which is rare: use the backoff
         return 0.0
+
+
+def _read_key(variable: str) -> str:
+    """Keys stay out of settings, which are written into the run."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"service.api_key_variable={variable!r}: set that environment variable to the key")
+    return key
 
 
 def _check_url(url: str) -> str:

@@ -1,8 +1,8 @@
 """The quickstart's task for an agent that thinks before it acts: demonstrations with `<think>` blocks.
 
-Every response begins with a thought, which says what comes next. `context.reasoning` decides whether later prompts show
-it: the preset keeps it, and `context.reasoning=strip` drops it. The agent can do without, because what it found out is in
-the results of its calls.
+Every response begins with a thought, which says what comes next. `context.reasoning` decides whether later prompts
+show it: the preset keeps it, and `context.reasoning=strip` drops it. The agent can do without, because what it found
+out is in the results of its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from agent_r1.data.rows import Demo
 from agent_r1.recipes.quickstart import task
 from agent_r1.recipes.quickstart.tiny import TEXT_ROWS, make_tiny_model
-from agent_r1.tokens.formats import FORMATS, ParsedCall
+from agent_r1.tokens.formats.base import ParsedCall
+from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.types import TaskRow, Trajectory
 
 

@@ -78,6 +78,7 @@ def make_tokenizer(
     *,
     template: Path = CHAT_TEMPLATE,
     special: Sequence[str] = (),  # further special tokens, which the template writes
+    pieces: Regex = PIECES,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer for the text of a task; the same arguments give the same tokenizer."""
     demos = task.demos(TEXT_ROWS, seed=0) if demos is None else demos
@@ -87,7 +88,7 @@ def make_tokenizer(
     text = list(_task_text(_with_template(bare, template, special), demos, tools))
     bare.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(PIECES, behavior="isolated"),
+            pre_tokenizers.Split(pieces, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -1,4 +1,4 @@
-"""WikiTableQuestions (Pasupat and Liang, 2015): 22,033 questions about 2,108 tables of Wikipedia, with answers.
+"""WikiTableQuestions (Pasupat and Liang, 2015): questions about 2,108 tables of Wikipedia, with answers.
 
 `agent-r1 data recipe tables` downloads the repository at one commit, checks the files that are needed against their
 hash, and keeps those. `data.path` may name a folder with that archive, or a clone of the repository.

@@ -63,7 +63,9 @@ def write_preprocessor(directory: str | Path) -> None:
     Path(directory, "preprocessor_config.json").write_text(text, encoding="utf-8")
 
 
-def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForConditionalGeneration:
+def make_network(
+    tokenizer: PreTrainedTokenizerFast, seed: int, patches_per_side: int = PATCHES_PER_SIDE
+) -> Qwen3VLForConditionalGeneration:
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -98,7 +100,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForCon
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": FRAMES,
-        "num_position_embeddings": PATCHES_PER_SIDE**2,
+        "num_position_embeddings": patches_per_side**2,
         "out_hidden_size": WIDTH,
         "deepstack_visual_indexes": [0],
         "initializer_range": INITIALIZER_RANGE,

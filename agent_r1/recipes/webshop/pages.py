@@ -66,7 +66,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _results(shop: Shop, place: Place, look: Look) -> str:
-    found = len(shop.found(place))
+    found = shop.count(place)
     if not found:
         return f"Nothing was found.\n{_buttons(shop.result_buttons(place))}"
     lines = [f"[{p.asin}] {cut(p.title, look.title)} {p.price_tag}" for p in shop.shown(place)]

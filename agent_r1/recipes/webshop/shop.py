@@ -69,11 +69,19 @@ class Shop:
 
     def found(self, place: Place) -> tuple[Product, ...]:
         """Return all results of this place's search."""
-        return tuple(self.catalogue.products[self._asins[at]] for at in self._search.rank(place.query, MAX_RESULTS))
+        return self._results(place, slice(None))
 
     def shown(self, place: Place) -> tuple[Product, ...]:
         """Return the products on this results page."""
-        return self.found(place)[(place.number - 1) * PER_PAGE : place.number * PER_PAGE]
+        return self._results(place, slice((place.number - 1) * PER_PAGE, place.number * PER_PAGE))
+
+    def count(self, place: Place) -> int:
+        """Return the number of results of this place's search."""
+        return len(self._search.rank(place.query, MAX_RESULTS))
+
+    def _results(self, place: Place, part: slice) -> tuple[Product, ...]:
+        ranked = self._search.rank(place.query, MAX_RESULTS)[part]
+        return tuple([self.catalogue.products[self._asins[at]] for at in ranked])
 
     def product(self, place: Place) -> Product:
         return self.catalogue.products[place.asin]
@@ -87,7 +95,7 @@ class Shop:
         return [PREV, BACK] if place.page == "detail" else []
 
     def result_buttons(self, place: Place) -> list[str]:
-        more = place.number * PER_PAGE < len(self.found(place))
+        more = place.number * PER_PAGE < self.count(place)
         return [*([PREV] if place.number > 1 else []), *([NEXT] if more else []), BACK]
 
     @property
@@ -99,7 +107,8 @@ class Shop:
         return {value: name for name, values in self.product(place).options.items() for value in values}
 
     def _click(self, place: Place, what: str) -> Place:
-        button = next((known for known in self.buttons(place) if _same(known) == _same(what)), None)
+        wanted = _same(what)
+        button = next((known for known in self.buttons(place) if _same(known) == wanted), None)
         if button is None:
             raise CannotDo(f"There is no [{what[:MAX_QUOTED]}] here.")
         if button == BACK:
@@ -146,6 +155,7 @@ def _built(folder: Path, show_attributes: bool) -> Shop:
     return Shop(open_catalogue(folder), show_attributes=show_attributes)
 
 
+@lru_cache(maxsize=8192)
 def _same(button: str) -> str:
     """Ignore case and runs of spaces."""
     return " ".join(button.lower().split())

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.errors import AgentR1Error, ConfigError, at_least
 from agent_r1.guard import TimedOut, describe
 
 T = TypeVar("T")
@@ -46,11 +46,10 @@ class Attempts:
     backoff_seconds: float
 
     def __post_init__(self) -> None:
-        if not (self.attempts >= 1 and self.seconds > 0 and self.backoff_seconds >= 0):  # refuses NaN too
-            raise ConfigError(
-                f"attempts={self.attempts}, seconds_per_attempt={self.seconds}, backoff_seconds={self.backoff_seconds}:"
-                " need at least 1 attempt, a positive time and no negative wait"
-            )
+        at_least(1, "a scorer", attempts=self.attempts)
+        if not self.seconds > 0:  # refuses NaN too
+            raise ConfigError(f"seconds_per_attempt={self.seconds} must be positive")
+        at_least(0, "a scorer", backoff_seconds=self.backoff_seconds)
 
     async def run(self, attempt: Callable[[], Awaitable[T]], *, name: str) -> T:
         """Return the result of the first attempt that succeeds. Only `TRANSIENT` errors are retried."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import Any
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, at_least
 from agent_r1.guard import call
 from agent_r1.rollout.rewards.attempts import ScoringError
 from agent_r1.rollout.rewards.reward_model import Item
@@ -46,10 +46,7 @@ class ClassifierReward:
         max_batch: int = 16,  # texts per forward pass
         label: int | None = None,
     ) -> None:
-        if max_tokens < 1 or max_batch < 1:
-            raise ConfigError(
-                f"ClassifierReward needs max_tokens and max_batch of at least 1, got {max_tokens} and {max_batch}"
-            )
+        at_least(1, "ClassifierReward", max_tokens=max_tokens, max_batch=max_batch)
         self._model, self._tokenizer = _load(path, device)
         labels = self._model.config.num_labels
         if (label is None and labels != 1) or (label is not None and not 0 <= label < labels):

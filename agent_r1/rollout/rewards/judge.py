@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, at_least
 from agent_r1.guard import describe, guarded
 from agent_r1.rollout.rewards.attempts import Attempts, PerLoop, ScoringError, TransientError
 from agent_r1.rollout.scoring import MAX_CONCURRENT
@@ -110,11 +110,8 @@ class LLMJudge:
         for name in ("prompt", "parse"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"LLMJudge.{name} must be a function, got {getattr(self, name)!r:.80}")
-        if self.max_concurrent < 1 or not self.max_retry_after >= 0:
-            raise ConfigError(
-                f"LLMJudge: max_concurrent={self.max_concurrent} must be at least 1, and "
-                f"max_retry_after={self.max_retry_after} not negative"
-            )
+        at_least(1, "LLMJudge", max_concurrent=self.max_concurrent)
+        at_least(0, "LLMJudge", max_retry_after=self.max_retry_after)
         self._key()
         attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
         object.__setattr__(self, "_attempts", attempts)

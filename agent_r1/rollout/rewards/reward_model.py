@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from agent_r1.batching import Batcher
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, at_least
 from agent_r1.guard import TimedOut, describe, guarded
 from agent_r1.rollout.rewards.attempts import Attempts, OutOfAttempts, PerLoop, ScoringError
 from agent_r1.types import TaskRow, Trajectory
@@ -55,11 +55,8 @@ class BatchedReward:
     def __post_init__(self) -> None:
         if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
             raise ConfigError(f"BatchedReward needs an object with a method score(items), got {self.scorer!r:.80}")
-        if not (self.max_batch >= 1 and self.max_concurrent >= 1 and self.max_wait_seconds >= 0):
-            raise ConfigError(
-                f"BatchedReward: max_batch={self.max_batch} and max_concurrent={self.max_concurrent} must be at least "
-                f"1, and max_wait_seconds={self.max_wait_seconds} not negative"
-            )
+        at_least(1, "BatchedReward", max_batch=self.max_batch, max_concurrent=self.max_concurrent)
+        at_least(0, "BatchedReward", max_wait_seconds=self.max_wait_seconds)
         attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
         object.__setattr__(self, "_attempts", attempts)
         object.__setattr__(self, "_batchers", PerLoop(self._make_batcher, _close))

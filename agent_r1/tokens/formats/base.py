@@ -170,18 +170,21 @@ class ScannedFormat(ToolCallFormat):
     def _tags(self) -> re.Pattern[str]:
         return re.compile(rf"</?think>|{self.starts}")
 
+    @cached_property
+    def _opening(self) -> re.Pattern[str]:
+        return re.compile(self.opening)
+
     @abstractmethod
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
         """The calls and failures that begin with `start`: at least one, and the first begins there."""
 
     def _parse(self, text: str) -> Parsed:
-        starts, opening = re.compile(self.starts), re.compile(self.opening)
         events: list[Event] = []
         early: list[Event] = []  # before a first </think> that was not opened
         thoughts: list[Span] = []
         at, at_beginning, may_close = 0, True, self.prompt_thinks is not False
         while len(events) <= self.max_calls:
-            tag = (opening.match(text, at) if at_beginning else None) or self._tags.search(text, at)
+            tag = (self._opening.match(text, at) if at_beginning else None) or self._tags.search(text, at)
             if tag is None:
                 break
             at_beginning = tag[0] in ("<think>", "</think>")
@@ -190,7 +193,7 @@ class ScannedFormat(ToolCallFormat):
                 end = text.find("</think>", tag.end())
                 at = len(text) if end < 0 else end + len("</think>")
                 thoughts.append((tag.start(), at))
-                if end < 0 and (call := starts.search(text, tag.end())):
+                if end < 0 and (call := re.compile(self.starts).search(text, tag.end())):
                     message = "the call is inside thinking; close it with </think> before the call"
                     thoughts[-1] = (tag.start(), call.start())
                     events.append(ParseFailure(message=message, span=(call.start(), at), malformed=False))
@@ -203,7 +206,7 @@ class ScannedFormat(ToolCallFormat):
             else:
                 events.extend(self.read_calls(text, tag))
                 at = events[-1].span[1]
-        content = remove_spans(text, sorted([*thoughts, *(event.span for event in events)]), self.joiner)
+        content = remove_spans(text, sorted([*thoughts, *[event.span for event in events]]), self.joiner)
         if not events and self.prompt_thinks is None:
             # Nothing shows that the prompt opened the thinking: keep calls before a stray tag.
             events = [event for event in early if isinstance(event, ParsedCall)]
@@ -214,8 +217,7 @@ _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 
 
-def dump_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+dump_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # json.dumps makes an encoder per value
 
 
 def check_json(value: Any) -> None:

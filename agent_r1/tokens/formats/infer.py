@@ -45,7 +45,8 @@ class TemplateFormat:
                 "format for it with register_format, or set task.env_kwargs.tool_format"
             )
         chosen = FORMATS[self.name or FALLBACK] if asked == AUTO else get_format(asked)
-        if self.name is not None and self.written and chosen.fixed_tool is None and not _reads(chosen, self.written):
+        may_differ = asked != AUTO and self.name is not None and self.written and chosen.fixed_tool is None
+        if may_differ and not _reads(chosen, self.written):
             raise ConfigError(
                 f"tool_format={format_name(chosen)!r} contradicts the chat template, which writes calls as "
                 f"{self.name!r}: {self.written[:120]!r}. Remove tool_format, or set a matching template in "

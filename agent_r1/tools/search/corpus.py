@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from agent_r1.data.files import json_lines, parquet_rows
+from agent_r1.data.files import read_records
 from agent_r1.errors import DataError
 from agent_r1.tools.search.progress import Report, track
 
@@ -35,7 +35,9 @@ def read_passages(paths: Sequence[Path]) -> Iterator[Passage]:
     A passage without an id is named after its file and its number in it.
     """
     for path in paths:
-        for index, record in enumerate(_read_records(path)):
+        if not path.is_file():
+            raise DataError(f"there is no corpus file {path}")
+        for index, record in enumerate(read_records(path)):
             if not isinstance(record, Mapping) or not isinstance(record.get("text"), str):
                 raise DataError(f"passage {index} of {path} has no 'text'; expected title, text and, optionally, id")
             given = record.get("id")
@@ -104,13 +106,3 @@ def write_corpus(passages: Iterable[Passage], path: Path, report: Report | None 
 def _to_arrow(batch: Sequence[Passage]) -> Any:
     columns = ([p.passage_id for p in batch], [p.title for p in batch], [p.text for p in batch])
     return pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=_SCHEMA)
-
-
-def _read_records(path: Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise DataError(f"there is no corpus file {path}")
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return json_lines(path)
-    if path.suffix == ".parquet":
-        return parquet_rows(path)
-    raise DataError(f"{path} is neither .jsonl, .jsonl.gz nor .parquet")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import islice
 from math import sqrt
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import ConfigError, DataError, import_extra
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.lexical import Ranking
 from agent_r1.tools.search.progress import Report, track
@@ -184,9 +183,4 @@ def _build_cells(vectors: Vectors, path: Path) -> None:
 
 
 def _import_faiss() -> Any:
-    try:
-        return import_module("faiss")
-    except ImportError as error:
-        raise ConfigError(
-            "method=ivf needs the package faiss: pip install 'agent-r1[dense]', or set method=flat"
-        ) from error
+    return import_extra("faiss", "method=ivf", "dense", "set method=flat")

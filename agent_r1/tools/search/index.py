@@ -22,7 +22,7 @@ from typing import Literal, Self, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from agent_r1.disk import write_atomically
-from agent_r1.errors import AgentR1Error, ConfigError, DataError, did_you_mean
+from agent_r1.errors import AgentR1Error, ConfigError, DataError, at_least, did_you_mean
 from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings
 from agent_r1.tools.search.lexical import LexicalRanker, LexicalSettings, Ranking
@@ -142,8 +142,7 @@ class Index:
     def search(self, queries: Sequence[str], top_k: int, kind: Kind | None = None) -> list[list[Hit]]:
         """Return the best passages for each query, best first."""
         kind = check_kind(kind or self.default_kind, self.manifest, self.directory)
-        if top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, got {top_k}")
+        at_least(1, "a search", top_k=top_k)
         return [
             [Hit(passage=self.corpus[place], score=score) for place, score in ranking]
             for ranking in self._rank(queries, top_k, kind)

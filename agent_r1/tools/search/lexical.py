@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, import_extra
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.progress import Report, track
 
@@ -118,19 +117,13 @@ def import_bm25s() -> Any:
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "jax"}
         sys.modules["jax"] = None  # type: ignore[assignment]  # makes `import jax` fail
         try:
-            return import_module("bm25s")
-        except ImportError as error:
-            raise ConfigError("lexical search needs the package bm25s: pip install 'agent-r1[search]'") from error
+            return import_extra("bm25s", "lexical search", "search")
         finally:
             del sys.modules["jax"]
             sys.modules.update(hidden)
 
 
 def _load_stemmer() -> Callable[[str], str]:
-    try:
-        stem: Callable[[str], str] = import_module("Stemmer").Stemmer("porter").stemWord
-    except ImportError as error:
-        raise ConfigError(
-            "stemming needs PyStemmer: pip install 'agent-r1[search]', or build the index with stem=False"
-        ) from error
+    stemmer = import_extra("Stemmer", "stemming", "search", "build the index with stem=False")
+    stem: Callable[[str], str] = stemmer.Stemmer("porter").stemWord
     return stem

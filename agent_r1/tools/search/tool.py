@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from agent_r1.data.downloads import data_dir
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, at_least
 from agent_r1.guard import call
 from agent_r1.places import anchored
 from agent_r1.tools.base import BatchTool, Returned, ToolCall, ToolResult
@@ -54,8 +54,7 @@ class SearchTool(BatchTool):
     ) -> None:
         if (index is None) == (url is None):
             raise ConfigError(f"the search tool needs either an index or a url, got index={index!r} and url={url!r}")
-        if top_k < 1 or max_chars < 1:
-            raise ConfigError(f"the search tool needs top_k and max_chars of at least 1, got {top_k} and {max_chars}")
+        at_least(1, "the search tool", top_k=top_k, max_chars=max_chars)
         if url is None and retry_seconds is not None:
             raise ConfigError("the search tool's retry_seconds needs a server: set url, or remove retry_seconds")
         self._kind, self._top_k, self._max_chars = kind, top_k, max_chars

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit, Kind
-
-MAX_FIELD_CHARS = 60  # of a field's name in an error
 
 
 class SearchRequest(BaseModel):
@@ -74,13 +72,6 @@ def read_results(body: bytes, num_queries: int) -> list[list[Hit]]:
     if len(answers) != num_queries:
         raise ValueError(f"{len(answers)} results for {num_queries} queries")
     return [[_hit(result) for result in answer.results] for answer in answers]
-
-
-def describe_problem(error: ValidationError) -> str:
-    """Describe the first problem in one short line, without the values that were sent."""
-    problem = error.errors(include_input=False)[0]
-    field = ".".join(map(str, problem["loc"]))[:MAX_FIELD_CHARS]
-    return f"{field}: {problem['msg']}" if field else problem["msg"]
 
 
 def _document(passage: Passage) -> dict[str, str]:

@@ -1,0 +1,25 @@
+"""Policies without a language model, scored on a few series of the forecasting task."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_r1.recipes.forecast import synthetic, task
+from benchmarks.forecast import measure, policies, table
+
+
+def test_the_baseline_earns_a_half_and_hindsight_is_not_beaten() -> None:
+    rows = task.rows("train", 20)
+    scored = {name: measure(rows, choose, 0.6) for name, choose in policies().items()}
+    assert scored["`seasonal_naive`"]["reward"] == pytest.approx(0.5)
+    assert scored["`seasonal_naive`"]["success"] == 0.0
+    assert all(scored["best in hindsight"]["reward"] >= found["reward"] for found in scored.values())
+    assert scored["smallest hold-out error"]["reward"] > scored["`mean`"]["reward"]
+    shown = table({"test": scored, "real_test": scored})
+    assert len(shown.splitlines()) == 2 + len(policies())
+    assert "| `seasonal_naive` | 0.0% | 0.500 ± 0.000 |" in shown
+
+
+def test_lines_without_noise_are_found_on_the_holdout_window() -> None:
+    found = measure(synthetic.rows("test", 3), policies()["smallest hold-out error"], 1.0)
+    assert (found["success"], found["reward"], found["mase"], found["rows"]) == (1.0, 1.0, 0.0, 3)
