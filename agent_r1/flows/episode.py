@@ -18,8 +18,8 @@ from typing import Any
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
+from agent_r1.flows.budgets import EpisodeLimit, Limits, cut_limit
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
-from agent_r1.flows.limits import EpisodeLimit, Limits, cut_limit
 from agent_r1.flows.recording import Response, attach_transition, sanitize_messages, text_size
 from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.seeds import stable_seed

@@ -113,9 +113,9 @@ def assert_same(found: list[Group], expected: list[Group]) -> None:
     """Up to the clock, to who counts versions, and to rounding: requests meet in other batches."""
 
     def bare(trajectory: Trajectory) -> Trajectory:
-        gone: dict[str, Any] = {"generate_seconds": 0.0, "env_seconds": 0.0, "versions": ()}
+        gone: dict[str, Any] = {"generate_seconds": 0.0, "env_seconds": 0.0, "start_seconds": None, "versions": ()}
         steps = [replace(step, response_logprobs=[0.0] * len(step.response_ids), **gone) for step in trajectory.steps]
-        return replace(trajectory, steps=steps, seconds=0.0)
+        return replace(trajectory, steps=steps, seconds=0.0, started=None)
 
     pairs = [
         (mine, theirs)

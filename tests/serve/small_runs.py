@@ -57,13 +57,13 @@ def make_episode(
 
 
 def make_groups(step: int) -> list[Group]:
-    """Three rows: tea (won by two roles, and lost), a hostile one, and one that failed."""
+    """Three rows: tea (won by one role, lost by another), a hostile one, and one that failed."""
     calling = make_step(
         text="I look {it} up", call={"seconds": 0.2, "reward": 0.125}, role="buyer", start_seconds=0.125
     )
-    answer = make_step(text=f"It costs {step} coins", prompt=7, role="seller", start_seconds=1.25)
+    answer = make_step(text=f"It costs {step} coins", prompt=7, role="buyer", start_seconds=1.25)
     refused = make_step(
-        text="try {that} now", call={"error": "no such item", "fault": "bad_arguments", "name": "stock"}
+        text="try {that} now", call={"error": "no such item", "fault": "bad_arguments", "name": "stock"}, role="seller"
     )
     hostile = make_step(text=f"{HOSTILE} {{it}}", call={"arguments": {HOSTILE: HOSTILE}, "result": HOSTILE + LONG})
     return [

@@ -335,13 +335,13 @@ def test_hostile_text_stays_text_on_every_page(open_page: Any, address: str) -> 
 def test_roles_label_steps_and_filter_episodes(open_page: Any) -> None:
     view = open_page("#/run/shop/episodes?role=seller")
     view.page.wait_for_selector("a.row")
-    assert view.texts(".count") == ["5 episodes · mean reward 1"]
+    assert view.texts(".count") == ["5 episodes · mean reward 0"]
     view.page.select_option("select[name=role]", "buyer")
     view.wait_for("document.querySelector('.count').textContent.startsWith('10 episodes')")
     assert view.hash().endswith("role=buyer")
     view = open_page("#/run/shop/episode/train_000002/0")
     view.page.wait_for_selector(".step")
-    assert view.texts(".chip.role") == ["buyer", "seller"]
+    assert view.texts(".chip.role") == ["buyer", "buyer"]
 
 
 def test_the_time_line_of_a_batch_names_the_slowest_and_leads_to_episodes(open_page: Any) -> None:

@@ -236,7 +236,7 @@ def test_the_times_of_a_batch_are_on_one_clock(client: TestClient) -> None:
     assert batch["seconds"] == 3.0  # the second attempt began one second later
     names = batch["names"]
     won = [(*step[:3], names[step[3]], names[step[4]]) for step in batch["episodes"][0]["steps"]]
-    assert won == [(0.125, 0.5, 0.25, "price", "buyer"), (1.25, 0.5, 0.25, "environment", "seller")]
+    assert won == [(0.125, 0.5, 0.25, "price", "buyer"), (1.25, 0.5, 0.25, "environment", "buyer")]
     # five steps in all; the rest of the 4 * 2 s is something else; three of four ended a second before the batch
     assert batch["spent"] == {
         "sampling": 2.5, "price": 0.75, "environment": 0.25, "stock": 0.25, "\0other": 4.25, "\0ended": 3.0,

@@ -41,7 +41,7 @@ def test_an_episode_is_shown_with_calls_and_tokens(run: RunDir, cli: Cli) -> Non
     for part in (
         "What does tea cost?",
         "step 1 (buyer), saw 3 tokens",
-        "step 2 (seller), saw 7 tokens",
+        "step 2 (buyer), saw 7 tokens",
         "price(item='tea')  0.200 s, reward 0.125",
         "-> 4",
         "reward ✓ 1, answered",
