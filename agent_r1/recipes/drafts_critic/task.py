@@ -20,7 +20,7 @@ MISSES, FIRST = 0.6, 0.6  # shares of the demonstrated drafters and critics
 
 
 class DraftsCritic(AgentFlowBase):
-    roles = ("drafter", "critic")
+    roles, uses_env = ("drafter", "critic"), False
 
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         messages, drafts = list(row.prompt), list[str]()
