@@ -27,7 +27,7 @@ SummaryQuality = Literal["whole", "cut", "empty"]
 # Why a call has no result. "misplaced": readable, but inside thinking or one too many; "failed": a ToolError.
 CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
 ByRole = float | Mapping[str, float]  # a setting, or its values by role, with that of all other steps under ""
-# The usual class first: checking against an abstract one takes several times as long.
+# The usual class first: checking against an abstract one takes longer.
 NUMBER, MAPPING = float | Real, dict | Mapping
 Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, number of tokens it sampled), in order
 

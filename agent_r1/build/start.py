@@ -37,11 +37,15 @@ from agent_r1.train.sft import OnUpdate, imitate, select, shuffled_batches
 from agent_r1.types import TaskRow, Trajectory
 
 
+def has_warm_start(config: RunConfig) -> bool:
+    return config.sft.demos is not None or config.sft.trajectories is not None
+
+
 async def starting_model(
     config: RunConfig, task: Task, base: str | Path, *, on_update: OnUpdate, report: Report
 ) -> str | Path:
     """Return the model that RL starts from: `base`, or its warm start."""
-    if not config.sft.imitates:
+    if not has_warm_start(config):
         return base
     cached = cache_root() / f"warm-{recipe_name(config.recipe)}-{warm_start_key(config, base)}"
     if cached.is_dir():

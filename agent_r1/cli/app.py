@@ -181,7 +181,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption =
     from agent_r1.build.plan import build_plan
     from agent_r1.runs.run_dir import RunDir
 
-    if not config.sft.imitates:
+    if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:

@@ -23,7 +23,8 @@ def print_training_plan(
     if done is not None:
         start = f"after step {done}, {trainer.steps - done} more"
     else:
-        start = f"{_warm_start(config)}, then {trainer.steps}" if config.sft.imitates else f"{trainer.steps}"
+        imitates = config.sft.demos is not None or config.sft.trajectories is not None
+        start = f"{_warm_start(config)}, then {trainer.steps}" if imitates else f"{trainer.steps}"
     minutes = "" if trainer.max_minutes is None else f" or {trainer.max_minutes:g} minutes"
     text = (
         f"{start} steps{minutes} of {config.algorithm.name}, "

@@ -113,10 +113,6 @@ class SFTConfig(Section):
     schedule: Decay = "cosine"  # to a tenth of lr
     target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
-    @property
-    def imitates(self) -> bool:
-        return self.demos is not None or self.trajectories is not None
-
 
 class AlgorithmConfig(Section):
     name: str = "grpo"

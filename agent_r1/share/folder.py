@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from agent_r1.build.learner import lora_settings
 from agent_r1.build.models.cache import put
 from agent_r1.build.models.load import MODEL_FILES
+from agent_r1.build.start import has_warm_start
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.data.files import dump_json, read_json
 from agent_r1.errors import ConfigError, DataError
@@ -98,7 +99,7 @@ def copy_files(checkpoint: Path, part: Path, *, with_weights: bool) -> None:
 
 def _hub_base(config: RunConfig) -> str:
     """The model that adapters were added to. Raises ConfigError if nobody else has it."""
-    if config.sft.imitates:
+    if has_warm_start(config):
         raise ConfigError(
             "the adapters of this run were added to a warm start, which nobody else has: merge them with --merge"
         )

@@ -16,16 +16,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 # Recipes and templates; backends (only runs that choose vLLM import it); how kinds of models take pictures; serving and
-# its wire format; what measures, estimates or examines runs; trackers, adapters and MCP, which only runs that choose
-# one import; what writes models for others; the Python API.
+# its wire format; what measures, estimates or examines runs; what writes models for others; the Python API. And what
+# only runs that name it import: trackers, adapters, MCP servers, the sandbox, search, judges and reward models. Import
+# contracts hold the core to that.
 OUTSIDE_CORE = (
     *("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "wire/", "serve/", "bench/", "plan/"),
-    *("track/", "share/", "adapters/", "tools/mcp/", "doctor/", "api/"),
+    *("track/", "share/", "adapters/", "doctor/", "api/"),
+    *("tools/mcp/", "tools/python/", "tools/search/", "rollout/rewards/"),
 )
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
 ]
-MAX_CORE_LINES = 22_500  # of code; physical lines are about 40 % more. The goal is 20,000
+MAX_CORE_LINES = 20_100  # of code; physical lines are about 40 % more. The goal is 20,000
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12
@@ -38,6 +40,7 @@ SHARED_NAMES = {
     "errors.py": "the errors of the package and how the config words its errors",
     "layers.py": "layers of settings and layers of a network",
     "learner.py": "the learner and how it is built",
+    "limits.py": "the limits of an episode and those of code in the sandbox",
     "load.py": "how the config and how models are read",
     "process.py": "a process that hosts environments and one that runs Python for a tool",
     "schema.py": "the schema of the config and that of tools",

@@ -125,6 +125,14 @@ def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(
     assert said(run, showed(1, hidden=None, actions=0.0)) == []  # nobody acted
 
 
+def test_replies_without_thinking_have_nothing_to_strip(tmp_path: Path) -> None:
+    stripping = showing(tmp_path, "reasoning=strip")
+    (line,) = said(stripping, showed(1, hidden=0.0))
+    assert line == "context     reasoning=strip left nothing out: no earlier reply held any thinking"
+    assert said(stripping, showed(1, hidden=0.5)) == []
+    assert said(showing(tmp_path, "reasoning=keep"), showed(1, hidden=None)) == []
+
+
 def test_a_policy_that_the_flow_never_asked_is_told(tmp_path: Path, run: RunDir) -> None:
     [line] = said(showing(tmp_path, "policy=window"), showed(1, hidden=None))
     assert "agent_env_loop" in line

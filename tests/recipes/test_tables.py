@@ -314,6 +314,27 @@ def test_programs_in_python_print_what_the_queries_return() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "items"),
+    [
+        (Kind.COMMON, ["Alby"]),
+        (Kind.RARE, ["Corford"]),  # like Dunham; the first in the alphabet counts
+        (Kind.VALUES, ["Alby", "Corford", "Dunham"]),
+        (Kind.NEXT, ["Dunham"]),
+        (Kind.PREVIOUS, ["Corford"]),
+        (Kind.SAME, ["Alby"]),
+    ],
+)
+def test_programs_in_both_languages_agree_on_ties_and_places(kind: Kind, items: list[str]) -> None:
+    placed = kind in (Kind.NEXT, Kind.PREVIOUS, Kind.SAME)
+    greens = (Condition(column="team", operator="contains", value="Greens"),) if placed else ()
+    program = Program(kind=kind, target="city", by="city" if kind is Kind.SAME else "row", conditions=greens)
+    database, code = Database(TEAMS, seconds=5), as_python(program, TEAMS)
+    assert code is not None
+    assert execute(program, TEAMS, database) == list(dict.fromkeys(printed(code, TEAMS))) == items
+    database.close()
+
+
+@pytest.mark.parametrize(
     ("question", "answers", "kind"),
     [
         ("which team had the most points?", ["Blues"], Kind.LAST),

@@ -142,8 +142,8 @@ PYTHON = {
     Kind.MIN: "print(min({numbers}))",
     Kind.FIRST: "print(min({measured}, key=lambda r: num(r[{by!r}]))[{target!r}])",
     Kind.LAST: "print(max({measured}, key=lambda r: num(r[{by!r}]))[{target!r}])",
-    Kind.COMMON: "found = [r[{target!r}] for r in {found}]\nprint(max(found, key=found.count))",
-    Kind.RARE: "found = [r[{target!r}] for r in {found}]\nprint(min(found, key=found.count))",
+    Kind.COMMON: "found = [r[{target!r}] for r in {found}]\nprint(max(sorted(set(found), key=str), key=found.count))",
+    Kind.RARE: "found = [r[{target!r}] for r in {found}]\nprint(min(sorted(set(found), key=str), key=found.count))",
     Kind.NEXT: "place = rows.index({found}[0])\nprint(rows[place + 1][{target!r}])",
     Kind.PREVIOUS: "place = rows.index({found}[0])\nprint(rows[place - 1][{target!r}])",
     Kind.DIFFERENCE: "one = [r for r in rows if {first}][0]\nother = [r for r in rows if {last}][0]\n"

@@ -36,6 +36,6 @@ class TablePython(PythonTool):
 
 
 def setup(table: Table) -> str:
-    """Code that defines `rows` and `num`."""
-    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    return f"{NUM}rows = _json.loads({json.dumps(rows, ensure_ascii=False)!r})"
+    """One line that defines `rows` and `num`, so that line numbers in tracebacks are off by one at most."""
+    rows = json.dumps(table.rows, ensure_ascii=False)
+    return f"exec({NUM!r}); rows = [dict(zip({list(table.columns)!r}, row)) for row in _json.loads({rows!r})]"
