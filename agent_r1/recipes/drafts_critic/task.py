@@ -21,6 +21,7 @@ MISSES, FIRST = 0.6, 0.6  # shares of the demonstrated drafters and critics
 
 class DraftsCritic(AgentFlowBase):
     roles = ("drafter", "critic")
+    uses_env = False
 
     async def run(self, row: TaskRow, episode: Episode) -> StopReason:
         messages, drafts = list(row.prompt), list[str]()
