@@ -68,7 +68,7 @@ class Episode:
         renderer: Renderer,
         limits: Limits,
         seed: int,
-        role_sampling: Mapping[str, Sampling] | None = None,  # of roles with settings of their own
+        role_sampling: Mapping[str, Sampling] | None = None,  # of roles that have their own settings
     ) -> None:
         self.episode_id = episode_id
         self.renderer = renderer

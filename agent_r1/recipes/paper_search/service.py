@@ -5,8 +5,8 @@
     GET ROOT/recommendations/v1/papers/forpaper/ID     {"recommendedPapers": [...]}
 
 ROOT is URL without `/graph/v1`. Temporary failures (no connection, no answer in time, 408, 429, 5xx) are retried with
-growing pauses, at least as long as the service asks for. Answers are cached, and equal requests that are made at the
-same time are one, because the attempts of a group ask the same. What cannot be had becomes a `SourceError`.
+growing pauses, at least as long as the service asks for. Answers are cached, and equal simultaneous requests are
+sent once, because the attempts of a group often ask the same. A request that fails raises `SourceError`.
 """
 
 from __future__ import annotations

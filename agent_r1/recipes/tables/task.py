@@ -92,7 +92,7 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def tool_term(step: int, *, turns: int, good_calls: int) -> float:
-    """Reward calls that succeed and few turns, less and less as training goes on."""
+    """Reward successful calls and few turns; the reward shrinks as training goes on."""
     return math.exp(-DECAY * step) * (SUCCESS * (good_calls > 0) - TURN_COST * turns**2)
 
 
