@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
@@ -243,7 +244,11 @@ def _tools(config: RunConfig) -> list[BaseTool]:
             f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
             f"{did_you_mean(name, classes)}"
         )
-    return list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
+    made = list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
+    for name, count in Counter(tool.name for tool in made).items():
+        if count > 1:
+            raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
+    return made
 
 
 def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:

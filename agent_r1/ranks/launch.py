@@ -11,8 +11,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from subprocess import Popen
 from types import FrameType
 
@@ -44,7 +44,7 @@ def launch(program: Sequence[str], size: int) -> tuple[int, str | None]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     environments = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)}
-    with tempfile.TemporaryDirectory() as folder:
+    with _own_signal_handlers(), tempfile.TemporaryDirectory() as folder:
         context = start_processes(
             "agent-r1",
             program[0],
@@ -60,6 +60,18 @@ def launch(program: Sequence[str], size: int) -> tuple[int, str | None]:
             return launched.wait()
         finally:
             launched.kill()
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Put the handlers of signals back at the end: torch's launcher sets its own and leaves them."""
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: it was set by C code
+                signal.signal(number, handler)
 
 
 class Launched:

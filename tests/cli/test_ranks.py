@@ -192,7 +192,9 @@ def script(body: str, on_term: str = "sys.exit(0)") -> list[str]:
 
 def test_the_launcher_gives_each_rank_its_place_and_returns_the_code_of_rank_0() -> None:
     body = "sys.exit(0 if rank else int(os.environ['LOCAL_RANK'] + os.environ['WORLD_SIZE']))"
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert launch(script(body), 3)[0] == 3  # of "03"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_the_launcher_says_how_a_rank_ended_that_could_not_speak(monkeypatch: pytest.MonkeyPatch) -> None:
