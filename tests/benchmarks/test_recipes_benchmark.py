@@ -135,6 +135,8 @@ def test_pages_show_the_recorded_results(page: Path) -> None:
             assert not (RESULTS / name).exists()
             continue
         results = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        if "start" not in results:  # of another benchmark, which has a test of its own
+            continue
         assert setting(results) in shown
         for run in results["runs"]:
             [line] = [line for line in shown.splitlines() if line.startswith(f"| `{run['name']}` | {run['seed']} |")]
