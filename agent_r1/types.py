@@ -26,9 +26,14 @@ PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
 # Why a call has no result. "misplaced": readable, but inside thinking or one too many; "failed": a ToolError.
 CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
-# The usual class first: checking against an abstract one takes several times as long.
+ByRole = float | Mapping[str, float]  # a setting, or its values by role, with that of all other steps under ""
+# The usual class first: checking against an abstract one takes longer.
 NUMBER, MAPPING = float | Real, dict | Mapping
 Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, number of tokens it sampled), in order
+
+
+def of_role(setting: ByRole, role: str = "") -> float:
+    return setting.get(role, setting[""]) if isinstance(setting, Mapping) else setting
 
 
 def check_type(name: str, value: object, kind: type | UnionType, wanted: str) -> None:

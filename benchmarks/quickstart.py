@@ -1,6 +1,7 @@
 """Run the quickstart as a new user does, for several seeds: time, success before and after, and a figure.
 
     python -m benchmarks.quickstart            # seeds 0, 1, 2; writes results/quickstart.json and docs/quickstart.png
+    python -m benchmarks.quickstart --draw     # measure nothing; draw the stored results
 
 Every run starts with an empty cache, so its time includes creating and warm-starting the model.
 """

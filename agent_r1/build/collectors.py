@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,10 @@ from agent_r1.tokens.rendering import Renderer
 def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
     rollout = config.rollout
     noise = rollout.model_dump(include={"temperature", "top_p", "top_k"}) | {"keep_support": rollout.top_k > 0}
-    temperatures = {name: role.temperature or rollout.temperature for name, role in rollout.roles.items()}
-    return _collector(config, task, renderer, sampler, noise, rollout.group_size, temperatures)
+    trained = _collector(config, task, renderer, sampler, noise, rollout.group_size)
+    own = {name: role.temperature or rollout.temperature for name, role in rollout.roles.items()}
+    sampling = {name: replace(each, temperature=own[name]) for name, each in trained.role_sampling.items()}
+    return replace(trained, role_sampling=sampling)  # evaluation has one temperature for all
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:
@@ -35,13 +36,7 @@ def eval_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: S
 
 
 def _collector(
-    config: RunConfig,
-    task: Task,
-    renderer: Renderer,
-    sampler: Sampler,
-    noise: dict[str, Any],
-    group_size: int,
-    temperatures: Mapping[str, float] | None = None,  # by role; evaluation has one for all
+    config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler, noise: dict[str, Any], group_size: int
 ) -> Collector:
     check_summary_budget(config, renderer)
     check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
@@ -62,11 +57,7 @@ def _collector(
         group_size=group_size,
         max_concurrent=rollout.max_concurrent,
         role_sampling={
-            name: replace(
-                sampling,
-                max_tokens=role.max_response_tokens or sampling.max_tokens,
-                temperature=(temperatures or {}).get(name, sampling.temperature),
-            )
+            name: replace(sampling, max_tokens=role.max_response_tokens or sampling.max_tokens)
             for name, role in rollout.roles.items()
         },
     )

@@ -13,7 +13,6 @@ from agent_r1.config import RunConfig
 from agent_r1.config.schema import CriticConfig
 from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import Algorithm
-from agent_r1.learn.batch.support import Temperature
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction, supervised_loss
 from agent_r1.learn.memory import estimate
@@ -23,6 +22,7 @@ from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Decay, Schedule, schedule
 from agent_r1.learn.rewards import KLInReward, RewardShaper
 from agent_r1.ranks.crew import OneProcess
+from agent_r1.types import ByRole
 
 # Default tokens per pack. On a GPU, small packs are launched more slowly than they are computed.
 PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
@@ -36,10 +36,7 @@ def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
         process=config.rewards.process,
         process_weight=config.rewards.process_weight,
         by_role=config.rewards.by_role,
-        overlong_limit=config.rollout.max_response_tokens,
-        overlong_role_limits={
-            name: role.max_response_tokens for name, role in config.rollout.roles.items() if role.max_response_tokens
-        },
+        overlong_limit=_by_role(config, "max_response_tokens"),
         overlong_buffer=algorithm.overlong_buffer,
         overlong_penalty=algorithm.overlong_penalty,
         kl=penalty if settings.kl_coef > 0 and settings.kl_in == "reward" else None,
@@ -70,7 +67,7 @@ def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
         "loss": algorithm.loss,
         "lr": settings.lr,
         "schedule": _schedule(config, settings.schedule, settings.warmup_steps),
-        "temperature": _temperature(config),
+        "temperature": _by_role(config, "temperature"),
         "num_epochs": settings.num_epochs,
         "num_minibatches": settings.num_minibatches,
         "seed": config.seed,
@@ -84,10 +81,10 @@ def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-def _temperature(config: RunConfig) -> Temperature:
-    rollout = config.rollout
-    own = {name: role.temperature for name, role in rollout.roles.items() if role.temperature is not None}
-    return {"": rollout.temperature, **own} if own else rollout.temperature
+def _by_role(config: RunConfig, name: str) -> ByRole:
+    usual = getattr(config.rollout, name)
+    own = {key: value for key, role in config.rollout.roles.items() if (value := getattr(role, name)) is not None}
+    return {"": usual} | own if own else usual
 
 
 def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Learner:

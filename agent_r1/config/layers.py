@@ -46,7 +46,9 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"override {item!r} is not of the form section.key=value, for example trainer.steps=20")
+            raise ConfigError(
+                f"override {item!r} is not of the form section.key=value, without spaces: for example trainer.steps=20"
+            )
         try:
             OmegaConf.from_dotlist([item])
         except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:

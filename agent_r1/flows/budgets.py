@@ -28,7 +28,7 @@ class EpisodeLimit(Signal):
 
 
 def cut_limit(prompt: int, response: int, *, allowed: int, limits: Limits, role: str) -> EpisodeLimit:
-    """The limit that cut a response of so many tokens; `allowed` is the role's own limit of a response."""
+    """Return the limit that cut a response of `response` tokens; `allowed` is the role's own limit for one."""
     if response >= allowed:
         setting = "max_response_tokens"
         why = f", {setting}{f' of {role!r}' if role else ''} is {allowed}"

@@ -39,7 +39,7 @@ ToolSchemas = list[dict[str, Any]]
 
 
 class _Call:
-    """A running call of an episode. Not a generator, which takes four times as long to enter and leave."""
+    """A running call of an episode. Not a generator: those take longer to enter and leave."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode, self._task = episode, asyncio.current_task()
@@ -68,7 +68,7 @@ class Episode:
         renderer: Renderer,
         limits: Limits,
         seed: int,
-        role_sampling: Mapping[str, Sampling] | None = None,  # of roles with settings of their own
+        role_sampling: Mapping[str, Sampling] | None = None,  # of roles that have their own settings
     ) -> None:
         self.episode_id = episode_id
         self.renderer = renderer

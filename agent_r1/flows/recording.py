@@ -38,7 +38,7 @@ def attach_transition(
 ) -> Step:
     """Add the transition to the step, in a form that a trajectory file can hold. Errors name `source`.
 
-    Changes the step itself, which only its episode knows so far: a copy takes longer than everything else here.
+    Changes the step itself, which only its episode knows so far: a copy would take longer than all the rest.
     """
     changes: dict[str, object] = {
         "reward": step.reward + float(transition.reward),

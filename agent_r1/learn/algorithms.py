@@ -99,7 +99,7 @@ class Algorithm:
             raise ConfigError(f"{self.name} has no importance ratio, so stale samples would bias it in {where}")
 
     def require_credit_by_role(self) -> None:
-        """Raise ConfigError if roles cannot be credited apart: what it compares with belongs to the whole episode."""
+        """Raise ConfigError if the algorithm needs whole episodes, so that roles cannot be credited separately."""
         if self.needs_greedy:
             raise ConfigError(
                 f"rewards.by_role compares a role with itself, but {self.name} compares an episode with its greedy "

@@ -32,7 +32,7 @@ from agent_r1.learn.batch.minibatch import (
 )
 from agent_r1.learn.batch.packs import Pack, merge_steps, nested, split_evenly
 from agent_r1.learn.batch.share import share_out
-from agent_r1.learn.batch.support import Supports, Temperature, supports_of
+from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
 from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput
@@ -42,7 +42,7 @@ from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
 from agent_r1.learn.tally import Tally
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.text import first_names
-from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
+from agent_r1.types import ByRole, CreditedTrajectory, PerToken, Trajectory
 
 Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step
 
@@ -54,7 +54,7 @@ class Learner:
     policy: PolicyModel = field(kw_only=False)
     loss: Callable[[LossInputs], LossOutput]  # an algorithm's `loss`, or `supervised_loss`
     lr: float
-    temperature: Temperature  # of the sampler: the log-probs are those of the distribution it drew from
+    temperature: ByRole  # of the sampler: the log-probs are those of the distribution it drew from
     betas: tuple[float, float]
     weight_decay: float  # of matrices; vectors (norms, biases) are never decayed
     max_grad_norm: float

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
 
-from agent_r1.types import Group, PerToken, Step, Trajectory
+from agent_r1.types import ByRole, Group, PerToken, Step, Trajectory, of_role
 
 ProcessScaling = Literal["raw", "ignored", "largest_return", "running_std"]
 TINY = 1e-6
@@ -58,14 +58,7 @@ def outcome_rewards(trajectory: Trajectory) -> PerToken:
     return placed
 
 
-def overlong_penalties(
-    trajectory: Trajectory,
-    *,
-    limit: int,
-    buffer: float,
-    penalty: float,
-    role_limits: Mapping[str, int] | None = None,  # of roles with a limit of their own
-) -> PerToken:
+def overlong_penalties(trajectory: Trajectory, *, limit: ByRole, buffer: float, penalty: float) -> PerToken:
     """DAPO's soft punishment (arXiv:2503.14476, section 3.4). A response of up to `limit * (1 - buffer)` tokens costs
     nothing; above that, the cost grows linearly to `penalty` at the limit. A response that was cut off costs the full
     penalty, even if the context cut it before the limit. Only the longest response of an episode pays, so that episodes
@@ -73,7 +66,7 @@ def overlong_penalties(
     placed = zeros(trajectory)
 
     def share(step: Step) -> float:
-        length, own = len(step.response_ids), (role_limits or {}).get(step.role, limit)
+        length, own = len(step.response_ids), of_role(limit, step.role)
         allowed = own * (1 - buffer)
         if step.is_summary or not length:
             return 0.0
@@ -128,10 +121,9 @@ class RewardShaper:
     process: ProcessScaling = "raw"
     process_weight: float = 1.0
     by_role: bool = False  # each role earns the outcome and its own process rewards, and is compared with itself
-    overlong_limit: int = 1  # tokens at which a response is cut off
+    overlong_limit: ByRole = 1  # tokens at which a response is cut off
     overlong_buffer: float = 0.0  # share of the limit in which the penalty grows
     overlong_penalty: float = 0.0
-    overlong_role_limits: Mapping[str, int] = field(default_factory=dict)
     kl: KLInReward | None = None
     running: RunningStd = field(default_factory=RunningStd)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
@@ -148,11 +140,7 @@ class RewardShaper:
         is_paid = any(value for placed in process for step in placed for value in step)
         self.metrics = {"process_scale": scale} if is_paid else {}
         overlong = partial(
-            overlong_penalties,
-            limit=self.overlong_limit,
-            buffer=self.overlong_buffer,
-            penalty=self.overlong_penalty,
-            role_limits=self.overlong_role_limits,
+            overlong_penalties, limit=self.overlong_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
         )
         return [
             _add(_times(placed, scale), outcome_rewards(trajectory), overlong(trajectory))

@@ -45,7 +45,7 @@ class Collector:
     limits: Limits
     group_size: int
     max_concurrent: int = 1024
-    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # of roles with settings of their own
+    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # of roles that have their own settings
 
     async def __call__(
         self,

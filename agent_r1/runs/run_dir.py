@@ -68,7 +68,7 @@ class RunDir(RunReader):
         """
         run = cls(path)
         run._check_free()  # before a lock file is left in a model's directory
-        run.path.mkdir(parents=True, exist_ok=True)
+        _make_folder(run.path)
         held = run._acquire()
         try:
             run._check_free()  # another process may have been first
@@ -173,7 +173,7 @@ def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("r
     """Create and return a new folder; programs that start in the same second get different ones."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
     root = anchored(root)
-    root.mkdir(parents=True, exist_ok=True)  # not below: if the root cannot exist, no number helps
+    _make_folder(root)  # not below: if the root cannot exist, no number helps
     number = 1
     while True:
         path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
@@ -183,3 +183,10 @@ def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("r
             number += 1
         else:
             return path
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create the folder {path}: {error.strerror}; choose another run directory") from error

@@ -33,7 +33,7 @@ from agent_r1.vision.contents import picture_mark
 from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
-FORMAT = 3  # of a record; 2 had no roles and no starts, 1 had no format field
+FORMAT = 3  # of a record; format 2 had no roles and no starts, format 1 no such field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]

@@ -6,8 +6,8 @@
     GET /recommendations/v1/papers/forpaper/ID?limit=&fields=
     GET /health
 
-Searches run in threads. Bounded are the number of requests under way (503 above that), the requests per second if a
-rate is set (429), open connections and how long each may be idle. Both refusals say when to come back. For encryption
+Searches run in threads. Limits apply to requests under way (503 above that), to requests per second if a rate is
+set (429), to open connections and to their idle time. Both refusals say when to retry. For encryption
 and access control, put a proxy in front.
 """
 

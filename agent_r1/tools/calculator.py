@@ -76,7 +76,7 @@ def _tokens(expression: str) -> Iterator[str]:
 
 
 def _read(tokens: list[str], least: int = 0) -> Fraction:
-    """Read a value: an operand, and the operations behind it that bind at least so strongly (precedence climbing)."""
+    """Read an operand and the operations after it whose strength is at least `least` (precedence climbing)."""
     value = _operand(tokens)
     while tokens and tokens[-1] in OPERATIONS and OPERATIONS[tokens[-1]][0] >= least:
         sign = tokens.pop()

@@ -1,7 +1,7 @@
 """Sends a run to its trackers while it trains, each from a thread of its own.
 
-A tracker that raises, hangs or is slow never holds up training: what it raises is reported once and it is left alone
-from then on; what it cannot take in time is dropped.
+A tracker that raises, hangs or is slow never holds up training: its first exception is reported and disables it, and
+messages it cannot take in time are dropped.
 """
 
 from __future__ import annotations

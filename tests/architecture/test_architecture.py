@@ -27,7 +27,7 @@ OUTSIDE_CORE = (
 CORE = [
     path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
 ]
-MAX_CORE_LINES = 20_100  # of code; physical lines are about 40 % more. The goal is 20,000
+MAX_CORE_LINES = 20_000  # of code; physical lines are about 40 % more
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12

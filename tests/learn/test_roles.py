@@ -220,9 +220,8 @@ def test_algorithms_that_judge_the_whole_episode_refuse_credit_by_role(
 def test_the_overlong_penalty_grows_to_the_limit_of_the_role() -> None:
     # limit 4 for the critic: free up to 2, so 3 tokens pay half; limit 10 for the other: 3 tokens are free
     for role, penalty in (("critic", -1.0), ("draft", 0.0)):
-        placed = overlong_penalties(
-            played("a", [(role, 3, 0.0)], 0.0), limit=10, buffer=0.5, penalty=2.0, role_limits={"critic": 4}
-        )
+        limits = {"": 10, "critic": 4}
+        placed = overlong_penalties(played("a", [(role, 3, 0.0)], 0.0), limit=limits, buffer=0.5, penalty=2.0)
         assert placed == [[0.0, 0.0, penalty]]
 
 

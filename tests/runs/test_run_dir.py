@@ -131,8 +131,16 @@ def test_folders_chosen_in_the_same_second_differ(tmp_path: Path, monkeypatch: p
     names = [new_run_path("x", seed=0, suffix=suffix, root=tmp_path).name for suffix in ("", "", "-sft", "-sft")]
     assert names == [f"x-now-seed0{end}" for end in ("", "-2", "-sft", "-2-sft")]
     (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match=r"^cannot create the folder .*runs: File exists; choose another"):
         new_run_path("x", seed=0, root=tmp_path / "runs")
+
+
+def test_a_run_directory_that_cannot_be_created_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^cannot create the folder .*notes: File exists"):
+        RunDir.create(tmp_path / "notes", CONFIG)
+    with pytest.raises(ConfigError, match=r"^cannot create the folder .*mine: Not a directory"):
+        RunDir.create(tmp_path / "notes" / "mine", CONFIG)
 
 
 def test_a_setting_of_an_env_may_be_infinite(tmp_path: Path) -> None:

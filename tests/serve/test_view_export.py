@@ -24,7 +24,7 @@ def page(tmp_path: Path, cli: Cli) -> str:
     make_run(tmp_path / "runs" / "shop")
     ended = cli("view", tmp_path / "runs", "--export", tmp_path / "page.html", "--episodes", "8")
     assert ended.code == 0
-    assert "1 runs, 8 of 20 episodes" in ended.out
+    assert ": 1 run, 8 of 20 episodes" in ended.out
     return (tmp_path / "page.html").read_text(encoding="ascii")
 
 

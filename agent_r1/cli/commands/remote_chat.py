@@ -5,33 +5,20 @@ Servers of ours also tell what an agent's tools did.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.text import Text
 
 from agent_r1.cli.terminal import read_line
-from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.errors import ConfigError
+from agent_r1.serve.chat_client import RemoteChat, ServerError, delta_of, open_remote_chat
 from agent_r1.text import visible
-from agent_r1.types import Message
 
 HELP = "/new forgets the conversation, /quit exits."
-CONNECT_SECONDS, READ_SECONDS = 10.0, 600.0
-MAX_ERROR_CHARS = 500
-
-
-class ServerError(AgentR1Error):
-    """The server refused a request or failed."""
-
-    def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None) -> None:
@@ -41,90 +28,6 @@ def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None
     if overrides or row is not None:
         given = overrides[0] if overrides else f"--row {row}"
         raise ConfigError(f"{given} has no effect with --url: the server has its own settings")
-
-
-@dataclass(slots=True)
-class RemoteChat:
-    """A conversation with a server."""
-
-    client: httpx.Client
-    model: str
-    messages: list[Message] = field(default_factory=list)
-
-    def ask(self, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of the answer. A failed question is not remembered."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        body = {"model": self.model, "messages": asked, "stream": True}
-        said = ""
-        with self._errors_explained(), self.client.stream("POST", "chat/completions", json=body) as response:
-            _check(response)
-            for line in response.iter_lines():
-                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                if data in ("", "[DONE]"):
-                    continue
-                chunk = _decode(data)
-                said += _delta(chunk).get("content") or ""
-                yield chunk
-        self.messages = [*asked, {"role": "assistant", "content": said}]
-
-    @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.HTTPError as error:
-            raise ServerError(f"{self.client.base_url}: {type(error).__name__}: {error}") from error
-
-
-def open_remote_chat(url: str, *, model: str | None, key: str | None) -> RemoteChat:
-    """Connect, and find the model if none is named."""
-    base = url.rstrip("/")
-    base = base if base.endswith("/v1") else f"{base}/v1"
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        client = httpx.Client(
-            base_url=base, headers=headers, timeout=httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
-        )
-        if model is not None:
-            return RemoteChat(client, model)
-        response = client.get("models")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"cannot reach {base}: {error}. Is the server running, and is --url right?") from error
-    _check(response)
-    try:
-        return RemoteChat(client, str(response.json()["data"][0]["id"]))
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(f"{base}/models names no model: give one with --model") from None
-
-
-def _check(response: httpx.Response) -> None:
-    if response.is_success:
-        return
-    text = response.read().decode(errors="replace")
-    try:
-        _decode(text)
-    except ServerError as error:
-        hint = " Set --api-key or AGENT_R1_API_KEY." if response.status_code == 401 else ""
-        raise ServerError(f"{error}{hint}", error.code) from None
-    raise ServerError(f"the server answered {response.status_code}: {text[:MAX_ERROR_CHARS]}")
-
-
-def _decode(data: str) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise ServerError(f"the server sent something else than JSON: {data[:MAX_ERROR_CHARS]!r}")
-    error = chunk.get("error")
-    if error:
-        told = error if isinstance(error, dict) else {"message": error}
-        raise ServerError(str(told.get("message"))[:MAX_ERROR_CHARS], told.get("code"))
-    return chunk
-
-
-def _delta(chunk: dict[str, Any]) -> dict[str, Any]:
-    choices = chunk.get("choices") or [{}]
-    return choices[0].get("delta") or {}
 
 
 def run_remote_chat(url: str, console: Console, *, model: str | None, key: str | None, ask: str | None) -> None:
@@ -164,7 +67,7 @@ def show_answer(chat: RemoteChat, text: str, console: Console) -> None:
     inside = False  # a line of the agent's text is open
     for chunk in chat.ask(text):
         lines = _other_lines(chunk)
-        words = _delta(chunk).get("content") or ""
+        words = delta_of(chunk).get("content") or ""
         if lines and inside:
             console.print()
             inside = False
@@ -182,7 +85,7 @@ def show_answer(chat: RemoteChat, text: str, console: Console) -> None:
 
 def _other_lines(chunk: dict[str, Any]) -> list[tuple[str, str]]:
     """What happened beside the text: calls for the client, and what an agent's tools did."""
-    calls = _delta(chunk).get("tool_calls") or []
+    calls = delta_of(chunk).get("tool_calls") or []
     lines = [("call", f"{one['function'].get('name')}({one['function'].get('arguments')})") for one in calls]
     event = chunk.get("agent_r1") or {}
     if event.get("type") == "tool_call":

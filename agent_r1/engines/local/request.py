@@ -34,7 +34,7 @@ class Request:
     uniforms: NDArray[np.float64]  # one per token that may be sampled
     pictures: Mapping[int, Picture] = field(default_factory=dict)  # of the prompt, by their keys
     positions_AL: NDArray[np.int64] | None = None  # of the prompt's tokens; None: 0, 1, 2 ...
-    compared: tuple[list[int], int] = ([], 0)  # a session's cached tokens, and how many of them this one begins with
+    compared: tuple[list[int], int] = ([], 0)  # tokens of its session, and how many of them it begins with
     prompt_length: int = field(init=False)
     kind: SamplingKind = field(init=False)
     logprobs: list[float] = field(default_factory=list)

@@ -60,7 +60,7 @@ MAX_KEYS_PER_ROW = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Steps of one trajectory that form one sequence. The lists from `trained` on run over trained tokens."""
+    """Steps of one trajectory that form one sequence. From `trained` on, lists have one entry per trained token."""
 
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]

@@ -9,7 +9,7 @@ Shape suffixes: T = tokens, C = tokens of a chunk, K = most ids that a token of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_r1.errors import DataError
-from agent_r1.types import Step, Trajectory
+from agent_r1.types import ByRole, Step, Trajectory, of_role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,7 @@ class Supports:
         return torch.from_numpy(ids_CK).to(device, non_blocking=True)
 
 
-# Of the sampler: one for all steps, or by role, with that of all other steps under "".
-Temperature = float | Mapping[str, float]
-
-
-def temperature_of(temperature: Temperature, role: str = "") -> float:
-    return temperature.get(role, temperature[""]) if isinstance(temperature, Mapping) else temperature
-
-
-def supports_of(trajectories: Sequence[Trajectory], *, temperature: Temperature) -> Supports | None:
+def supports_of(trajectories: Sequence[Trajectory], *, temperature: ByRole) -> Supports | None:
     """Return the supports of all response tokens; None if they were sampled from the whole vocabulary.
 
     Raises `DataError` for steps whose log-probs the learner cannot reproduce: another temperature, or a truncated
@@ -60,7 +52,7 @@ def supports_of(trajectories: Sequence[Trajectory], *, temperature: Temperature)
     """
     steps = list(_steps(trajectories))
     for place, step in steps:
-        _check(step, place, temperature_of(temperature, step.role))
+        _check(step, place, of_role(temperature, step.role))
     kept = [step.support for _, step in steps if step.support is not None]
     if not kept:
         return None

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from agent_r1.attention import short_windows
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
-from agent_r1.learn.batch.support import Temperature, temperature_of
 from agent_r1.learn.batch.tree import PackLayout
 from agent_r1.learn.model.chunked_mlp import chunk_mlps
 from agent_r1.learn.model.head import HeadSettings, token_logprobs
@@ -38,6 +37,7 @@ from agent_r1.learn.model.lora import Adapters, LoRA
 from agent_r1.learn.model.packed_attention import use_packed_attention
 from agent_r1.learn.model.sharding import body_of, gathered, onto, release, shard_model
 from agent_r1.learn.sizes import MAX_LOGITS
+from agent_r1.types import ByRole, of_role
 from agent_r1.vision.eyes import MAX_CACHED_BYTES, Eyes
 from agent_r1.vision.picture_format import PictureFormat
 
@@ -136,9 +136,7 @@ class PolicyModel:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def logprobs(
-        self, pack: Pack, *, temperature: Temperature, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, pack: Pack, *, temperature: ByRole, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the distribution that was sampled from, in fp32, at the trained tokens only."""
         return self.score(self.hidden(pack), pack, temperature=temperature, entropy_gradient=entropy_gradient)
 
@@ -148,7 +146,7 @@ class PolicyModel:
             return self._hidden(pack).index_select(0, pack.sources_T)
 
     def score(
-        self, hidden_TD: Tensor, pack: Pack, *, temperature: Temperature, entropy_gradient: bool = False
+        self, hidden_TD: Tensor, pack: Pack, *, temperature: ByRole, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`.
 
@@ -156,7 +154,7 @@ class PolicyModel:
         """
         head = self._head
         settings = HeadSettings(
-            temperature=_sampled_at(pack, temperature_of(temperature)) / self._logit_scale,
+            temperature=_sampled_at(pack, of_role(temperature)) / self._logit_scale,
             softcap=None if self._softcap is None else self._softcap / self._logit_scale,
             entropy_gradient=entropy_gradient,
             chunk=max(1, self.max_logits // self.vocabulary_size),

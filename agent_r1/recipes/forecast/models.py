@@ -170,13 +170,13 @@ def _two_levels(values: Values, at: int) -> Values:
 
 
 def _explained(values: Values, by: Values) -> float:
-    """The share of variance."""
+    """Return the share of the variance of `values` that `by` explains."""
     variance = values.var()
     return float(max(0.0, 1 - (values - by).var() / variance)) if variance > 0 else 0.0
 
 
 def _autocorrelation(values: Values) -> float:
-    """At a lag of one."""
+    """Return the autocorrelation at a lag of one."""
     centred = values - values.mean()
     total = float((centred**2).sum())
     return float((centred[1:] * centred[:-1]).sum()) / total if total > 0 else 0.0

@@ -33,7 +33,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A search for a text, or the expansion of a number."""
+    """A search for a text, or the expansion of a paper by its number."""
 
     of: str | int
 
@@ -44,7 +44,7 @@ class Call:
 
 
 class Visit:
-    """One episode of an agent, without an environment: the same list with the same numbers."""
+    """Play one episode without an environment; the list and its numbers are the same as with one."""
 
     def __init__(self, question: str, library: LocalPapers) -> None:
         self.question, self.said = question, list[str]()

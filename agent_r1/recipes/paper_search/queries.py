@@ -59,7 +59,7 @@ class Query:
 
     @property
     def digest(self) -> str:
-        """Hash the text, independently of machine and order. Questions are ordered by it."""
+        """Hash the text, independently of machine and order. It sets the order of questions."""
         return _hash(self.text)
 
 

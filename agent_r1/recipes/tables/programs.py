@@ -29,8 +29,8 @@ class Kind(StrEnum):
     MIN = "min"
     FIRST = "first"  # the target of the row with the smallest `by`
     LAST = "last"  # with the largest
-    COMMON = "common"  # the target that most rows have
-    RARE = "rare"  # or the fewest
+    COMMON = "common"  # the most frequent target
+    RARE = "rare"  # the least frequent one
     NEXT = "next"  # the target of the row below the first that fits
     PREVIOUS = "previous"
     DIFFERENCE = "difference"  # of `by`, between the rows of two conditions

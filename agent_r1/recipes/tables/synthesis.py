@@ -1,7 +1,7 @@
 """Find programs that a question may mean, by words that it shares with columns, cells and typical operations.
 
 `candidates` orders them by how much of the question they explain. `synthesize` returns the first one that gives the
-known answer; demonstrations are made of these. `guess` returns the best one without knowing the answer: a scripted
+known answer, for demonstrations. `guess` returns the best one without knowing the answer: a scripted
 agent, which a trained one has to beat.
 """
 

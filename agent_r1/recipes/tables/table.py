@@ -135,14 +135,14 @@ def _is_free(name: str) -> bool:
 
 
 def _numbers(column: Sequence[str]) -> list[Cell] | None:
-    """The column as numbers, with None for cells that say nothing; None if it holds anything else."""
+    """Return the column as numbers, with None for empty cells; None if a cell is neither."""
     cells = [read_cell(cell) for cell in column]
     is_number = any(cell is not None for cell in cells) and not any(isinstance(cell, str) for cell in cells)
     return cells if is_number else None
 
 
 def read_cell(text: str) -> Cell:
-    """A number if the text is only that, None if it says nothing. `007` and `1e5` are texts."""
+    """Return a number if the text is one, None if it stands for no value. `007` and `1e5` are texts."""
     if text.lower() in _NOTHING:
         return None
     if not _NUMBER.fullmatch(text):

@@ -92,7 +92,7 @@ def parts_of(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def tool_term(step: int, *, turns: int, good_calls: int) -> float:
-    """Reward calls that succeed and few turns, less and less as training goes on."""
+    """Reward successful calls and few turns; the reward shrinks as training goes on."""
     return math.exp(-DECAY * step) * (SUCCESS * (good_calls > 0) - TURN_COST * turns**2)
 
 
@@ -101,14 +101,19 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     return _demos(count, seed, path, python=False)
 
 
+def dev_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """The same without the questions of the split `dev`, for runs that are evaluated on it."""
+    return _demos(count, seed, path, python=False, split="dev_train")
+
+
 def python_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     """The same for the sandbox; programs that order dates are left out."""
     return _demos(count, seed, path, python=True)
 
 
-def _demos(count: int, seed: int, path: str | None, *, python: bool) -> list[Demo]:
+def _demos(count: int, seed: int, path: str | None, *, python: bool, split: str = "train") -> list[Demo]:
     read = opened(data_folder(FOLDER, path))
-    asked = questions("train", read)
+    asked = questions(split, read)
     random.Random(f"demos:{seed}").shuffle(asked)
     tables: dict[str, Table] = {}
     shown: list[Demo] = []

@@ -29,8 +29,8 @@ def run_view(
         from agent_r1.serve.view.export import export_page
 
         kept = export_page(library, export, episodes=episodes)
-        size = f"{kept['bytes'] / 1e6:.1f} MB"
-        _say(console, f"{shown(export)}: {kept['runs']} runs, {kept['episodes']} of {kept['total']} episodes, {size}")
+        runs, size = f"{kept['runs']} run{'s' * (kept['runs'] != 1)}", f"{kept['bytes'] / 1e6:.1f} MB"
+        _say(console, f"{shown(export)}: {runs}, {kept['episodes']} of {kept['total']} episodes, {size}")
         return
 
     from agent_r1.serve.listening import is_loopback
