@@ -171,7 +171,8 @@ def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> 
 
 def warm_start_key(config: RunConfig, base: str | Path) -> str:
     """Hash everything the warm start depends on: model, template, examples, task, optimizer, seed and code."""
-    template, imitated = config.model.chat_template, config.sft.trajectories
+    template, imitated, rollout = config.model.chat_template, config.sft.trajectories, config.rollout
+    role_limits = {name: role.max_response_tokens for name, role in rollout.roles.items() if role.max_response_tokens}
     return digest(
         folder_digest(Path(base)) if Path(base).is_dir() else str(base),
         recipe_path(template, recipe=config.recipe).read_text(encoding="utf-8") if template is not None else None,
@@ -184,7 +185,8 @@ def warm_start_key(config: RunConfig, base: str | Path) -> str:
         folder_digest(trajectories_of(imitated)) if imitated is not None else None,
         config.task.model_dump(include={"flow", "env", "env_kwargs", "tools", "tool_kwargs"}),
         config.context.model_dump(exclude_none=True),
-        config.rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
+        rollout.model_dump(include={"max_steps", "max_response_tokens", "max_context_tokens"}),
+        *([role_limits] if role_limits else []),
         config.seed,
         _start_digest(config),
     )

@@ -127,7 +127,9 @@ def assign_credit(
     batches, places = _split_roles(kept)
     own_values = values and [Values(per_token=[values[n].per_token[k] for k in steps]) for n, steps in places]
     own_kl = kl and [[kl[n][k] for k in steps] for n, steps in places]
-    return _join_roles(attempts_of(kept), places, _credit_batches(batches, algorithm, shaper, own_values, own_kl))
+    attempts = attempts_of(kept)
+    parts = _credit_batches(batches, algorithm, shaper, own_values, own_kl, num_attempts=len(attempts))
+    return _join_roles(attempts, places, parts)
 
 
 Place = tuple[int, list[int]]  # the position of an attempt, and which of its steps
@@ -177,6 +179,8 @@ def _credit_batches(
     shaper: RewardShaper,
     values: Sequence[Values] | None,
     kl: Sequence[PerToken] | None,
+    *,
+    num_attempts: int | None = None,  # if the trajectories are parts of them
 ) -> list[CreditedTrajectory]:
     """Place the rewards of all batches together, and credit each batch on its own."""
     groups = list(chain.from_iterable(batches))
@@ -184,7 +188,8 @@ def _credit_batches(
     greedy = _greedy_attempts(groups) if algorithm.needs_greedy else {}
     # Greedy attempts share the scale of the rewards, but get no KL penalty: they were not sampled.
     before_kl = shaper.place([*attempts, *greedy.values()])
-    rewards = shaper.penalize(before_kl, None if kl is None else [*kl, *[None] * len(greedy)])
+    all_kl = None if kl is None else [*kl, *[None] * len(greedy)]
+    rewards = shaper.penalize(before_kl, all_kl, num_attempts=num_attempts)
     baselines = dict(zip(greedy, map(total, rewards[len(attempts) :]), strict=True))
     scored = iter(
         [

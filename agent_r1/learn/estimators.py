@@ -112,8 +112,9 @@ def anchored_return(
     `anchor` says what a state is: the exact prompt, or only the latest observation, for environments in which different
     histories lead to the same place. For the latter an environment can name the state in which an action was taken, as
     `info["anchor"]` of its transition. Without a name or an observation (the first step, an environment without
-    feedback), and for summaries, the state is the prompt. The same holds for roles, because the latest observation may
-    be another role's. Steps are compared only with steps of the same role, and summaries only with summaries.
+    feedback), and for summaries, the state is the prompt. The same holds in episodes with roles, where the latest
+    observation may be another role's. Steps are compared only with steps of the same role, and summaries only with
+    summaries.
     """
     items = _flatten(groups)
     returns_N = torch.cat([_discounted_return(item, "step", gamma) for item in items])
@@ -146,7 +147,7 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
     steps = item.trajectory.steps
     observation = ""
     if anchor == "observation" and not steps[k].is_summary:
-        seen = "" if steps[k].role else _answer_to_last_action(item.trajectory, k)
+        seen = "" if any(step.role for step in steps) else _answer_to_last_action(item.trajectory, k)
         observation = str(steps[k].info.get("anchor", seen))
     return observation or tuple(steps[k].prompt_ids)
 

@@ -147,11 +147,13 @@ class RewardShaper:
             for trajectory, placed in zip(batch, process, strict=True)
         ]
 
-    def penalize(self, rewards: list[PerToken], kl: Sequence[PerToken | None] | None) -> list[PerToken]:
+    def penalize(
+        self, rewards: list[PerToken], kl: Sequence[PerToken | None] | None, *, num_attempts: int | None = None
+    ) -> list[PerToken]:
         """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
         `kl` is log pi - log reference of every response token, or None for a trajectory that was not sampled from pi (a
-        greedy one).
+        greedy one). `num_attempts` is the number of trajectories, if the others are the parts of their roles.
         """
         if (kl is None) != (self.kl is None):
             raise ValueError("pass `kl` if and only if the KL is in the reward")
@@ -165,7 +167,7 @@ class RewardShaper:
         flat = [value for ratios in sampled for step in ratios for value in step]
         mean = sum(flat) / max(1, len(flat))
         self.metrics |= {"reward_kl": mean, "reward_kl_coef": self.kl.coef}
-        self.kl.adapt(mean, len(sampled))
+        self.kl.adapt(mean, len(sampled) if num_attempts is None else num_attempts)
         return penalized
 
     def earned(self, trajectory: Trajectory) -> tuple[float, ...]:
@@ -196,7 +198,8 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
     compared = [valid]
     if shaper.by_role:
         roles = {role for trajectory in valid for role in trajectory.roles}
-        compared = [[part_of(each, role) for each in valid if role in each.roles] for role in roles]
+        parts = [[part_of(each, role) for each in valid] for role in roles]
+        compared = [[part for part in own if part.num_response_tokens] for own in parts]  # of those who acted
     return all(
         differ_by_rounding(min(part), max(part))
         for attempts in compared

@@ -34,7 +34,7 @@ _SETTINGS = {
     "task": ("success_reward", "reward", "reward_seconds", "flow", "env", "env_kwargs", "tools", "tool_kwargs"),
     "model": ("chat_template", "template_kwargs", "dtype"),
 }
-_ABSENT_IF_NONE = ("context", "workers")
+_ABSENT_IF_NONE = ("context", "workers", "roles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,9 @@ class Subject:
             settings["dtype"] = dtype
         if (workers := run["task"].get("workers")) is not None:  # the limits matter, not how many there are
             settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
+        limits = {name: role.get("max_response_tokens") for name, role in run["rollout"].get("roles", {}).items()}
+        if any(limits.values()):  # their temperatures apply in training only
+            settings["roles"] = {name: {"max_response_tokens": limit} for name, limit in limits.items() if limit}
         context = run.get("context", {"policy": "append"})
         # Defaults are absent, so that older records compare equal.
         shown = {name: value for name, value in context.items() if name != "demo_summary"}

@@ -73,8 +73,7 @@ class DemoPlayer:
             raise DataError(f"{name} failed when played: {trajectory.error}")
         actions = sum(not step.is_summary for step in trajectory.steps)
         if stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts)):
-            limit = episode.limit_setting
-            return _TooLong(row_id=row.row_id, limit=f"rollout.{limit} is {getattr(episode.limits, limit)}")
+            return _TooLong(row_id=row.row_id, limit=_reached(episode, collector))
         if actions != len(texts):
             raise DataError(
                 f"{name} has {len(texts)} texts but its episode ended after {actions} steps with "
@@ -104,6 +103,15 @@ class _TooLong:
 
     row_id: str
     limit: str
+
+
+def _reached(episode: Episode, collector: Collector) -> str:
+    """Name the setting that an episode has reached: a role may have a limit of its own."""
+    name = episode.limit_setting
+    own = collector.role_sampling.get(episode.steps[-1].role) if episode.steps else None
+    if own is None or name != "max_response_tokens" or own.max_tokens == collector.sampling.max_tokens:
+        return f"rollout.{name} is {getattr(episode.limits, name)}"
+    return f"rollout.roles.{episode.steps[-1].role}.{name} is {own.max_tokens}"
 
 
 def _failed_calls(trajectory: Trajectory) -> list[ToolCallRecord]:

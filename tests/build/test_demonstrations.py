@@ -64,6 +64,11 @@ def test_demonstrations_that_exceed_the_context_do_not_fit() -> None:
         played("sft.count=1", f"rollout.max_context_tokens={needed - 1}")
 
 
+def test_demonstrations_that_exceed_the_limit_of_a_role_name_it() -> None:
+    with pytest.raises(DataError, match=r"2 of 2 .* rollout\.roles\.planner\.max_response_tokens is 2\."):
+        played("sft.count=2", "rollout.roles.planner.max_response_tokens=2", recipe="planner_worker")
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [

@@ -180,8 +180,14 @@ def test_what_a_warm_start_depends_on_changes_its_key() -> None:
     keys = {warm_start_key(mini(*o), base) for o in ((), ADAPTERS, ("model.dtype=bfloat16",))}
     keys |= {warm_start_key(mini(*o), base) for o in (("model.fp32_head=true",), ("learner.adam_eps=1e-5",))}
     keys.add(warm_start_key(mini("learner.optimizer_state=8bit"), base))
-    assert len(keys) == 6
-    unrelated = mini("learner.activation_checkpointing=true", "trainer.deterministic=true")
+    keys.add(warm_start_key(mini("rollout.roles={critic: {max_response_tokens: 8}}"), base))
+    keys.add(warm_start_key(mini("rollout.roles={critic: {max_response_tokens: 9}}"), base))
+    assert len(keys) == 8
+    unrelated = mini(
+        "rollout.roles={critic: {temperature: 2}}",
+        "learner.activation_checkpointing=true",
+        "trainer.deterministic=true",
+    )
     assert warm_start_key(unrelated, base) == warm_start_key(mini(), base)
 
 

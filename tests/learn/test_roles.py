@@ -154,6 +154,12 @@ def test_gigpo_does_not_take_the_answer_to_another_role_for_a_state() -> None:
 
     got = credit(group(attempt(8, 1.0), attempt(9, 0.0)), name="gigpo", scale="none", by_role=False)
     assert got == [about([1.0], [0.5]), about([-1.0], [-0.5])]  # the planners share a state
+    # Nor if the other one has no name.
+    unnamed = [
+        replace(each, steps=[each.steps[0], replace(each.steps[1], role="")])
+        for each in (attempt(8, 1.0), attempt(9, 0.0))
+    ]
+    assert credit(group(*unnamed), name="gigpo", scale="none", by_role=False) == got
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"remax"}))
@@ -175,6 +181,14 @@ def test_a_kl_in_the_reward_is_paid_by_the_role_whose_tokens_differ() -> None:
     assert got.advantages == about([1.2], [1.05, 1.05], [1.0])
 
 
+def test_a_coefficient_of_the_kl_adapts_to_attempts_however_many_roles_they_have() -> None:
+    # A KL of 5 / 4 per token is 0.25 above the target, clipped to 0.2; one trajectory of a horizon of 10.
+    for by_role in (False, True):
+        shaper = RewardShaper(by_role=by_role, kl=KLInReward(coef=0.1, target=1.0, horizon=10))
+        assign_credit([group(MIXED)], get_algorithm("reinforce"), shaper=shaper, kl=[[[3.0], [1.0, 1.0], [0.0]]])
+        assert shaper.state_dict()["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 / 10))
+
+
 def test_a_group_is_uniform_only_if_it_is_for_every_role() -> None:
     # The episodes earn 1.5 each, but their roles do not.
     one = played("a", [("plan", 1, 0.5), ("work", 1, 0.0)], 1.0)
@@ -183,6 +197,9 @@ def test_a_group_is_uniform_only_if_it_is_for_every_role() -> None:
     assert is_uniform(group(one, two))
     assert not is_uniform(group(one, two), by_role)
     assert is_uniform(group(one, one), by_role)
+    # A role that said nothing earned nothing, and is not compared.
+    silent = played("c", [("plan", 1, 0.5), ("work", 0, 0.0)], 1.0)
+    assert is_uniform(group(one, silent), by_role)
     assert trainable([group(one, two)], dapo) == []
     assert len(trainable([group(one, two)], dapo, by_role)) == 1
 

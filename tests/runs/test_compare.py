@@ -182,6 +182,15 @@ def test_workers_limit_episodes_too_but_their_number_does_not_matter() -> None:
     assert settings(processes=2) == settings(processes=4) != settings(processes=2, step_seconds=1)
 
 
+def test_limits_of_roles_make_another_evaluation_but_their_temperatures_do_not() -> None:
+    def settings(**roles: Mapping[str, float]) -> Mapping[str, object]:
+        config = parse_config(SETTINGS | {"rollout": {**SETTINGS["rollout"], "roles": roles}})
+        return Subject.of(config.model_dump(mode="json"), model="m", panel="p").settings
+
+    assert settings() == settings(critic={"temperature": 2.0})
+    assert settings() != settings(critic={"max_response_tokens": 8}) != settings(critic={"max_response_tokens": 9})
+
+
 def test_what_one_side_does_not_say_is_no_known_difference(run: RunDir, tmp_path: Path) -> None:
     rewards = {f"r{i:02d}": float(i < 14) for i in range(20)}
     panel = panel_hash([row(name) for name in rewards])
