@@ -41,6 +41,7 @@ TASKS = (
     Task(recipe="quickstart", what="looks two people up and adds their coins", file="quickstart"),
     Task(recipe="vision_quickstart", what="finds two marked cards in a picture", file="vision_quickstart"),
     Task(recipe="forecast", what="chooses a forecasting model for a series with tools", file="forecast"),
+    Task(recipe="gridworld", what="crosses a frozen lake that only pictures show", file="gridworld"),
     Task(recipe="gsm8k", what="solves school mathematics in one step", file="gsm8k"),
     Task(recipe="gsm8k_tool", what="solves school mathematics with a calculator", file="gsm8k_tool"),
     Task(recipe="retool/gsm8k", what="solves school mathematics by writing Python in a sandbox", file="retool-gsm8k"),

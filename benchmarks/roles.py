@@ -6,7 +6,7 @@
 
 The runs start with an empty cache, so they make and warm-start their model. What a role did right is a part of the
 reward: `right_plan` and `carried_out` of planner and worker, `offered` and `chosen` of drafter and critic. `offered`
-says that a right and a different draft were there; `chosen`, divided by it, that the critic then took a right one.
+says that a right and a wrong draft were there; `chosen`, divided by it, that the critic then took a right one.
 """
 
 from __future__ import annotations

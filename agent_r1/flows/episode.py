@@ -322,6 +322,8 @@ class Episode:
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.
         """
+        if self._closed:  # the steps are those of a trajectory now, which may be scored already
+            raise RuntimeError("episode.observe was called after the episode had ended")
         place = -1 if to is None else self.position(to.number)
         last = self.steps[place]
 

@@ -224,6 +224,17 @@ def test_records_without_id_or_title_and_withheld_lists_are_passed_over() -> Non
         ask(address, lambda service: service.expand(Paper(paper_id="1", title="x"), 5))
 
 
+def test_a_service_that_sends_too_much_or_unusable_ids_costs_nothing_but_these_papers() -> None:
+    records = [{"paperId": paper_id, "title": "x" * 5000} for paper_id in ("\ud800", "1" * 70_000, "a", "b", "c", "d")]
+    with canned(EMPTY, Canned(body=json.dumps({"data": records}).encode())) as (address, _):
+        found = ask(address, lambda service: service.search("a", 2))
+    assert [(each.paper_id, each.title) for each in found] == [("a", "x" * 1000), ("b", "x" * 1000)]
+    similar = Canned(body=json.dumps({"recommendedPapers": records}).encode())
+    with canned(EMPTY, EMPTY, EMPTY, similar) as (address, _):
+        related = ask(address, lambda service: service.expand(Paper(paper_id="1", title="x"), 3))
+    assert [each.paper_id for each in related.papers] == ["a", "b", "c"]
+
+
 def test_the_key_is_sent_and_ids_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAPER_KEY", "secret")
     with canned(EMPTY, body("x")) as (address, service), pytest.raises(SourceError):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from agent_r1.build.start import load_demos
 from agent_r1.build.task import build_task
 from agent_r1.config import load_config
 from agent_r1.envs.check import check_env
@@ -399,6 +400,7 @@ def test_demonstrations_answer_training_questions(tmp_path: Path) -> None:
         assert score(row, texts, SqlTool())["accuracy"] == 1.0
     assert [row.row_id for row, _ in task.demos(10, 0, path)] == ["demo-nt-0"]
     assert [row.row_id for row, _ in task.python_demos(10, 0, path)] == ["demo-nt-0"]
+    assert [row.row_id for row, _ in task.dev_demos(10, 0, path)] == ["demo-nt-0"]
     nothing = {"data/training.tsv": f"{HEADER}nt-0\twhy?\tcsv/1-csv/0.csv\tbecause\n"}
     other = str(write_clone(tmp_path / "other", nothing))
     with pytest.raises(DataError, match="no program answers any of 1 questions"):
@@ -416,6 +418,22 @@ def test_python_demonstrations_earn_the_reward_in_the_sandbox() -> None:
 def test_every_preset_builds_with_a_local_copy(preset: str, tmp_path: Path) -> None:
     built = build_task(load_config(preset, [f"data.path={write_clone(tmp_path)}"]))
     assert [row.row_id for row in built.train_rows()] == ["nt-0", "nt-1"]
+
+
+@pytest.mark.parametrize("preset", ["tables/dev", "tables/steppo+dev"])
+def test_runs_that_are_evaluated_on_dev_neither_train_nor_start_on_its_questions(preset: str, tmp_path: Path) -> None:
+    same = {"data/random-split-1-train.tsv": FILES["data/training.tsv"].rpartition("nt-1")[0]}
+    same["data/random-split-1-dev.tsv"] = f"{HEADER}nt-1\thow many teams are there?\tcsv/1-csv/0.csv\t3\n"
+    same["data/training.tsv"] = (
+        same["data/random-split-1-train.tsv"] + same["data/random-split-1-dev.tsv"].split("\n")[1]
+    )
+    config = load_config(preset, [f"data.path={write_clone(tmp_path, same)}"])
+    built = build_task(config)
+    asked = [row.row_id for row in built.train_rows()] + [row.row_id for row, _ in load_demos(config)]
+    assert asked == ["nt-0", "demo-nt-0"]
+    [held_out] = built.test_rows()
+    assert held_out.row_id == "nt-1"
+    assert {row.row_id for row, _ in task.demos(10, 0, config.data.path)} == {"demo-nt-0", "demo-nt-1"}  # has both
 
 
 # The real data

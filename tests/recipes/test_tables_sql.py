@@ -17,6 +17,7 @@ from agent_r1.envs.check import check_tool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.replay import replay
+from agent_r1.recipes.tables import sql
 from agent_r1.recipes.tables.sandbox import setup
 from agent_r1.recipes.tables.sql import Database, QueryError, SqlTool, iso_date
 from agent_r1.recipes.tables.table import (
@@ -219,6 +220,27 @@ def test_of_a_million_rows_only_the_first_are_read() -> None:
     found = large.select("SELECT a.n, b.n FROM t a, t b", max_rows=3)  # a million rows
     assert found.is_cut
     assert found.rows == [(0, 0), (0, 1), (0, 2)]
+    large.close()
+
+
+def test_a_result_of_many_long_texts_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    monkeypatch.setattr(sql, "first_number", lambda value: read.append(value))
+    large = Database(LARGE, seconds=60)
+    long = f"SELECT replace(hex('{'a' * 100}'), '6', '{'a' * 400}') s"
+    with pytest.raises(QueryError, match="more than 1,000,000 characters"):
+        large.select(f"WITH long AS ({long}) SELECT num(n), {', '.join('s' * 100)} FROM long, t", max_rows=20)
+    assert len(read) <= 2  # rows; each has four million characters
+    large.close()
+
+
+def test_slow_functions_cannot_delay_the_end_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+    monkeypatch.setattr(sql, "first_number", lambda value: calls.append(value))
+    large = Database(LARGE, seconds=1e-9)
+    with pytest.raises(QueryError, match="was stopped"):
+        large.select("SELECT sum(num(n)) FROM t", max_rows=1)
+    assert len(calls) <= 20
     large.close()
 
 

@@ -15,7 +15,7 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.flows import episode as episode_module
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
-from agent_r1.types import Observation, StopReason, TaskRow, Trajectory
+from agent_r1.types import Observation, StopReason, TaskRow, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 from tests.engines.engine_sides import both, make_engine
 from tests.engines.tiny_models import tiny
@@ -136,3 +136,29 @@ def test_new_weights_can_be_loaded_after_a_call_was_left_behind(side: dict[str, 
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_an_answer_that_comes_after_the_episode_does_not_change_its_trajectory() -> None:
+    late: list[asyncio.Task[None]] = []
+
+    async def main() -> Trajectory:
+        is_over = asyncio.Event()
+
+        class Leaves(AgentFlowBase):
+            async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+                await episode.act(Observation(messages=row.prompt))
+                late.append(asyncio.create_task(self.answer(episode)))
+                return StopReason.ANSWERED
+
+            async def answer(self, episode: Episode) -> None:
+                await is_over.wait()
+                episode.observe(Transition(terminated=True, reward=5.0, feedback="late"))
+
+        [group] = await collector(["x"], make_flow=lambda _: Leaves(no_env))([row()], seed=0)
+        is_over.set()
+        await asyncio.wait(late)
+        return group.trajectories[0]
+
+    [step] = asyncio.run(main()).steps
+    assert (step.reward, step.feedback) == (0.0, "")
+    assert "after the episode had ended" in str(late[0].exception())

@@ -39,8 +39,8 @@ def asked(row: TaskRow, drafts: list[str]) -> list[Message]:
 
 
 def is_offered(row: TaskRow, drafts: list[str]) -> bool:
-    """Whether the drafts differ and one of them is right."""
-    return drafts[0] != drafts[1] and any(is_right(row, drafts, draft) for draft in drafts)
+    """Whether one of the drafts is right and the other is not; with "A + B" and "B + A" there is no choice."""
+    return is_right(row, drafts, drafts[0]) != is_right(row, drafts, drafts[1])
 
 
 def is_right(row: TaskRow, drafts: list[str], choice: str) -> bool:

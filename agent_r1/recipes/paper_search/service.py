@@ -35,6 +35,7 @@ FIELDS = "paperId,title,abstract,year,venue,authors"
 BUSY = (408, 429, 500, 502, 503, 504)
 MAX_BODY_BYTES = 8_000_000
 MAX_REPLY_CHARS = 120  # of the service's words in an error
+MAX_ID_CHARS, MAX_TITLE_CHARS = 200, 1000  # titles stand in prompts; the longest one of the Anthology has 818
 CITED, SIMILAR = "cites or is cited by it", "no citations known: recommended by the service"
 
 Json = Mapping[str, Any]
@@ -98,7 +99,7 @@ class ServicePapers(PaperSource):
 
     async def search(self, query: str, limit: int) -> Sequence[Paper]:
         found = await self._get(f"{self.url}/paper/search", query=query, limit=limit)
-        return _papers(_records(found, "data"))
+        return _papers(_records(found, "data"))[:limit]
 
     async def expand(self, paper: Paper, limit: int) -> Related:
         place = f"{self.url}/paper/{quote(paper.paper_id, safe='')}"
@@ -112,7 +113,8 @@ class ServicePapers(PaperSource):
             return Related(papers=papers[:limit], how=CITED)
         root = self.url.removesuffix(GRAPH)
         place = f"{root}/recommendations/v1/papers/forpaper/{quote(paper.paper_id, safe='')}"
-        return Related(papers=_papers(_records(await self._get(place, limit=limit), "recommendedPapers")), how=SIMILAR)
+        similar = _papers(_records(await self._get(place, limit=limit), "recommendedPapers"))
+        return Related(papers=similar[:limit], how=SIMILAR)
 
     async def _get(self, place: str, **parameters: str | int) -> Json:
         """Return the answer to one request: cached, of the same request that is under way, or new."""
@@ -216,13 +218,15 @@ def _paper(record: Any) -> Paper | None:
     if not isinstance(record, dict):
         return None
     paper_id, title, year = record.get("paperId"), record.get("title"), record.get("year")
-    if not (isinstance(paper_id, str) and paper_id and _line(title)):
+    if not (isinstance(paper_id, str) and 0 < len(paper_id) <= MAX_ID_CHARS and _line(title)):
+        return None
+    if sanitize(paper_id) != paper_id:  # half of a surrogate pair cannot stand in an address
         return None
     authors = record.get("authors")
     names = [each.get("name") for each in authors if isinstance(each, dict)] if isinstance(authors, list) else []
     return Paper(
         paper_id=paper_id,
-        title=_line(title),
+        title=_line(title)[:MAX_TITLE_CHARS],
         abstract=_line(record.get("abstract")),
         year=year if isinstance(year, int) else None,
         authors=tuple(_line(name) for name in names),

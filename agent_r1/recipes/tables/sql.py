@@ -51,7 +51,8 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH: 1,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
-STEPS_PER_LOOK = 1000  # instructions of SQLite between looks at the clock
+STEPS_PER_LOOK = 50  # instructions of SQLite between looks at the clock; one of them may take a tenth of a second
+MAX_RESULT_CHARS = 1_000_000  # that are read, because Python's memory for them is beyond the limits above
 FAULTS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)  # of a query; ValueError: characters that are none
 ADVICE = {
     "to use function": "this function is not available",
@@ -107,7 +108,7 @@ class Database:
                     cursor.execute(query)
                     if cursor.description is None:
                         raise QueryError("there is no query. Write SELECT ...")
-                    rows = cursor.fetchmany(max_rows + 1)
+                    rows = _read(cursor, max_rows + 1)
                     names = tuple(str(column[0]) for column in cursor.description)
             except FAULTS as error:
                 raise QueryError(self._explain(error)) from error
@@ -131,6 +132,17 @@ class Database:
             return f"{text}. Columns: {', '.join(self._columns)}"
         advice = next((advice for part, advice in ADVICE.items() if part in text), None)
         return text if advice is None else f"{text}: {advice}"
+
+
+def _read(cursor: sqlite3.Cursor, max_rows: int) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = []
+    size = 0
+    while len(rows) < max_rows and (row := cursor.fetchone()) is not None:
+        size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
+        if size > MAX_RESULT_CHARS:
+            raise QueryError(f"the result has more than {MAX_RESULT_CHARS:,} characters. Select fewer columns or rows")
+        rows.append(row)
+    return rows
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, inner: str | None) -> int:

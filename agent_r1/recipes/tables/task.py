@@ -101,14 +101,19 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     return _demos(count, seed, path, python=False)
 
 
+def dev_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
+    """The same without the questions of the split `dev`, for runs that are evaluated on it."""
+    return _demos(count, seed, path, python=False, split="dev_train")
+
+
 def python_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
     """The same for the sandbox; programs that order dates are left out."""
     return _demos(count, seed, path, python=True)
 
 
-def _demos(count: int, seed: int, path: str | None, *, python: bool) -> list[Demo]:
+def _demos(count: int, seed: int, path: str | None, *, python: bool, split: str = "train") -> list[Demo]:
     read = opened(data_folder(FOLDER, path))
-    asked = questions("train", read)
+    asked = questions(split, read)
     random.Random(f"demos:{seed}").shuffle(asked)
     tables: dict[str, Table] = {}
     shown: list[Demo] = []
