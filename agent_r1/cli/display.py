@@ -196,7 +196,7 @@ def transcript_panel(group: EpisodeGroup, trajectory: Trajectory) -> Panel:
         style = "bold yellow" if speaker in ("tool", "env") else "bold green"
         table.add_row(Text(speaker, style=style), Text(visible(shorten(text))))
     actions = sum(not step.is_summary for step in trajectory.steps)
-    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} steps"
+    verdict = f"reward {trajectory.total_reward:g}, {trajectory.stop.value}, {actions} step{'s' * (actions != 1)}"
     return Panel(table, title=Text(visible(f"episode {trajectory.row_id}")), subtitle=verdict, title_align="left")
 
 

@@ -64,6 +64,8 @@ def _same_value(kind: str, value: Any) -> str:
         return f"; write {value:.0f}"
     if kind == "bool_type" and isinstance(value, int) and value in (0, 1):
         return f"; write {_spell(bool(value))}"
+    if kind == "list_type" and isinstance(value, str) and value.isidentifier():
+        return f"; write [{value}]"
     if kind not in ("int_type", "float_type", "bool_type") or not isinstance(value, str):
         return ""
     if value == "None":

@@ -105,6 +105,7 @@ def test_a_number_that_cannot_be_meant_is_refused(recipe: str, override: str, me
         ("algorithm.kl_horizon=1e4", "algorithm.kl_horizon=10000.0: input should be a valid integer; write 10000"),
         ("trainer.deterministic=1", "trainer.deterministic=1: input should be a valid boolean; write true"),
         ("engine.compile=0", "engine.compile=0: input should be a valid boolean; write false"),
+        ("track=wandb", "track='wandb': input should be a valid list; write [wandb]"),
         ("trainer.deterministic=2", "trainer.deterministic=2: input should be a valid boolean"),
         (
             "rollout.group_size='8'",

@@ -191,7 +191,7 @@ def test_a_folder_that_is_not_an_index_is_never_overwritten(tmp_path: Path) -> N
     (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="choose another folder"):
         build(tmp_path)
-    with pytest.raises(ConfigError, match="agent-r1 search build"):
+    with pytest.raises(ConfigError, match=r"agent-r1 search build .*; the index of a recipe .*: agent-r1 data recipe"):
         Index.open(tmp_path)
 
 

@@ -184,7 +184,7 @@ def test_a_run_out_of_minutes_is_evaluated_and_saved_and_resumes_exactly(finishe
     screen = Console(record=True, width=200, file=io.StringIO())
     outcome = run_training(config, build_plan(config), RunDir.create(tmp_path / "run", config), screen, resume=False)
     run = outcome.run
-    assert "in 1 steps; this took" in (said := screen.export_text())
+    assert "in 1 step; this took" in (said := screen.export_text())
     assert f"train --resume {run.path} (trainer.max_minutes" in said
     assert outcome.after["step"] == latest_checkpoint(run.checkpoints)[0] == 1
     for step in (2, 3, 4):  # each command has its own minutes

@@ -272,7 +272,7 @@ def _conclude(
     plot_curve(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
     if last is not None:
         console.print(_example(last, config.task.success_reward))
-    went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} steps"
+    went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} step{'s' * (steps != 1)}"
     if before.get("panel") != after.get("panel"):  # never compare numbers of different rows
         went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than before"
     console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)

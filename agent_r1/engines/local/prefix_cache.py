@@ -76,7 +76,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
 
 
 def own_prefix(request: Request, idle: Idle) -> int:
-    """How many cached tokens of its session the request begins with. Compared only once per cache."""
+    """Count the leading tokens of the request that its session has cached; each cache is compared once."""
     if request.compared[0] is not idle.tokens:
         request.compared = idle.tokens, common_prefix(idle.tokens, request.tokens)
     return min(request.compared[1], len(idle.tokens) - 1)

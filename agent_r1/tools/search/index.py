@@ -69,7 +69,8 @@ class Manifest:
         path = directory / MANIFEST
         rebuild = f"Build it: agent-r1 search build CORPUS --to {directory}"
         if not path.is_file():
-            raise ConfigError(f"{directory} is not a search index: it has no {MANIFEST}. {rebuild}")
+            recipes = "; the index of a recipe comes with its data: agent-r1 data recipe NAME"
+            raise ConfigError(f"{directory} is not a search index: it has no {MANIFEST}. {rebuild}{recipes}")
         try:
             manifest = TypeAdapter(cls).validate_json(path.read_bytes())
         except ValidationError as error:
