@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from agent_r1.config import RECIPES
 from agent_r1.recipes.forecast import synthetic, task
-from benchmarks.forecast import measure, policies, table
+from benchmarks.forecast import OUT, measure, policies, table
 
 
 def test_the_baseline_earns_a_half_and_hindsight_is_not_beaten() -> None:
@@ -23,3 +26,10 @@ def test_the_baseline_earns_a_half_and_hindsight_is_not_beaten() -> None:
 def test_lines_without_noise_are_found_on_the_holdout_window() -> None:
     found = measure(synthetic.rows("test", 3), policies()["smallest hold-out error"], 1.0)
     assert (found["success"], found["reward"], found["mase"], found["rows"]) == (1.0, 1.0, 0.0, 3)
+
+
+def test_the_page_shows_the_recorded_scores() -> None:
+    recorded = json.loads(OUT.read_text(encoding="utf-8"))
+    page = (RECIPES / "forecast" / "README.md").read_text(encoding="utf-8")
+    assert table(recorded["results"]) in page
+    assert recorded["commit"] in page
