@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from agent_r1.engines.vllm.server_process import NEW, ServerProcess, free_ports, installed_version, read_version
+from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, free_ports, installed_version, read_version
 from agent_r1.engines.vllm.vllm_server import Server, Wanted
 from agent_r1.errors import ConfigError
 from agent_r1.ranks.rank_env import place_of_rank
@@ -84,7 +84,7 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     weights: SentWeights
     if adapters is not None:
         weights = SharedAdapters(weights_dir, shape=adapters, **own)
-    elif uses_ipc(transfer, starting, gpu_number(device, os.environ)):
+    elif uses_ipc(transfer, starting, gpu_number(device, os.environ), version):
         weights = GpuWeights(weights_dir, device=device, **own)
     else:
         weights = SharedWeights(weights_dir, **own)
@@ -150,7 +150,7 @@ def gpu_number(device: torch.device, environment: Mapping[str, str]) -> int | No
     return int(names[index]) if index < len(names) and names[index].strip().isdigit() else None
 
 
-def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | None) -> bool:
+def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | None, version: tuple[int, int]) -> bool:
     """Whether a rank sends weights without a file: it has one server, on one GPU, which is its learner's."""
     possible = learner is not None and [list(gpus) for gpus in servers] == [[learner]]
     if transfer == "ipc" and not possible:
@@ -159,7 +159,9 @@ def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | Non
             f"{'not known' if learner is None else learner} and the servers' are {servers}: set engine.gpus to the "
             "learners' GPUs, or leave engine.transfer out"
         )
-    return transfer != "file" and possible
+    if transfer == "auto":
+        return possible and version > OLD  # which reads memory only if ray is installed too
+    return transfer == "ipc"
 
 
 def score_response(network: Any, prompt: list[int], response: list[int]) -> list[float]:
