@@ -94,9 +94,6 @@ def _check_vllm(engine: VLLMEngineConfig) -> None:
         "servers": engine.servers and (gpus or engine.urls) and "is the number of servers on a CPU: leave it out",
         f"gpus={gpus}": (len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus))
         and f"cannot be divided into servers of {size} different GPUs (engine.tensor_parallel)",
-        "transfer=ipc": engine.transfer == "ipc"
-        and (not gpus or size > 1 or engine.send_adapters)
-        and "needs servers that the run starts on engine.gpus, one GPU each, and all weights: send files instead",
         "sleep": engine.sleep and not gpus and not engine.urls and "has no effect on a CPU: leave it out",
     }
     for name, problem in problems.items():

@@ -40,6 +40,6 @@ class Reader:
 if __name__ == "cpu_ipc":  # in vLLM's worker
     from torch.multiprocessing import reductions
 
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=GPU)
-    torch.accelerator.synchronize = lambda *_: None
-    reductions.rebuild_cuda_tensor = rebuild
+    setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))  # noqa: B010 (for mypy)
+    setattr(torch.accelerator, "synchronize", lambda *_: None)  # noqa: B010
+    setattr(reductions, "rebuild_cuda_tensor", rebuild)  # noqa: B010

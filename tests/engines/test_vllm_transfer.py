@@ -15,7 +15,7 @@ from torch import Tensor
 from agent_r1.config import load_config
 from agent_r1.engines.vllm import gpu_weights
 from agent_r1.engines.vllm.answers import read_completion
-from agent_r1.engines.vllm.assemble import gpu_number, uses_ipc
+from agent_r1.engines.vllm.assemble import check_servers, gpu_number, uses_ipc
 from agent_r1.engines.vllm.gpu_weights import GpuWeights
 from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 from agent_r1.errors import ConfigError, RolloutError
@@ -26,7 +26,6 @@ from tests.engines.tiny_models import tiny
 
 START = ["/pause", "/init_weight_transfer_engine", "/start_weight_update"]
 END = ["/finish_weight_update", "/reset_prefix_cache", "/resume"]
-QUICKSTART = "quickstart"
 
 
 @pytest.fixture
@@ -225,27 +224,25 @@ def test_the_learners_gpu_is_counted_as_nvidia_smi_does(index: int, visible: str
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "change",
     [
-        (
-            ["engine.transfer=ipc", "engine.urls=[http://a:1]"],
-            r"engine\.transfer=ipc needs servers that the run",
-        ),
-        (["engine.transfer=ipc", "engine.python=python3"], r"engine\.transfer=ipc needs servers that the run"),
-        (
-            ["engine.transfer=ipc", "engine.python=python3", "engine.gpus=[0,1]", "engine.tensor_parallel=2"],
-            "one GPU each",
-        ),
-        (
-            ["engine.transfer=ipc", "engine.python=python3", "engine.gpus=[0]", "engine.send_adapters=true", "lora={}"],
-            "all weights",
-        ),
-        (["engine.transfer=nccl", "engine.python=python3"], r"engine\.transfer.*nccl"),
+        {"gpus": [], "python": None, "urls": ["http://a:1"]},
+        {"on_gpu": False},
+        {"tensor_parallel": 2, "gpus": [0, 1]},
+        {"send_adapters": True},
     ],
+    ids=["running servers", "on a CPU", "tensor parallel", "adapters"],
 )
-def test_settings_that_cannot_share_memory_are_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(QUICKSTART, ["engine.kind=vllm", *settings])
+def test_settings_that_cannot_share_memory_are_refused_before_a_model_is_loaded(change: dict[str, Any]) -> None:
+    config = load_config("quickstart", ["engine.kind=vllm", "engine.python=python3", "engine.gpus=[0]"])
+    settings = {"on_gpu": True, **config.engine.model_dump(), "transfer": "ipc"} | change
+    with pytest.raises(ConfigError, match=r"engine\.transfer=ipc needs servers .* one GPU each, and sends all weights"):
+        check_servers(**settings)
+
+
+def test_an_unknown_way_of_sending_weights_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.transfer.*nccl"):
+        load_config("quickstart", ["engine.kind=vllm", "engine.python=python3", "engine.transfer=nccl"])
 
 
 def test_answers_of_older_servers_name_ids_as_text() -> None:

@@ -47,6 +47,8 @@ class GpuWeights(SentWeights):
         if source is None:
             raise RolloutError(f"{server} needs weights, but the last ones are gone: load them again")
         await server.receive(client, self._messages(source))
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # give back what the server has let go of
 
     async def _messages(self, source: Iterable[tuple[str, Tensor]]) -> AsyncIterator[dict[str, Any]]:
         """Fill each bucket on another thread, so that tools go on meanwhile."""
