@@ -32,6 +32,7 @@ from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
+from agent_r1.train.schedule import Schedule
 from agent_r1.train.trainer import Progress, Trainer
 from agent_r1.types import Group, TaskRow, Trajectory
 
@@ -122,9 +123,9 @@ async def replay(
     Its metrics have no rollout times, and it evaluates nothing."""
     trainer = await build_replayer(route, source, config, plan, into, progress)
     into.write_tokens(token_texts(trainer.tokenizer))
-    await train(
-        trainer, start=route.start, steps=route.last, eval_every=route.last, save_every=config.trainer.save_every
-    )
+    save_every = config.trainer.save_every
+    schedule = Schedule(start=route.start, steps=route.last, eval_every=route.last, save_every=save_every)
+    await train(trainer, schedule, trainer.crew)
     ours = dict(list_checkpoints(into.checkpoints))
     theirs = dict(list_checkpoints(source.checkpoints))
     return [compare_weights(step, theirs[step], ours[step]) for step in sorted(ours.keys() & theirs.keys())]

@@ -15,7 +15,6 @@ these, so that all know the same groups, take the same ones, and update as one.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from agent_r1.guard import call
 from agent_r1.learn.rewards import is_valid
 from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
+from agent_r1.train.schedule import Schedule
 from agent_r1.train.tickets import Fate, Ledger, oldest_version, staleness_metrics
 from agent_r1.types import CreditedTrajectory, Group
 
@@ -165,25 +165,13 @@ class Rollout:
         await self.drain()
 
 
-async def train_async(
-    parts: AsyncParts,
-    *,
-    start: int,
-    steps: int,
-    eval_every: int,
-    save_every: int,
-    max_staleness: int,
-    max_minutes: float | None = None,
-) -> int:
-    """Run optimizer steps start+1 .. steps, or until the time is up; return the last one, evaluated and saved.
-
-    Of several ranks, rank 0 has the clock.
-    """
-    crew = parts.crew
-    end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-    rollout = Rollout(parts=parts, steps=steps, max_staleness=max_staleness)
+async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: int) -> int:
+    """Run the steps of the schedule, until the time is up; return the last one, evaluated and saved."""
+    crew, start = parts.crew, schedule.start
+    time_is_up = schedule.start_clock(crew.ranks)
+    rollout = Rollout(parts=parts, steps=schedule.steps, max_staleness=max_staleness)
     finished, updating, draining, evaluating = start, False, 0.0, 0.0
-    last = start >= steps
+    last = start >= schedule.steps
 
     async def finish(step: int, groups: dict[int, Group], began: float) -> None:
         """Train on the groups and replace the weights."""
@@ -191,7 +179,7 @@ async def train_async(
         updating, taken = True, time.perf_counter()
         credited, metrics = await call(parts.learn, list(groups.values()))
         updated = time.perf_counter()
-        last = step == steps or crew.ranks.broadcast(time.monotonic() >= end)
+        last = step == schedule.steps or time_is_up()
         if last:
             await rollout.stop()
         stopped = time.perf_counter()
@@ -215,16 +203,16 @@ async def train_async(
             parts.check(in_order(groups | rollout.dropped))
             await _complete(finish(finished + 1, groups, began), rollout.stop)
             draining = evaluating = 0.0
-            if finished % eval_every == 0 or last:
+            if finished % schedule.eval_every == 0 or last:
                 began = time.perf_counter()
                 await crew.all(rollout.drain())  # the step is finished: a stop while others wait here saves it
                 drained = time.perf_counter()
                 await parts.evaluate(finished)
                 draining, evaluating = drained - began, time.perf_counter() - drained
-                last = last or crew.ranks.broadcast(time.monotonic() >= end)  # the evaluation may have used up the time
+                last = last or time_is_up()  # the evaluation may have used up the time
             if not last:
                 rollout.fill(finished)
-            if finished % save_every == 0 or last:
+            if finished % schedule.save_every == 0 or last:
                 await _complete(call(parts.save, finished), rollout.stop)
     except BaseException as error:  # save the last finished step, unless its weights have changed since
         await rollout.stop()
