@@ -19,7 +19,7 @@ from agent_r1.types import TaskRow
 
 
 class OpenEnvEnv(TextEnv):
-    """One episode with a server."""
+    """One episode on a server."""
 
     def __init__(  # noqa: PLR0913 (all settings of an environment)
         self,

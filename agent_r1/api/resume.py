@@ -39,7 +39,7 @@ def stored_config(directory: RunDir, tree: Tree) -> tuple[RunConfig, list[str]]:
 
 
 def _merged(stored: Any, given: Any) -> Any:
-    """Settings on top of stored ones. What is one value in a config, such as a list, is replaced as a whole."""
+    """Settings on top of stored ones. Lists and other single values are replaced as a whole."""
     if not isinstance(stored, Mapping) or not isinstance(given, Mapping):
         return given
     return {**stored, **{key: _merged(stored.get(key), value) for key, value in given.items()}}

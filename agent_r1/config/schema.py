@@ -251,7 +251,7 @@ class LocalEngineConfig(Section):
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
-    burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between looks by the host; None: 16
+    burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between checks by the host; None: 16
     compile: bool | None = None  # torch.compile the decoder layers, on a GPU; None: yes
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 

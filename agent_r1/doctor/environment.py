@@ -1,4 +1,5 @@
-"""Checks that play the task without a model: what demonstrations, silence and chance earn, and whether it repeats.
+"""Checks that play the task without a model: what demonstrations, silence and chance earn, and whether episodes are
+reproducible.
 
 They see behaviour only. `agent_r1.envs.check` has stricter contracts, for the tests of an env.
 """
@@ -43,7 +44,7 @@ OFTEN = 0.9  # share of rows
 
 @dataclass(slots=True)
 class Gaps:
-    """The longest time for which no other episode could go on."""
+    """The longest time for which all other episodes were blocked."""
 
     longest: float = 0.0
 
@@ -163,7 +164,7 @@ def check_rewards(shown: Shown) -> list[Finding]:
     low, high = min(rewards), max(rewards)
     if low == high and shown.demonstrated is not None:
         evidence = f"every episode of every agent earned {low:g}: there is nothing to learn from"
-        return [red("reward varies", evidence, "Correct task.reward: it does not depend on what is said")]
+        return [red("reward varies", evidence, "Correct task.reward: it does not depend on the responses")]
     if max(abs(low), abs(high)) > LARGE_REWARD:
         evidence = f"rewards from {low:g} to {high:g}"
         return [yellow("reward varies", evidence, "Scale rewards to about [0, 1]: critics and KL penalties expect it")]
@@ -196,7 +197,7 @@ def _prompts(trajectory: Trajectory) -> list[tuple[list[int], float]]:
 
 
 async def check_canary(shown: Shown) -> list[Finding]:
-    """Replace the ground truth by a word that nobody says, and look for it in what the policy sees."""
+    """Replace the ground truth by a made-up word, and look for it in what the policy sees."""
     name = "ground truth is never shown"
     rows = [_with_canary(row) for row in shown.rows[:TWICE] if row.ground_truth is not None]
     if not rows:

@@ -39,7 +39,7 @@ from agent_r1.types import Group, TaskRow, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What a replay goes through."""
+    """The steps and files of a replay."""
 
     start: int  # the step after which it begins
     checkpoint: Path | None  # of that step; None: the starting model
@@ -172,7 +172,7 @@ def _groups(file: RecordFile, rows: Mapping[str, TaskRow]) -> Iterator[Group]:
     for trajectory in file.trajectories():
         found.setdefault(trajectory.row_id, []).append(trajectory)
     for row_id, trajectories in found.items():
-        row = rows.get(row_id) or TaskRow(prompt=[], row_id=row_id)  # rewards are stored: the row is only a name
+        row = rows.get(row_id) or TaskRow(prompt=[], row_id=row_id)  # rewards are stored, so only the row's id matters
         yield Group(row=row, trajectories=trajectories)
 
 

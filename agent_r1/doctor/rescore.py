@@ -60,7 +60,7 @@ class GroupChange:
 
     step: int
     row_id: str
-    swapped: int  # pairs of attempts of which the other one is better now
+    swapped: int  # pairs of attempts whose order is reversed
     pairs: int
     was_uniform: bool  # all attempts earned the same, so there was nothing to learn
     is_uniform: bool
@@ -135,7 +135,7 @@ async def rescore(
     if not allow_services and (judge := find_judge(task.scorer.reward)) is not None:
         raise ConfigError(
             f"reward {config.task.reward!r} asks the model {judge.model!r} at {judge.base_url}, which costs time or "
-            "money and may answer otherwise each time. Allow it with --allow-services"
+            "money and may answer differently each time. Allow it with --allow-services"
         )
     rows = {row.row_id: row for row in task.train_rows()}
     async with opened(task.resources[: len(config.task.resources)]):  # tools are not called

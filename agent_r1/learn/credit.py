@@ -157,7 +157,7 @@ def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place
 def _join_roles(
     attempts: Sequence[Trajectory], places: Sequence[Place], credited: Sequence[CreditedTrajectory]
 ) -> list[CreditedTrajectory]:
-    """Put the credit of the roles together again, step by step."""
+    """Merge the credit of the roles, step by step."""
     joined: dict[str, list[list[Any]]] = {
         name: [[[] for _ in attempt.steps] for attempt in attempts]
         for name in ("advantages", "values", "value_targets")

@@ -153,7 +153,7 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
 
 
 def _answer_to_last_action(trajectory: Trajectory, k: int) -> str:
-    """What the action before step k was answered: the text, and the names of the pictures."""
+    """The answer to the action before step k: its text, and the names of its pictures."""
     before = next((step for step in reversed(trajectory.steps[:k]) if not step.is_summary), None)
     if before is None:
         return ""

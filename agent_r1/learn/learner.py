@@ -118,7 +118,8 @@ class Learner:
         return self.critic is not None and self.updates < self.critic.warmup_updates
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
-        """Train on these trajectories. With nothing to learn from, nothing changes and `empty_update` is 1."""
+        """Train on these trajectories. If there is nothing to learn from, weights stay as they are and `empty_update`
+        is 1."""
         if self.critic is not None:
             self.critic.note_targets(credited)
         parts = split_evenly(range(len(credited)), self.num_minibatches)
@@ -188,7 +189,7 @@ class Learner:
 
     @torch.no_grad()
     def kl_to_reference(self, trajectories: Sequence[Trajectory]) -> list[PerToken]:
-        """log pi - log reference at every response token: the k1 estimate that a KL in the reward adds up.
+        """log pi - log reference at every response token: the k1 estimate, which a KL in the reward sums up.
 
         Both come from the learner's kernels; compared with the sampler's log-probs, even equal policies would differ.
         """
@@ -355,7 +356,7 @@ class Learner:
         return output, logprobs_T.detach()
 
     def _filler_loss(self, part: Pack, *, critic_alone: bool) -> Tensor:
-        """0, computed from all that a pack's loss depends on and in the same order."""
+        """Return 0, computed from everything that a pack's loss depends on, in the same order."""
         hidden_TD = None if critic_alone else self.policy.hidden(part)
         numbers = [] if hidden_TD is None else [self.policy.score(hidden_TD, part, temperature=self.temperature)[0]]
         numbers += [] if self.critic is None else [self.critic.values(part, hidden_TD, head_only=critic_alone)]

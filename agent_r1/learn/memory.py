@@ -205,7 +205,8 @@ def measure(learner: Learner) -> Measured:
 
 
 def _far_line(learner: Learner, low: _Pass, high: _Pass, layout: Layout) -> tuple[float, float]:
-    """(slope, value at 0) of the line through the peaks of the two largest of three packs. Ranks agree on the third."""
+    """(slope, value at 0) of the line through the peaks of the two largest of three packs. All ranks use the same size
+    for the third."""
     slope, once = line_through((low.rows, low.peak), (high.rows, high.peak))
     fitting = min(learner.ranks.gather(int(FAR * (_available(learner) - once) / slope)))
     far = min(fitting, learner.max_tokens_per_pack) // SEGMENT_TOKENS * SEGMENT_TOKENS
@@ -246,7 +247,7 @@ def _peak(learner: Learner, rows: int, layout: Layout) -> _Pass:
 
 def _available(learner: Learner) -> int:
     """Memory for packs: what is free with gradients in place, minus optimizer state that the first step allocates and
-    features of pictures that are kept, here and in an engine beside us."""
+    features of pictures that are kept here and in an engine on the same GPU."""
     device = learner.policy.device
     _forget_pictures(learner)
     features = sum(model.kept_features for model in _models(learner))

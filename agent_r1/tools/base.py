@@ -148,7 +148,7 @@ class BatchTool(BaseTool):
 
 
 class ToolSet(ABC):
-    """Tools that come together, such as those of a server. May stand wherever a tool may be listed."""
+    """Tools that come together, such as those of a server. Can be listed wherever a tool can."""
 
     @abstractmethod
     def tools(self) -> Sequence[BaseTool]:
@@ -156,7 +156,7 @@ class ToolSet(ABC):
 
     @property
     def made_of(self) -> object:
-        """What tells this set apart from others of its class. Unlike connections, it never changes."""
+        """Identifies this set among others of its class. Unlike connections, it never changes."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolSet:

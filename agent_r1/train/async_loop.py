@@ -77,7 +77,7 @@ class Rollout:
         self._claim, self._announce = self.crew.counter(), self.crew.counter()
 
     async def take(self, version: int) -> dict[int, Group]:
-        """Wait for the groups of a step, which `version` is the policy before. Oldest tickets first."""
+        """Wait for the groups of a step; `version` is the policy before it. Oldest tickets first."""
         wanted, self.dropped, self._fruitless = self.parts.rows_per_step, {}, 0
         while True:
             self._sort(version)
@@ -129,7 +129,8 @@ class Rollout:
         most = min(1 + self.max_staleness, self.steps - version) * self.parts.rows_per_step
         limit, share = ledger.limit(most), self.crew.share(most)
         ledger.start(limit)  # those that this rank does not claim are claimed by others
-        # Nobody else can start what this rank has claimed, so it does, even beyond its share: that shrinks at the end.
+        # No other rank can start what this one has claimed, so it does, even beyond its share, which shrinks at the
+        # end.
         while self._claimed is not None or share is None or len(self._playing) < share:
             start = self._claim(1) - 1 if self._claimed is None else self._claimed
             self._claimed = start if start >= limit else None

@@ -51,7 +51,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShare(Share):
-    """All rows of a mini-batch: the driver has no ranks beside it, the workers are behind it."""
+    """All rows of a mini-batch: the driver is the only rank, and the workers compute."""
 
     workers: int
 

@@ -37,7 +37,7 @@ class VerlProcessError(RolloutError):
 
 
 class Watch:
-    """The eye on the processes of one run. `report` tells the user the cause if the main thread cannot."""
+    """Watches the processes of one run. `report` tells the user the cause if the main thread cannot."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -127,6 +127,6 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if not isinstance(error, RayActorError):
         return f"{type(error).__name__}: {text}"[:1000]
-    # Ray says a paragraph about possible causes; what is known is in a few words of it.
+    # Ray writes a paragraph of possible causes, of which a few words say what is known.
     known = [found[1] for pattern in _KNOWN if (found := re.search(pattern, text))]
     return ", ".join(known) if known else text[:1000]

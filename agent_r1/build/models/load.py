@@ -163,7 +163,8 @@ def _explain_failures(directory: str) -> Iterator[None]:
 
 
 def _reason(error: Exception, model: str) -> str:
-    """Empty if the hub cannot be reached, about which the library has several lines."""
+    """Describe the error in a line; empty if the hub is unreachable, where the library's message is long and adds
+    nothing."""
     return "" if without_hub(model) else f": {error}"
 
 

@@ -68,7 +68,7 @@ class BareMode:
             arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
             try:
                 parts.append(self.model.tool_format.write_call(function["name"], arguments))
-            except ValueError:  # the format cannot say it
+            except ValueError:  # the format cannot write it
                 parts.append(json.dumps(function, ensure_ascii=False))
         return {"role": "assistant", "content": "\n".join(filter(None, parts))}
 

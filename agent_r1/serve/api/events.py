@@ -67,7 +67,7 @@ async def follow(work: asyncio.Future[Any], events: asyncio.Queue[Event | None])
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Like `asyncio.gather`, but if one fails, the others are cancelled instead of going on unheard."""
+    """Like `asyncio.gather`, but if one fails, the others are cancelled instead of working in vain."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

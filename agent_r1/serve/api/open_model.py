@@ -1,4 +1,4 @@
-"""From the words of `agent-r1 serve` to a server: which settings, which checkpoint, which mode."""
+"""Turn the arguments of `agent-r1 serve` into a server: its settings, checkpoint and mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agent_r1.tokens.rendering import Renderer
 SERVE_SETTINGS = ("eval", "rollout", "engine", "task.test_split", "data.path", "model.device", "model.dtype",
                   "model.template_kwargs")  # fmt: skip
 MODEL_SETTINGS = (*SERVE_SETTINGS, "model.chat_template", "model.fp32_head", "model.max_pixels", "seed")
-NO_RECIPE = "serve"  # the recipe of a model that no run of ours made
+NO_RECIPE = "serve"  # the recipe of a model that comes without a run
 MAX_DEFAULT_CONTEXT = 32_768  # tokens, for such a model
 
 

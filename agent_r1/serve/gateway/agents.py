@@ -51,6 +51,6 @@ class FunctionAgent:
 
 
 def _reward_in(result: Any) -> dict[str, float] | None:
-    """A number, or a dict with the key "reward"; True and False are answers."""
+    """A number, or a dict with the key "reward"; True and False are answers, not rewards."""
     is_number = isinstance(result, int | float) and not isinstance(result, bool)
     return named_components(result) if is_number or (isinstance(result, dict) and "reward" in result) else None

@@ -30,7 +30,8 @@ SHOWN_CHARS = 500  # of the output, in a failure
 DRAIN_SECONDS = 0.01
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 _ROW_FIELDS = ("extra_info", "env_kwargs")  # {extra_info.level}
-_DROPPED = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")  # they would replace our key, or go with it
+# Clients would send these instead of our key, or with it.
+_DROPPED = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 _LOOPBACK = "127.0.0.1,localhost"
 
 

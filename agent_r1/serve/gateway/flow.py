@@ -67,7 +67,7 @@ def gateway_flow(
     on_failure: Literal["fail", "score"],
     shows_ground_truth: bool,
 ) -> type[GatewayFlow]:
-    """The flow of one run: flows are made by their class."""
+    """Make the flow class of one run, with its settings as class attributes."""
     settings = {
         "server": server,
         "agent": agent,

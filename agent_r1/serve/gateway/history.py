@@ -1,7 +1,7 @@
 """The messages of a session as a tree: which part of a client's history is known, and how it was shown to the model.
 
-Clients send the whole conversation with every call, and rarely as they got it: arguments with other blanks, None
-instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
+Clients send the whole conversation with every call, and rarely as they received it: arguments with other whitespace,
+None instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
 replaced by the one that was rendered when it came first, so what was sampled is never tokenised again.
 
     system - user - ANSWER - tool - ANSWER - user          capitals: sampled here
@@ -130,7 +130,7 @@ class History:
         return Kind.BRANCHED if continued else Kind.CONTINUED
 
     def _classify_foreign(self, foreign: Sequence[Node]) -> Kind:
-        """How answers that are not ours in this place came about."""
+        """Classify a history with answers that were not given at this point."""
         first, known = foreign[0], [node.entry.key in self._sampled for node in foreign]
         ours = [node for node in first.siblings() if node.is_sampled]
         moved = known[0] and all(node.entry.key != first.entry.key for node in ours)  # given elsewhere
@@ -150,7 +150,7 @@ def _path(node: Node) -> list[Node]:
 
 
 def _best_child(node: Node, entry: Entry) -> Node | None:
-    """The known message that this one repeats: of equal ones, that with the same call ids, else the latest."""
+    """The known message that this one repeats. Among equal ones, prefer the same call ids, then the latest."""
     same = [each for each in node.children.get(entry.key, ()) if _may_be(each, entry)]
     exact = (each for each in reversed(same) if each.entry.call_ids == entry.call_ids)
     return next(exact, same[-1] if same else None)

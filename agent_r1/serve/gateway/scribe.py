@@ -105,7 +105,7 @@ class Scribe:
     # policy -> client
 
     def read(self, response: Response, request: ChatRequest) -> Read:
-        """Parse what the policy said. A response cut in half calls nothing."""
+        """Parse what the policy said. A response that was cut off makes no calls."""
         text, tools = response.text, [] if response.is_cut else shown_tools(request)
         reply = read_reply(text, self.tool_format, tools, parallel=request.parallel_tool_calls)
         # Ids of models repeat from answer to answer, and clients keep calls by their ids.

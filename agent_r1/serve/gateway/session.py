@@ -56,7 +56,7 @@ class Turn:
     events: list[Event]
     call_ids: tuple[str, ...]  # of the calls among them, as the client knows them
     answered: float  # when the client got the answer
-    results: list[Entry] = field(default_factory=list)  # what the first call that continued it added
+    results: list[Entry] = field(default_factory=list)  # messages that the first continuing call added
     seconds: float = 0.0  # until then
 
 
@@ -218,7 +218,7 @@ class Session:
 
 
 def check_supported(request: ChatRequest) -> None:
-    """Refuse what would not be trained as it was asked. How to sample is the run's business, and `seed` is too."""
+    """Refuse options that training could not honour. The run decides how to sample, including the `seed`."""
     if request.n > 1:
         raise unsupported("n", "n > 1 is not supported: every answer is a step of the episode. Call several times")
     if request.response_format is not None:

@@ -1,7 +1,7 @@
 """One connection to an MCP server: a process that we start (stdio) or a URL (streamable HTTP).
 
 The SDK requires that the task which opens a connection also closes it, so a connection is a task of its own and
-calls come from the tasks of episodes. Knows nothing about tools of ours.
+calls come from the tasks of episodes. Knows nothing about our tools.
 """
 
 from __future__ import annotations
