@@ -1,4 +1,4 @@
-"""What a run opens once and always closes: connections, servers, indexes.
+"""Things that a run opens once and always closes: connections, servers, indexes.
 
 Tools are resources. A recipe names others in `task.resources`.
 """

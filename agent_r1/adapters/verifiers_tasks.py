@@ -234,7 +234,7 @@ def _nodes(task: Any, trajectory: Trajectory) -> list[Any]:
 
 
 def _messages(step: Step) -> list[Any]:
-    """What the model said and what its calls returned."""
+    """The model's text and the results of its calls."""
     from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
     calls = [

@@ -1,4 +1,4 @@
-"""What users give as Python objects (rows, tools, demonstrations, a model), as the names that a config holds."""
+"""Turn Python objects (rows, tools, demonstrations, a model) into names that a config can hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_r1.types import TaskRow
 
 HELD_OUT_SHARE = 0.2  # of a list of rows without test rows
 MOST_HELD_OUT = 200
-TINY = "tiny"  # the model that is made from nothing and learns in minutes on a CPU
+TINY = "tiny"  # the model that is created from scratch and learns in minutes on a CPU
 TINY_DEMOS = 2000  # what its tokenizer learns from, at most
 
 
@@ -92,7 +92,7 @@ def _records(rows: Any, what: str) -> list[Any]:
 
 
 def _content(thing: Any) -> str:
-    """Rows as text, to tell versions apart. Pictures, arrays and other objects count by their fingerprint."""
+    """Rows as text, to distinguish versions. Pictures, arrays and other objects count by their fingerprint."""
     return json.dumps(thing, default=_as_data, sort_keys=True)
 
 

@@ -18,8 +18,8 @@ RECREATED = ("sft.count",)  # follows from other keywords
 def stored_config(directory: RunDir, tree: Tree) -> tuple[RunConfig, list[str]]:
     """Return the config of a run with the settings of `tree`, and the names of objects that have changed since.
 
-    Settings may be repeated. Objects that were defined in Python may be given again, also changed. Of the others, only
-    what `agent-r1 train --resume` may change can be different.
+    Settings may be repeated. Objects that were defined in Python may be given again, also changed. Other settings may
+    differ only if `agent-r1 train --resume` may change them.
     """
     stored = directory.settings
     config = parse_config(_merged(stored, tree))

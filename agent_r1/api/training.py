@@ -110,7 +110,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What to train, and where."""
+    """A run to train, and its directory."""
 
     config: RunConfig
     path: Path | None  # None: a new one

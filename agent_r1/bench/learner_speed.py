@@ -151,7 +151,7 @@ class LearnerBench:
         return (STATE_BYTES * self.model.parameters + cost.added_bytes) / GIB
 
     def flops(self, lengths: Sequence[int], *, trained: int) -> float:
-        """What a step over sequences of these lengths needs, with `trained` response tokens in all."""
+        """The FLOPs of a step over sequences of these lengths, with `trained` response tokens in all."""
         return training_flops(
             lengths,
             trained=trained,

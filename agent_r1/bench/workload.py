@@ -24,7 +24,7 @@ from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Group, Observation, TaskRow, Transition
 
-# What the template writes around an answer: the end of the last response, and the start of the next one.
+# Tokens that the template writes around an answer: the end of the last response, and the start of the next one.
 ANSWER_FRAME = f"{TURN_END}\n{TURN_START}tool\n", f"{TURN_END}\n{TURN_START}assistant\n"
 PROMPT_FRAME = f"{TURN_START}user\n{TURN_END}\n{TURN_START}assistant\n"
 

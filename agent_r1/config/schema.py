@@ -309,8 +309,8 @@ class LearnerConfig(Section):
     prefix_sharing: Switch = "auto"  # compute shared prefixes once; auto: if it pays off
     # saves memory, costs a forward pass; auto: on a GPU, if packs do not fit otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    train_vision: bool = False  # train the tower that looks at pictures, not only the decoder
-    mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for so many tokens at a time
+    train_vision: bool = False  # train the vision tower too, not only the decoder
+    mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for this many tokens at a time
     compile: bool | None = None  # torch.compile the layers; None: on a GPU
     offload_optimizer: bool = False  # keep optimizer state on the host between steps
     optimizer_state: Literal["float32", "8bit"] = "float32"  # number format of AdamW's moments between steps

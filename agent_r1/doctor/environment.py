@@ -51,7 +51,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the agents did, for checks to look at."""
+    """The episodes of the agents, for checks to read."""
 
     config: RunConfig
     plan: Plan

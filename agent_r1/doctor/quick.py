@@ -34,7 +34,7 @@ from agent_r1.types import Message, Observation, TaskRow
 
 DRAWS = 12  # calls written and read per tool
 LONGEST_ROWS = 8  # rows whose prompts are rendered: those with most characters
-HIGH_LR = 5e-3  # for models made from nothing; pretrained ones break far below
+HIGH_LR = 5e-3  # for models created from scratch; pretrained ones break at far lower rates
 HIGH_PRETRAINED_LR = 1e-4
 NARROW, WIDE = 0.5, 1.5  # below, sampling explores little; above, it explores nonsense
 WORDS = ("Alpha", "beta 2", "3.5", "naïve", "x_y")

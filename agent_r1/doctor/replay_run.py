@@ -1,9 +1,9 @@
 """Train again from the stored episodes of a run, without sampling.
 
 A replay begins at a checkpoint of the run (or at its starting model, from step 1) and feeds the episodes of each step
-to the same trainer, whose collecting is replaced by reading. On a CPU it ends at the same weights, bit for bit. What
-cannot be the same is refused: a missing checkpoint or missing episodes, several ranks, asynchronous runs, runs on verl,
-and algorithms that compare with a greedy attempt, which is not stored.
+to the same trainer, whose collecting is replaced by reading. On a CPU it ends at the same weights, bit for bit. Replays
+that could not be exact are refused: a missing checkpoint or missing episodes, several ranks, asynchronous runs, runs on
+verl, and algorithms that compare with a greedy attempt, which is not stored.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Episodes come from the run's files, rows from its recorded settings. A row that 
 so is a run whose own reward no longer gives the recorded values: then the episodes lack something that rewards read, or
 the code has changed, and another reward would be computed from the wrong facts.
 
-What the policy would have learned from the other reward is not known here: it would soon have played other episodes.
+This does not tell what the policy would have learned from the other reward: it would soon have played other episodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBED = 64  # episodes that the run's own reward is tried on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What two rewards give one episode: returns, so with process rewards, as in metrics."""
+    """The returns of one episode under two rewards; like metrics, they include process rewards."""
 
     step: int
     row_id: str
@@ -56,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChange:
-    """What two rewards say about the attempts at one row, which is what most algorithms learn from."""
+    """The attempts at one row under two rewards: most algorithms learn from differences between attempts."""
 
     step: int
     row_id: str
@@ -263,7 +263,7 @@ def find_judge(reward: Any) -> LLMJudge | None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a function, or a container in one, refers to. Modules are not followed."""
+    """The objects that a function, or a container in one, refers to. Modules are not followed."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]

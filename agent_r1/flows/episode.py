@@ -346,7 +346,7 @@ class Episode:
         return Prompt(ids, without_repeats(pictures_of(observation.messages or ())))
 
     def _size(self, observation: Observation) -> int:
-        """Characters, or ids. Of a conversation that has grown, only the new messages are read."""
+        """Characters, or ids. If a conversation has grown, only its new messages are read."""
         if observation.messages is None:
             return len(observation.text or observation.token_ids or ())
         (known, size), messages = self._measured, observation.messages

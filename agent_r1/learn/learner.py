@@ -158,7 +158,7 @@ class Learner:
         number of tokens computed.
 
         Every rank runs all packs. Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy
-        takes part even while it waits for its critic, as it will later.
+        takes part even while only the critic is trained, because it will take part later.
         """
         batch = self._with_old_logprobs(self._prepare(credited, range(len(credited)), OneProcess()))
         for part in batch.packs:

@@ -31,8 +31,8 @@ from agent_r1.vision.picture_format import PictureFormat
 from agent_r1.vision.pictures import Picture
 
 PROBE_TOKENS = 4096  # of the larger of the first two packs: more than a chunk of the head
-# Tokens of a third pack, as a share of those that seem to fit. In small packs, what costs the same for any size, such
-# as the logits of a chunk, hides what one checkpointed layer costs per token.
+# Tokens of a third pack, as a share of those that seem to fit. In small packs, fixed costs such as the logits of a
+# chunk hide the cost per token of one checkpointed layer.
 FAR = 0.5
 SEGMENT_TOKENS = 512
 # For groups whose attempts share a prefix: attempts, tokens that belong to one attempt, rows of a group.
@@ -78,7 +78,8 @@ def estimate(learner: Learner, *, longest: int | None = None, may_checkpoint: bo
     if learner.policy.device.type != "cuda":
         return f"learner memory: {fixed}"
     needed, choice = longest or learner.max_tokens_per_pack, ""
-    # With several ranks, one that has run out of memory cannot go on: the others wait for it in the middle of a pass.
+    # With several ranks, a rank that has run out of memory cannot recover: the others wait for it in the middle of a
+    # pass.
     measured = least_room(learner, may_fail=may_checkpoint and learner.ranks.size == 1)
     if may_checkpoint and (measured is None or measured.tokens_that_fit < needed):
         choice = f"; activation checkpointing is on: packs of {needed} tokens do not fit without it"

@@ -83,7 +83,7 @@ class Optimizer:
 
     @property
     def step_bytes(self) -> int:
-        """Memory that a step needs for itself: the moments of the largest bucket in fp32."""
+        """Temporary memory of a step: the moments of the largest bucket in fp32."""
         if not (self.offload or self.eight_bit):
             return 0
         found = (bucket for group in self._adam.param_groups for bucket in buckets(group["params"], BUCKET_BYTES))

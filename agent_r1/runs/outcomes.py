@@ -39,7 +39,7 @@ _ABSENT_IF_NONE = ("context", "workers", "roles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was evaluated, and everything its numbers depend on except code and data files."""
+    """The subject of an evaluation: everything that its numbers depend on, except code and data files."""
 
     model: str
     recipe: str

@@ -1,7 +1,7 @@
-"""What a client asks for: the body of `/v1/chat/completions` as one neutral, checked record.
+"""A client's request: the body of `/v1/chat/completions` as one neutral, checked record.
 
-Options that would change the answer and that no server of ours has are refused, unless they have the value that changes
-nothing. Options that only inform the provider (`user`, `metadata`) are ignored.
+Options that would change the answer but are not supported are refused, unless their value changes nothing. Options that
+only inform the provider (`user`, `metadata`) are ignored.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ NAMES = (
 
 
 def broken_promises() -> list[str]:
-    """What has changed, one line each; none with the verl that this was written for."""
+    """The differences from the verl that this was written for, one line each."""
     found = []
     for place, wanted in SIGNATURES.items():
         try:

@@ -121,7 +121,7 @@ def _death(question: Any) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    """What happened, without the traceback of another process, which is in the log."""
+    """The error without the traceback of another process, which is in the log."""
     while isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     text = " ".join(str(error).split())

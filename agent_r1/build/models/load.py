@@ -65,8 +65,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """What is saved beside the weights, so that a model loaded from there reads the same: the tokenizer and the
-    preprocessor config of pictures."""
+    """The files that are saved beside the weights, so that the saved model reads its input in the same way: the
+    tokenizer and the preprocessor config of pictures."""
 
     tokenizer: Any
     pictures: PictureFormat | None

@@ -1,6 +1,6 @@
 """`agent-r1 chat --url`: talk to any OpenAI-compatible server; answers appear as they are written.
 
-Servers of ours also tell what an agent's tools did.
+Servers of agent-r1 also report what an agent's tools did.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def show_answer(chat: RemoteChat, text: str, console: Console) -> None:
 
 
 def _other_lines(chunk: dict[str, Any]) -> list[tuple[str, str]]:
-    """What happened beside the text: calls for the client, and what an agent's tools did."""
+    """Print events beside the text: calls for the client, and what an agent's tools did."""
     calls = delta_of(chunk).get("tool_calls") or []
     lines = [("call", f"{one['function'].get('name')}({one['function'].get('arguments')})") for one in calls]
     event = chunk.get("agent_r1") or {}

@@ -109,7 +109,7 @@ def _verl_session(config: RunConfig, run: RunDir, console: Console) -> AbstractC
 
 
 def describe_kept(run: RunDir, gpus: int | None = None) -> str:
-    """What was saved, and how to continue."""
+    """Say what was saved, and how to continue."""
     saved = list_checkpoints(run.checkpoints)
     what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
     if run.settings.get("recipe") == PYTHON:

@@ -35,7 +35,7 @@ from agent_r1.vision.picture_format import PictureFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What is known about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
+    """Data about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
 
     old_logprobs_R: Tensor
     advantages_R: Tensor

@@ -125,7 +125,7 @@ def holt_winters(history: Values, season: int, horizon: int) -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a series consists of; strengths are shares of variance, from 0 to 1."""
+    """The parts of a series; strengths are shares of variance, from 0 to 1."""
 
     pattern: Values  # offset of each season, with mean 0
     season: float  # share of the variance around the moving average that the pattern explains

@@ -166,7 +166,7 @@ def _holes(lake: Lake) -> str:
 
 
 def _look(lake: Lake, cell: int, move: str) -> str:
-    """What is where a move leads."""
+    """The content of the cell that a move leads to."""
     there = moved(cell, move)
     return f"{move} {CELLS[there]} {lake.kind(there)}"
 

@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """What all episodes share."""
+    """The parts that all episodes share."""
 
     source: PaperSource
     selector: Selector
@@ -82,7 +82,7 @@ class PaperList:
 
 
 def payment(new: Sequence[Entry]) -> float:
-    """What a call earns for the papers that it added, before its cost."""
+    """The reward of a call for the papers that it added, before its cost."""
     return sum(sorted((entry.score for entry in new), reverse=True)[:REWARD_TOP])
 
 

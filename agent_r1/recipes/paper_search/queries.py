@@ -71,7 +71,7 @@ def training_queries(
     num_valid: int = NUM_VALID,
     num_train: int = NUM_TRAIN,
 ) -> dict[str, list[Query]]:
-    """Return at most so many questions for `valid` and `train`, at most half of them topics. Their gold papers are
+    """Return at most this many questions for `valid` and `train`, at most half of them topics. Their gold papers are
     neither in the other split nor in `held_out` (keys of papers). The order of the papers does not matter."""
     described = {paper.key: paper for paper in papers if paper.abstract}
     ordered = sorted(described.values(), key=lambda paper: _hash(paper.key))

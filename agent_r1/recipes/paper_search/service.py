@@ -53,7 +53,7 @@ class ServicePapers(PaperSource):
         seconds_per_attempt: float = 10.0,
         backoff_seconds: float = 0.5,
         max_wait: float = 30.0,  # give up if the service asks for a longer pause
-        requests_per_second: float | None = None,  # None: no limit. The real service allows 1 with a key
+        requests_per_second: float | None = None,  # None: no limit. the real service allows one per second with a key
         max_connections: int = 16,
         max_cached: int = 20_000,  # answers
     ) -> None:

@@ -96,7 +96,7 @@ class Mention:
 
 
 class Question:
-    """What a question shares with a table."""
+    """Links between a question and a table."""
 
     def __init__(self, text: str, table: Table) -> None:
         self.table = table

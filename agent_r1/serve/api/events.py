@@ -1,4 +1,4 @@
-"""What a mode reports while it answers; `endpoints.py` writes it as one answer or as a stream."""
+"""Events that a mode reports while it answers; `endpoints.py` writes them as one answer or as a stream."""
 
 from __future__ import annotations
 

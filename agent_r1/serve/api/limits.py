@@ -1,4 +1,4 @@
-"""What one client may take, so that none can harm the others, and who is let in."""
+"""The server's limits, so that no client can harm the others, and the admission of requests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from agent_r1.tokens.formats.infer import requested_format, template_format
 from agent_r1.tokens.formats.table import AUTO, get_format
 from agent_r1.tokens.rendering import Renderer
 
-# What may be changed for a run; the rest belongs to what was trained.
+# Settings that may be changed for a run; the others belong to the trained model.
 SERVE_SETTINGS = ("eval", "rollout", "engine", "task.test_split", "data.path", "model.device", "model.dtype",
                   "model.template_kwargs")  # fmt: skip
 MODEL_SETTINGS = (*SERVE_SETTINGS, "model.chat_template", "model.fp32_head", "model.max_pixels", "seed")

@@ -48,7 +48,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """What a client may see of one response so far."""
+    """The part of a response that a client may see so far."""
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class Connection:
         return await self._stderr.quoted()
 
     async def close(self) -> None:
-        """End the connection and a process of ours."""
+        """End the connection, and the process if we started it."""
         self._stop.set()
         if self._task is None:
             return

@@ -1,4 +1,4 @@
-"""What verl lacks on a machine without GPUs: a platform, and names that torch accepts.
+"""Lets verl run on a machine without GPUs: adds a platform, and names that torch accepts.
 
 Used with verl.cpu=true only. Ray gets a number of GPUs to hand out, although there are none.
 """

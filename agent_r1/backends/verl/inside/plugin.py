@@ -1,4 +1,5 @@
-"""What every process of verl loads, by the entry point `verl.plugins` or VERL_USE_EXTERNAL_MODULES: names, no work.
+"""Loaded by every process of verl, through the entry point `verl.plugins` or VERL_USE_EXTERNAL_MODULES. Only registers
+names.
 
 Two things of verl have no setting, so they are replaced here: the value head of a critic starts at zero as ours does,
 and a critic uses the attention of the policy. `contract.py` checks that both still look as expected.

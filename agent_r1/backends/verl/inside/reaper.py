@@ -32,7 +32,7 @@ class Reaper:
     def release(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.returncode = 0  # nobody waits for it: it outlives this program by some seconds
+        self._process.returncode = 0  # not awaited: it outlives this program by some seconds
 
 
 def marked(mark: str) -> list[int]:
