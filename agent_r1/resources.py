@@ -25,7 +25,7 @@ class Resource:
         """Acquire it. Called once per run, before the first episode; an exception stops the run."""
 
     async def close(self) -> None:
-        """Release it. Called once after `open`, also if that, an episode or the run failed or was interrupted."""
+        """Release it. Called once after `open`, even if `open`, an episode or the run failed or was interrupted."""
 
 
 @asynccontextmanager

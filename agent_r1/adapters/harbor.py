@@ -175,7 +175,7 @@ def find_tasks(folder: Path) -> list[Path]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task. Raises DataError for a broken one, ConfigError for one that needs what we do not have."""
+    """Read a task. Raises DataError for a broken one, ConfigError for one that needs unsupported features."""
     try:
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         text = (folder / "instruction.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tell whether Python objects are still the same: a hash of what they are made of.
+"""Hash the content of Python objects, to tell whether they are still the same.
 
 Functions and classes of a notebook have no file whose content could be hashed, but cached warm starts depend on them.
 So the hash covers compiled code, constants, defaults, closures, and the functions and plain data of the same module

@@ -178,7 +178,7 @@ def max_cached_tokens(config: RunConfig) -> int:
 
 
 def _free_cache_tokens(config: RunConfig, network: Any) -> int:
-    """Return the tokens that fit into free GPU memory, at most what all episodes together can have."""
+    """Return the tokens that fit into free GPU memory, but no more than all episodes together can have."""
     from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token
 
     assert isinstance(config.engine, LocalEngineConfig)

@@ -38,7 +38,7 @@ def read_switch(value: Any) -> Any:
 
 
 def with_default(value: Any, **choice: str) -> Any:
-    """Fill in what a section leaves open."""
+    """Fill in the defaults of a section."""
     return choice | value if isinstance(value, dict) else value
 
 

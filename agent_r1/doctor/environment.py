@@ -197,7 +197,7 @@ def _prompts(trajectory: Trajectory) -> list[tuple[list[int], float]]:
 
 
 async def check_canary(shown: Shown) -> list[Finding]:
-    """Replace the ground truth by a made-up word, and look for it in what the policy sees."""
+    """Replace the ground truth by a made-up word, and look for it in the policy's prompts."""
     name = "ground truth is never shown"
     rows = [_with_canary(row) for row in shown.rows[:TWICE] if row.ground_truth is not None]
     if not rows:

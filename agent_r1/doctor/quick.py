@@ -55,7 +55,7 @@ class Parts:
 
 
 def prepare(config: RunConfig, plan: Plan) -> Parts:
-    """Load what the checks need, which creates a recipe's own model. Raises AgentR1Error as training would."""
+    """Load everything that the checks need; creates a recipe's own model. Raises AgentR1Error as training would."""
     directory = as_directory(str(base_model(config)))
     tokenizer, offline = load_tokenizer(config, directory), without_hub(directory)
     network = AutoConfig.from_pretrained(directory, local_files_only=offline)

@@ -80,7 +80,7 @@ class Replayer(Trainer):
 
 
 def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) -> Route:
-    """Find the checkpoint and the episodes. Raises ConfigError or DataError for what cannot be replayed exactly."""
+    """Find the checkpoint and the episodes. Raises ConfigError or DataError if the run cannot be replayed exactly."""
     if config.backend != "local":
         raise ConfigError(f"{run} was trained with backend={config.backend}: only local runs can be replayed")
     if config.trainer.mode != "sync":

@@ -82,7 +82,7 @@ class Episode:
         self.limit: StopReason | None = None  # the budget that ended the episode, even before anything was sampled
         self.limit_reason = ""
         self.limit_setting = ""  # the field of `Limits`
-        self.fault: str | None = None  # what ended the episode as failed without raising
+        self.fault: str | None = None  # a failure that ended the episode without an exception
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
         self.roles: tuple[str, ...] = ()  # that the flow may name

@@ -136,7 +136,7 @@ Place = tuple[int, list[int]]  # the position of an attempt, and which of its st
 
 
 def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place]]:
-    """Return a batch per role, of attempts reduced to what the role did, and where each of these comes from."""
+    """Return one batch per role, of attempts reduced to the role's steps, and the origin of each of these."""
     batches, places = [], []
     for role in dict.fromkeys(role for each in attempts_of(groups) for role in each.roles):
         batch, first = [], 0

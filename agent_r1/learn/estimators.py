@@ -1,6 +1,6 @@
 """Advantage estimators: the `credit` column of the algorithm table.
 
-Each one reads what its formula (`advantages.py`) needs off a whole batch of scored groups and spreads the result over
+Each takes the inputs of its formula (`advantages.py`) from a whole batch of scored groups and spreads the result over
 response tokens. Keyword arguments are settings. Nothing here knows models, losses or which algorithm runs.
 
 Shape suffixes: G = trajectories of a group, K = decisions of a trajectory, N = any set of numbers.

@@ -154,8 +154,8 @@ class Learner:
         }
 
     def rehearse(self, credited: Sequence[CreditedTrajectory]) -> int:
-        """Run the passes of one optimizer step without the step, to compile layers or to measure memory. Returns the
-        number of tokens computed.
+        """Run the forward and backward passes of one optimizer step, but not the step, to compile layers or to measure
+        memory. Returns the number of tokens computed.
 
         Every rank runs all packs. Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy
         takes part even while only the critic is trained, because it will take part later.
@@ -331,7 +331,7 @@ class Learner:
         return self.kl_coef > 0 or self.entropy_coef > 0
 
     def _active_optimizers(self, batch: MiniBatch) -> dict[str, Optimizer]:
-        """The optimizers that take a step now, by the metric for the norm of their gradient.
+        """The optimizers that take a step now; each key is the metric for the norm of the gradient.
 
         The policy's is left out if there is nothing to learn from: Adam's momentum alone would move the weights.
         """

@@ -39,7 +39,7 @@ SEGMENT_TOKENS = 512
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
-PICTURE_PIXELS = 28  # on a side of what becomes one token, roughly
+PICTURE_PIXELS = 28  # side of the square that becomes one token, roughly
 Layout = Literal["text", "shared", "pictures"]  # of the packs of a measurement
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
 SAVINGS = (
@@ -85,7 +85,7 @@ def estimate(learner: Learner, *, longest: int | None = None, may_checkpoint: bo
         choice = f"; activation checkpointing is on: packs of {needed} tokens do not fit without it"
         for model in (learner.policy, *([] if learner.critic is None else [learner.critic.backbone])):
             model.checkpoint_activations()
-        learner.zero_grad()  # what a failed pass left behind
+        learner.zero_grad()  # memory that a failed pass left behind
         torch.cuda.empty_cache()
         measured = least_room(learner)
     assert measured is not None

@@ -1,6 +1,6 @@
 """Observers of a run while it trains: callbacks of users, and trackers.
 
-An observer is told what was already written to the run directory. Whatever it raises ends the run, after the step it
+An observer is called after the run directory was written. Whatever it raises ends the run, after the step it
 was told of is saved; trackers therefore raise nothing.
 """
 

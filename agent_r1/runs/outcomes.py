@@ -56,7 +56,7 @@ class Subject:
         }
         if dtype is not None:
             settings["dtype"] = dtype
-        if (workers := run["task"].get("workers")) is not None:  # the limits matter, not how many there are
+        if (workers := run["task"].get("workers")) is not None:  # the limits matter, not the number of processes
             settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
         limits = {name: role.get("max_response_tokens") for name, role in run["rollout"].get("roles", {}).items()}
         if any(limits.values()):  # their temperatures apply in training only

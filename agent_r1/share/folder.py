@@ -39,7 +39,7 @@ def export_run(
     gguf: str | None = None,
     place: str | None = None,
 ) -> Path:
-    """Write the newest checkpoint to a new folder. `place`: where others will find it, if not under its name.
+    """Write the newest checkpoint to a new folder. `place`: where others will find it; default: the folder's name.
 
     Adapters are written as such, unless they are to be merged. `gguf`: also write a GGUF file of this type (`f16`,
     `q8_0`), if llama.cpp's converter is installed.

@@ -30,7 +30,7 @@ from agent_r1.train.schedule import Schedule
 from agent_r1.train.tickets import Fate, Ledger, oldest_version, staleness_metrics
 from agent_r1.types import CreditedTrajectory, Group
 
-POLL_SECONDS = 0.02  # between looks at what has arrived on other ranks
+POLL_SECONDS = 0.02  # between checks for groups that arrived on other ranks
 MANY = 2**40  # more groups than any rank waits for
 
 
@@ -105,7 +105,7 @@ class Rollout:
         return arrived
 
     def _sort(self, version: int) -> None:
-        """Drop what cannot be trained on. Groups that waited may have become too old since."""
+        """Drop groups that cannot be trained on. Groups that waited may have become too old since."""
         for ticket, group in sorted(self._ready.items()):
             fate = self._reason_to_drop(group, version)
             if fate is not None:

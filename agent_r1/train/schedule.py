@@ -1,4 +1,4 @@
-"""When training evaluates, saves and stops: what both loops need to know about the length of a run."""
+"""When training evaluates, saves and stops, for both loops."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def read_stream_options(fields: Fields, *, stream: bool) -> bool:
 
 
 def finish(fields: Fields, known: tuple[str, ...]) -> None:
-    """Ignore what only informs, accept what changes nothing, and refuse all else."""
+    """Ignore fields that only inform, accept values that change nothing, and refuse everything else."""
     for key in IGNORED:
         fields.take(key)
     for key in [key for key in fields.keys() if key in NEUTRAL]:  # noqa: SIM118 (not a dict)

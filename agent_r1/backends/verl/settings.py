@@ -1,5 +1,5 @@
-"""Our settings as verl's, and what verl cannot do. A setting that verl cannot honour is an error, not a difference in
-the results. Imports no verl, so a dry run needs none.
+"""Translate our settings into verl's, and refuse those that verl cannot honour. A setting that verl cannot honour is an
+error, not a difference in the results. Imports no verl, so a dry run needs none.
 
 `verl.settings` passes everything else through, in verl's own names. Settings that are mapped here cannot be set there.
 """

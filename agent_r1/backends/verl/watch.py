@@ -66,7 +66,7 @@ class Watch:
             self._ended.set()
 
     def begin(self, processes: Mapping[str, Any]) -> None:
-        """Watch these actors, given by what they are."""
+        """Watch these actors, named by their role."""
         threading.Thread(target=self._run, args=(dict(processes),), name="watch over verl", daemon=True).start()
 
     def _run(self, processes: dict[str, Any]) -> None:

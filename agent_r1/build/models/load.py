@@ -93,7 +93,7 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
 def make_renderer(
     config: RunConfig, directory: str, tokenizer: Any, network_config: Any, generation_config: Any
 ) -> tuple[Renderer, TemplateReport]:
-    """Return what renders prompts for a model, of which only the configs are needed."""
+    """Return the renderer of prompts for a model; only the model's configs are needed."""
     positions = position_limit(network_config)
     if positions is not None and config.rollout.max_context_tokens > positions:
         raise ConfigError(

@@ -22,7 +22,7 @@ HELP = "/new forgets the conversation, /quit exits."
 
 
 def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None) -> None:
-    """Refuse what belongs to a run of this machine."""
+    """Refuse options that apply only to runs on this machine."""
     if run is not None:
         raise ConfigError(f"--url asks a server, so the run {run} has no effect: leave one of them out")
     if overrides or row is not None:

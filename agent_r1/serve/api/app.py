@@ -253,7 +253,7 @@ def make_config(server: Server, *, key: str | None, limits: ServeLimits) -> uvic
 def serve(
     server: Server, *, host: str, port: int, key: str | None, limits: ServeLimits, announce: Callable[[str], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then end what is being answered. `announce` gets the address of the server."""
+    """Serve until SIGINT or SIGTERM, then end the answers in progress. `announce` gets the address of the server."""
     check_key(host, key)
     config = make_config(server, key=key, limits=limits)
     with bind(host, port) as listener:

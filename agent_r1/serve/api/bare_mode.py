@@ -74,7 +74,7 @@ class BareMode:
 
 
 def check_supported(request: ChatRequest, limits: ServeLimits) -> None:
-    """Refuse what the engine cannot do exactly."""
+    """Refuse options that the engine cannot honour exactly."""
     if request.n > limits.max_n:
         raise invalid(f"n must be at most {limits.max_n}, got {request.n}", "n")
     if request.top_logprobs:

@@ -26,7 +26,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """Something beside the text: what an agent's tools did."""
+    """An event beside the text: a tool call, a result."""
 
     event: Mapping[str, Any]
 

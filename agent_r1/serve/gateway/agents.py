@@ -23,7 +23,7 @@ class AgentFailed(RolloutError):
 class Ended:
     """How an agent ended."""
 
-    result: Any = None  # what a function returned; what a program wrote to stdout
+    result: Any = None  # the return value of a function, or the stdout of a program
     reward: dict[str, float] | None = None  # by component, if the agent gave one
     failure: Exception | None = None
 

@@ -147,7 +147,7 @@ def _fill(text: str, values: Mapping[str, str], row: TaskRow) -> str:
 
 
 class _Output:
-    """The beginning and the end of what was written."""
+    """The beginning and the end of the output."""
 
     def __init__(self, max_chars: int) -> None:
         self._half = max(1, max_chars // 2)
@@ -204,7 +204,7 @@ async def _run(
             given.write(stdin.encode("utf-8", "replace"))
             given.close()  # when it is written
         await watcher.exited
-        await asyncio.sleep(DRAIN_SECONDS)  # what is still in the pipes
+        await asyncio.sleep(DRAIN_SECONDS)  # the rest in the pipes
     finally:
         with suppress(ProcessLookupError, PermissionError):  # also children that outlived a normal end
             os.killpg(transport.get_pid(), signal.SIGKILL)

@@ -86,7 +86,7 @@ def format_for(renderer: Renderer, asked: str) -> ToolCallFormat:
 
 
 def agent_reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """A reward function: what the agent returned as a number, or left in reward.json or reward.txt."""
+    """A reward function: the number that the agent returned, or left in reward.json or reward.txt."""
     given = trajectory.steps[-1].info.get("agent_reward") if trajectory.steps else None
     if given is None:
         raise AgentFailed(

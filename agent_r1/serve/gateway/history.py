@@ -2,7 +2,7 @@
 
 Clients send the whole conversation with every call, and rarely as they received it: arguments with other whitespace,
 None instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
-replaced by the one that was rendered when it came first, so what was sampled is never tokenised again.
+replaced by the one that was rendered when it came first, so sampled text is never tokenised again.
 
     system - user - ANSWER - tool - ANSWER - user          capitals: sampled here
                        \\- tool - ANSWER                    a branch
@@ -78,7 +78,7 @@ class Known:
     end: Node  # of the last message
     kind: Kind
     answers: list[Node]  # our answers at the start of the history, the latest first
-    added: list[Entry]  # what follows the latest of them
+    added: list[Entry]  # messages after the latest of them
 
 
 class History:
@@ -112,7 +112,7 @@ class History:
         )
 
     def add_answer(self, after: Node, entry: Entry, exchange: Exchange, number: int) -> Node:
-        """Add what was sampled after a node."""
+        """Add a sampled answer after a node."""
         node = Node(entry=entry, parent=after, exchange=exchange, number=number)
         after.children.setdefault(entry.key, []).append(node)
         self._sampled.add(entry.key)
@@ -173,7 +173,7 @@ def canonical_key(message: Message) -> Key:
     role = message["role"]
     content = content_text(message.get("content"))
     if role == "assistant" and isinstance(content, str):
-        content = content.strip()  # many clients strip what they show
+        content = content.strip()  # many clients strip whitespace
     calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
     return json.dumps([role, content, calls], sort_keys=True, default=picture_name)
 

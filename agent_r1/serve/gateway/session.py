@@ -49,7 +49,7 @@ class Reply:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A step, and what its client did with it."""
+    """A step, and what its client did with the answer."""
 
     number: int  # of the call in the episode
     kind: Kind
@@ -114,7 +114,7 @@ class Session:
             reply.delivered = True
 
     def seal(self) -> None:
-        """Refuse all further calls, and attach to the steps what became of them. May be called twice."""
+        """Refuse all further calls, and record with each step what became of its answer. May be called twice."""
         if self.is_sealed:
             return
         self.is_sealed = True
