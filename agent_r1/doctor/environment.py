@@ -177,7 +177,7 @@ async def check_repeats(shown: Shown) -> list[Finding]:
     first, second = [await play(shown.config, shown.plan, shown.renderer, "random", rows) for _ in range(2)]
     for one, other in zip(first, second, strict=True):
         if _prompts(one.trajectories[0]) != _prompts(other.trajectories[0]):
-            evidence = f"row {one.row.row_id!r} answers the same words differently when it is played again"
+            evidence = f"row {one.row.row_id!r} gives other prompts when the same responses are played again"
             fix = (
                 "Draw randomness from the row, not from the clock or a global generator; attempts at a row are compared"
             )

@@ -249,7 +249,7 @@ async def _differing(scorer: Scorer, group: Group) -> list[tuple[str, float, flo
 
 
 def find_judge(reward: Any) -> LLMJudge | None:
-    """Return a judge that a reward uses, as far as its parts and the names in its code tell."""
+    """Return a judge that a reward uses, if it can be found in its parts or by the names in its code."""
     seen: set[int] = set()
     waiting: list[Any] = [reward]
     while waiting:

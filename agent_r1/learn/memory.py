@@ -226,7 +226,7 @@ def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float,
 @dataclass(frozen=True, slots=True)
 class _Pass:
     rows: int
-    peak: int  # bytes above what was there before
+    peak: int  # bytes in addition to those before
     seconds: float
 
 

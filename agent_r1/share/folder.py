@@ -98,7 +98,7 @@ def copy_files(checkpoint: Path, part: Path, *, with_weights: bool) -> None:
 
 
 def _hub_base(config: RunConfig) -> str:
-    """The model that adapters were added to. Raises ConfigError if nobody else has it."""
+    """The model that adapters were added to. Raises ConfigError if it exists only on this machine."""
     if has_warm_start(config):
         raise ConfigError(
             "the adapters of this run were added to a warm start, which nobody else has: merge them with --merge"

@@ -75,7 +75,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Make this rank's part, on any device, a tensor sharded by rows like `tensor`. Scalars are not sharded."""
+    """Turn this rank's part, on any device, into a tensor sharded by rows like `tensor`. Scalars are not sharded."""
     if not isinstance(tensor, DTensor) or not part.ndim:
         return part
     shape = torch.Size((len(tensor), *part.shape[1:]))

@@ -193,7 +193,7 @@ def demonstrate(board: Board, shortcut: Shortcut | None, rng: random.Random) -> 
 
 
 def caption(kind: Caption, board: Board, row_id: str, rng: random.Random) -> Demo:
-    """Return a row that asks what its pictures show, or for sums, and the right answer."""
+    """Return a row that asks about its pictures, or for sums, and the right answer."""
     if kind is Caption.BOARD:
         places = [f"red {CELLS[board.red]}", f"blue {CELLS[board.blue]}"]
         answer = " ".join(rng.sample(places, 2))  # in any order, so that neither is found with the other's help

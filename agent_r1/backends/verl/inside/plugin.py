@@ -36,7 +36,7 @@ def _replica() -> Any:
 
 
 def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    """As verl's `load_valuehead_model`, which hard-codes FlashAttention and leaves the head as it was drawn."""
+    """Replaces verl's `load_valuehead_model`, which hard-codes FlashAttention and a random head."""
     from torch import nn
     from transformers import AutoModelForTokenClassification
 
