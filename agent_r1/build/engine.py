@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agent_r1.build.models.device import engine_device, model_dtype
-from agent_r1.compiling import has_compiler
+from agent_r1.compute.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import LocalEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from agent_r1.engines.base import Engine

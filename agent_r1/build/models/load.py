@@ -19,13 +19,13 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from agent_r1.attention import position_limit
 from agent_r1.build.models.cache import put
 from agent_r1.build.models.device import model_device, model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.hub import explain_hub, without_hub
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import recipe_path
+from agent_r1.compute.attention import position_limit
 from agent_r1.config import RunConfig
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError, DataError, did_you_mean

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from agent_r1.attention import short_windows
+from agent_r1.compute.attention import short_windows
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout

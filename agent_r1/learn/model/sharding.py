@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from agent_r1.compiling import repeated_layers
+from agent_r1.compute.compiling import repeated_layers
 
 BODY = "packed_body"  # the method of a sharded model that runs its body
 

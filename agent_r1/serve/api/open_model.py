@@ -120,9 +120,9 @@ def _with_context_of(config: RunConfig, place: str) -> RunConfig:
     """Use all of the model's positions, within reason."""
     from transformers import AutoConfig
 
-    from agent_r1.attention import position_limit
     from agent_r1.build.models.hub import without_hub
     from agent_r1.build.models.source import as_directory
+    from agent_r1.compute.attention import position_limit
 
     directory = as_directory(place)
     try:
