@@ -154,8 +154,7 @@ class Learner:
         }
 
     def rehearse(self, credited: Sequence[CreditedTrajectory]) -> int:
-        """Run the forward and backward passes of one optimizer step, but not the step, to compile layers or to measure
-        memory. Returns the number of tokens computed.
+        """Run only the passes of one optimizer step, to compile layers or measure memory; return the tokens computed.
 
         Every rank runs all packs. Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy
         takes part even while only the critic is trained, because it will take part later.
