@@ -32,7 +32,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, *, older_than: float = A_DAY) -> None:
-    """Delete what killed processes left half-written. Processes may be writing now, hence the age in seconds."""
+    """Delete files that killed processes left half-written. Processes may be writing now, hence the age in seconds."""
     for part in folder.glob(".*.part"):
         with suppress(OSError):  # another process deleted it, or another user owns it
             if time.time() - part.stat().st_mtime >= older_than:

@@ -180,7 +180,7 @@ def explain(error: BaseException, source: str = "") -> Failure:
 
 
 def blame(error: BaseException, source: str, place: str = "") -> None:
-    """Record for `explain` what raised an exception, and where if it has no traceback in this process."""
+    """Record the source of an exception for `explain`, and its place if it has no traceback in this process."""
     vars(error)[_BLAME] = (source, place)  # not setattr: works for frozen classes too
 
 

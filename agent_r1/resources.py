@@ -1,4 +1,4 @@
-"""What a run opens once and always closes: connections, servers, indexes.
+"""Things that a run opens once and always closes: connections, servers, indexes.
 
 Tools are resources. A recipe names others in `task.resources`.
 """
@@ -25,7 +25,7 @@ class Resource:
         """Acquire it. Called once per run, before the first episode; an exception stops the run."""
 
     async def close(self) -> None:
-        """Release it. Called once after `open`, also if that, an episode or the run failed or was interrupted."""
+        """Release it. Called once after `open`, even if `open`, an episode or the run failed or was interrupted."""
 
 
 @asynccontextmanager

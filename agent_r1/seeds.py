@@ -1,4 +1,4 @@
-"""Seeds derived from what they are for, so that runs repeat exactly on any machine."""
+"""Seeds derived from their purpose, so that runs repeat exactly on any machine."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _anchor(heading: str) -> str:
 
 INTRODUCTION = """# Results
 
-What each bundled task gains from RL with GRPO: success on held-out rows, greedy, before the first RL step (after the
+The gain of each bundled task from RL with GRPO: success on held-out rows, greedy, before the first RL step (after the
 warm start on demonstrations) and after the last one. Tasks measured on a CPU train models of 1 to 2 million parameters;
 the other tasks train SmolLM2-135M-Instruct on one H200. The sections below have every algorithm."""
 

@@ -30,6 +30,7 @@ from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.train.loop import train
+from agent_r1.train.schedule import Schedule
 
 PAGE = Path(__file__).parents[1] / "docs" / "verl.md"
 COMMON = ["trainer.steps=2", "trainer.eval_every=2", "eval.rows=50", "trainer.save_every=2"]
@@ -181,7 +182,7 @@ async def _train_case(config: RunConfig, run: RunDir, processes: Any, watch: Any
         trainer = make(config, run=run, plan=build_plan(config), progress=display, processes=processes, watch=watch)
         await trainer.sync_weights(0)
         await trainer.evaluate(0)
-        await train(trainer, start=0, steps=2, eval_every=2, save_every=2)
+        await train(trainer, Schedule(steps=2, eval_every=2, save_every=2), trainer.crew)
 
 
 def compare_case(case: str, folder: Path) -> Difference:

@@ -1,7 +1,7 @@
 """Gymnasium environments that are read and answered as text: `task: {rows: gymnasium, env: gymnasium, ...}`.
 
-A row is a seed, so all attempts at it start in the same state. What is rendered, and how actions are called, is in
-`gymnasium_text.py`.
+A row is a seed, so all attempts at it start in the same state. `gymnasium_text.py` renders observations and names
+actions.
 """
 
 from __future__ import annotations

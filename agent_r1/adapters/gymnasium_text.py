@@ -1,4 +1,4 @@
-"""Gymnasium's environments as text: what the policy reads, and which action it named."""
+"""Gymnasium's environments as text: render observations, and find the action that a response names."""
 
 from __future__ import annotations
 

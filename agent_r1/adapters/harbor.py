@@ -34,7 +34,7 @@ _CANARY = re.compile(r"\A(?:\s*(?:<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """What we read of a task."""
+    """The parts of a task that are read."""
 
     folder: Path
     instruction: str
@@ -73,7 +73,8 @@ def rows(
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """What the tests wrote: `reward`, and other values as components. 0 if the episode was cut off before its end."""
+    """The reward that the tests wrote, with their other values as components. 0 if the episode was cut off before its
+    end."""
     scores: dict[str, float] = next((step.info["scores"] for step in trajectory.steps if "scores" in step.info), {})
     return {"reward": 0.0, **scores}
 
@@ -174,7 +175,7 @@ def find_tasks(folder: Path) -> list[Path]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task. Raises DataError for a broken one, ConfigError for one that needs what we do not have."""
+    """Read a task. Raises DataError for a broken one, ConfigError for one that needs unsupported features."""
     try:
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         text = (folder / "instruction.md").read_text(encoding="utf-8")

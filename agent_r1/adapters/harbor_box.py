@@ -85,7 +85,7 @@ class Box:
         env: Mapping[str, str] | None = None,
         mounts: Mapping[str, tuple[Path, str]] | None = None,  # path inside -> (directory here, ro or rw)
     ) -> Outcome:
-        """Run a command. Output and errors come together."""
+        """Run a command. Output and errors are mixed."""
         binds = [f"{source}={path}={mode}" for path, (source, mode) in (mounts or {}).items()]
         root, kept = self._folder / "root", self._folder / "kept"
         process = await asyncio.create_subprocess_exec(

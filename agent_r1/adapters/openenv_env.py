@@ -1,7 +1,7 @@
 """Environments behind OpenEnv servers: `task: {rows: openenv, env: openenv, reward: openenv}` with a `url`.
 
-Each episode has a session of its own with the server, over the package's client. What the model says fills one field of
-the action, and a field of the observation is what it reads.
+Each episode has a session of its own with the server, over the package's client. The model's text becomes one field of
+the action; the model reads one field of the observation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_r1.types import TaskRow
 
 
 class OpenEnvEnv(TextEnv):
-    """One episode with a server."""
+    """One episode on a server."""
 
     def __init__(  # noqa: PLR0913 (all settings of an environment)
         self,

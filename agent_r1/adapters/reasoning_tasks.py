@@ -18,7 +18,7 @@ from agent_r1.types import TaskRow, Trajectory
 
 HOW = "Give your final answer between <answer> and </answer>."
 TRAIN_ROWS, TEST_ROWS = 1000, 100  # if the config does not say
-CHUNK = 200  # questions of a dataset; if all of them are known, there are no more
+CHUNK = 200  # questions per dataset; a dataset is exhausted if it repeats a whole chunk
 SEEDS = 100_000  # of questions, for each seed of rows: question i of a dataset with seed s has the seed s + i
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -62,7 +62,7 @@ def rows(
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> float:
-    """The dataset's own score of what stands between <answer> tags, or of the whole text without them."""
+    """The dataset's own score of the text between <answer> tags, or of the whole text without them."""
     found = _ANSWER.findall(trajectory.final_text)
     answer = (found[-1] if found else trajectory.final_text).strip()
     scored = row.reward_model

@@ -1,4 +1,4 @@
-"""Import what an adapter or its settings name."""
+"""Import the package of an adapter, and objects that its settings name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def rows(split: str, count: int | None = None, *, first_seed: int = 0) -> list[T
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """The sum of the environment's rewards, without what its steps have been paid already."""
+    """The sum of the environment's rewards, minus what its steps have already been paid."""
     earned = sum(step.info.get("reward", 0.0) for step in trajectory.steps)
     paid = sum(step.reward for step in trajectory.steps)
     invalid = sum(step.info.get("invalid", False) for step in trajectory.steps)

@@ -101,7 +101,7 @@ class _Source:
         self._read: list[Any] = []
 
     def task(self, index: int) -> Any:
-        """The task at this position. Raises IndexError behind the last one."""
+        """The task at this position. Raises IndexError past the last one."""
         with _LOCK:
             self._read += islice(self._left, max(0, index + 1 - len(self._read)))
         return self._read[index]
@@ -136,7 +136,7 @@ def _load_taskset(name: str, settings: dict[str, Any]) -> Any:
 
 
 def _check_supported(task_type: Any, name: str) -> None:
-    """Refuse tasks whose behaviour we would leave out."""
+    """Refuse tasks with features that we do not support."""
     base = import_module("verifiers.v1").Task
     marked = [value for cls in task_type.__mro__ for value in vars(cls).values() if callable(value)]
     scoring = [each for each in marked if hasattr(each, "reward") or hasattr(each, "metric")]
@@ -155,7 +155,7 @@ def _requires_runtime(function: Any) -> bool:
 
 
 def _end(source: _Source, first: int, wanted: int | None, end: int | None) -> int:
-    """Return the position behind the last row that there is."""
+    """Return the position after the last existing row."""
     position = first
     while (wanted is None or position - first < wanted) and (end is None or position < end):
         try:
@@ -234,7 +234,7 @@ def _nodes(task: Any, trajectory: Trajectory) -> list[Any]:
 
 
 def _messages(step: Step) -> list[Any]:
-    """What the model said and what its calls returned."""
+    """The model's text and the results of its calls."""
     from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
     calls = [

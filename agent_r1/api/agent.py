@@ -35,7 +35,7 @@ class Agent:
     """`await agent("...")`, or `agent.ask("...")` where nothing can be awaited.
 
     Each question is an episode of its own, in the environment of a test row (its tables, files or game); `row` says
-    which. Questions may be asked concurrently. The model lives until `close`, or until the agent is forgotten.
+    which. Questions may be asked concurrently. The model lives until `close`, or until the agent is garbage-collected.
     """
 
     def __init__(self, config: RunConfig, model: str) -> None:
@@ -95,7 +95,7 @@ class Agent:
 
 
 def _close(chat: Chat, loop: Loop) -> Future[None]:
-    """Does not wait: an agent may be forgotten in the loop's own thread."""
+    """Does not wait: the agent may be garbage-collected in the loop's own thread."""
     closing = loop.submit(chat.close())
     closing.add_done_callback(lambda _: loop.close())
     return closing

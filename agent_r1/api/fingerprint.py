@@ -1,4 +1,4 @@
-"""Tell whether Python objects are still the same: a hash of what they are made of.
+"""Hash the content of Python objects, to tell whether they are still the same.
 
 Functions and classes of a notebook have no file whose content could be hashed, but cached warm starts depend on them.
 So the hash covers compiled code, constants, defaults, closures, and the functions and plain data of the same module
@@ -72,7 +72,7 @@ def _of_object(thing: Any) -> list[Any]:
 
 
 def _is_content(value: Any, holder: Any) -> bool:
-    """Whether an attribute tells versions of its holder apart. Loggers, clients and the like do not."""
+    """Whether an attribute distinguishes versions of its holder. Loggers, clients and the like do not."""
     if isinstance(value, _PLAIN):
         return True
     module = type(holder).__module__
@@ -82,7 +82,7 @@ def _is_content(value: Any, holder: Any) -> bool:
 
 
 def _text(thing: Any) -> str:
-    """What an object without attributes is, such as a path: its repr or its bytes."""
+    """Identify an object without attributes, such as a path, by its repr or its bytes."""
     try:
         shown = "" if getattr(type(thing), "__repr__", None) is object.__repr__ else _ADDRESS.sub("", repr(thing))
         return shown + hashlib.sha256(thing.tobytes()).hexdigest() if hasattr(thing, "tobytes") else shown

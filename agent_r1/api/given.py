@@ -22,7 +22,7 @@ _objects: dict[str, Any] = {}
 
 
 def give(thing: Any, name: str | None = None, made_of: Any = None) -> str:
-    """Return the dotted name of an object. `made_of` is what to tell its versions apart by, if not the object itself.
+    """Return the dotted name of an object. `made_of` is hashed in place of the object, if given.
 
     `name` is for objects without a name of their own.
     """

@@ -1,4 +1,4 @@
-"""What users give as Python objects (rows, tools, demonstrations, a model), as the names that a config holds."""
+"""Turn Python objects (rows, tools, demonstrations, a model) into names that a config can hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent_r1.types import TaskRow
 
 HELD_OUT_SHARE = 0.2  # of a list of rows without test rows
 MOST_HELD_OUT = 200
-TINY = "tiny"  # the model that is made from nothing and learns in minutes on a CPU
+TINY = "tiny"  # the model that is created from scratch and learns in minutes on a CPU
 TINY_DEMOS = 2000  # what its tokenizer learns from, at most
 
 
@@ -58,7 +58,7 @@ def _source(splits: Mapping[str, Sequence[Any]]) -> Callable[..., list[Any]]:
 
 
 def _split(rows: Sequence[Any], test_rows: Any, seed: int) -> dict[str, Sequence[Any]]:
-    """Hold rows out for evaluation. Ids tell where a row stood in the list, so they do not depend on the split."""
+    """Hold rows out for evaluation. An id is the row's position in the list, so it does not depend on the split."""
     named = [row if _row_id(row) else _with_id(row, f"row-{index}") for index, row in enumerate(rows)]
     if test_rows is not None:
         return {"train": named, "test": _records(test_rows, "test_rows")}
@@ -92,7 +92,7 @@ def _records(rows: Any, what: str) -> list[Any]:
 
 
 def _content(thing: Any) -> str:
-    """Rows as text, to tell versions apart. Pictures, arrays and other objects count by their fingerprint."""
+    """Rows as text, to distinguish versions. Pictures, arrays and other objects count by their fingerprint."""
     return json.dumps(thing, default=_as_data, sort_keys=True)
 
 
@@ -127,7 +127,7 @@ def _as_tool(each: Any) -> Any:
 
 
 def demos_name(demos: Any) -> tuple[str, int | None]:
-    """Name demonstrations, a list of (row, texts) or a function (count, seed). Of a list, say how many too."""
+    """Name demonstrations, a list of (row, texts) or a function (count, seed). For a list, also return its length."""
     if isinstance(demos, str):
         return demos, None
     if callable(demos):
@@ -166,7 +166,8 @@ def tiny_model_name(demos: Any, tools: Sequence[Any]) -> str:
 
 
 def _tools_of(names: Sequence[Any]) -> Iterator[BaseTool]:
-    """The tools of these names. Those that need settings or a server only lack tokens of their own."""
+    """The tools of these names. Tools that need settings or a server are skipped: their names just get no tokens of
+    their own."""
     for name in names:
         found = resolve(name, recipe=PYTHON) if isinstance(name, str) and "." in name else name
         if isinstance(found, str | BaseTool):

@@ -1,4 +1,4 @@
-"""What runs hand to Python: evaluations, transcripts and pictures. All of them show themselves in a notebook."""
+"""Results of runs in Python: evaluations, transcripts and pictures. All of them show themselves in a notebook."""
 
 from __future__ import annotations
 

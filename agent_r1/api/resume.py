@@ -1,4 +1,4 @@
-"""Existing runs: give the objects of their task back to them, and change what a continued run may change."""
+"""Continue existing runs: supply their Python objects again, and change the settings that may change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RECREATED = ("sft.count",)  # follows from other keywords
 def stored_config(directory: RunDir, tree: Tree) -> tuple[RunConfig, list[str]]:
     """Return the config of a run with the settings of `tree`, and the names of objects that have changed since.
 
-    Settings may be repeated. Objects that were defined in Python may be given again, also changed. Of the others, only
-    what `agent-r1 train --resume` may change can be different.
+    Settings may be repeated. Objects that were defined in Python may be given again, even in a changed form. Other
+    settings may differ only if `agent-r1 train --resume` may change them.
     """
     stored = directory.settings
     config = parse_config(_merged(stored, tree))
@@ -39,7 +39,7 @@ def stored_config(directory: RunDir, tree: Tree) -> tuple[RunConfig, list[str]]:
 
 
 def _merged(stored: Any, given: Any) -> Any:
-    """Settings on top of stored ones. What is one value in a config, such as a list, is replaced as a whole."""
+    """Settings on top of stored ones. Lists and other single values are replaced as a whole."""
     if not isinstance(stored, Mapping) or not isinstance(given, Mapping):
         return given
     return {**stored, **{key: _merged(stored.get(key), value) for key, value in given.items()}}

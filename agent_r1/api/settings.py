@@ -2,7 +2,7 @@
 
 Every section of the config is a keyword that takes a dict (`rollout={"group_size": 4}`), every setting can be given by
 its dotted name (`settings={"rollout.group_size": 4}`), and the most used ones have short forms (`steps=60`). Objects
-are replaced by names here; what the tree then says is read by the same builders as a recipe.
+are replaced by names here, so the same builders read the tree as for a recipe.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def train(
     `resume`: continue the run in this directory.
 
     Callbacks: `on_step(step, metrics)`, `on_episode(trajectory)` for each scored training episode, and
-    `on_eval(result)`. What one of them raises is saved around and raised here.
+    `on_eval(result)`. If one of them raises, the last finished step is saved and the exception is raised here.
 
     Ctrl-C saves the last finished step. In a notebook or at a prompt the run is then returned, with `stopped` set; a
     script gets the KeyboardInterrupt.
@@ -110,7 +110,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What to train, and where."""
+    """A run to train, and its directory."""
 
     config: RunConfig
     path: Path | None  # None: a new one

@@ -225,7 +225,7 @@ class EngineBench:
             )
 
     def decoders(self, decoding: Decoding) -> dict[str, Callable[[], float]]:
-        """By name, what measures tokens per second; subclasses add others."""
+        """Functions that measure tokens per second, by name; subclasses add others."""
         return {name: partial(decoding.tokens_per_second, *side) for name, side in self.samplers().items()}
 
     def samplers(self) -> dict[str, tuple[Sampler, Run]]:

@@ -133,11 +133,11 @@ class LearnerBench:
     def trainers(
         self, learner: Learner, batch: list[CreditedTrajectory]
     ) -> tuple[dict[str, Callable[[], Cost]], Figures]:
-        """By name, what takes one step, and figures about them; subclasses add other trainers."""
+        """Functions that take one step, by name, with figures about them; subclasses add other trainers."""
         return {"packed": partial(self.cost, learner.policy.model, partial(learner.update, batch))}, {}
 
     def packed_figures(self, costs: dict[str, Cost], tokens: int, peak_seconds: float) -> Figures:
-        """`peak_seconds`: what the needed FLOPs would take at the rate of a large matrix product."""
+        """`peak_seconds`: the time of the needed FLOPs at the rate of a large matrix product."""
         packed = costs["packed"]
         figures = {
             "seconds": packed.seconds,
@@ -151,7 +151,7 @@ class LearnerBench:
         return (STATE_BYTES * self.model.parameters + cost.added_bytes) / GIB
 
     def flops(self, lengths: Sequence[int], *, trained: int) -> float:
-        """What a step over sequences of these lengths needs, with `trained` response tokens in all."""
+        """The FLOPs of a step over sequences of these lengths, with `trained` response tokens in all."""
         return training_flops(
             lengths,
             trained=trained,

@@ -1,4 +1,4 @@
-"""Clocks and yardsticks: timed calls, memory, and what the hardware could do at best."""
+"""Clocks and yardsticks: timed calls, memory, and the limits of the hardware."""
 
 from __future__ import annotations
 

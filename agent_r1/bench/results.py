@@ -99,7 +99,7 @@ class Results:
 
 
 def comparison(rows: Iterable[Row], stored: Results | None) -> dict[str, float]:
-    """By row name: how many times as good as the stored row, for rows that have one."""
+    """Compare rows with stored ones: how many times as good each is, by row name."""
     before = {row.name: row for row in stored.rows} if stored is not None else {}
     found = {row.name: row.speed_against(before[row.name]) for row in rows if row.name in before}
     return {name: speed for name, speed in found.items() if speed is not None}

@@ -24,7 +24,7 @@ from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Group, Observation, TaskRow, Transition
 
-# What the template writes around an answer: the end of the last response, and the start of the next one.
+# Tokens that the template writes around an answer: the end of the last response, and the start of the next one.
 ANSWER_FRAME = f"{TURN_END}\n{TURN_START}tool\n", f"{TURN_END}\n{TURN_START}assistant\n"
 PROMPT_FRAME = f"{TURN_START}user\n{TURN_END}\n{TURN_START}assistant\n"
 
@@ -64,7 +64,7 @@ class Workload:
         return [_row(f"bench-{seed}-{index}", size) for index in range(self.rows)]
 
     def answer(self, vocabulary: int, *, frame: str = "".join(ANSWER_FRAME)) -> str:
-        """The tool's text: with what the template writes around it, an observation has the right length."""
+        """The tool's text: together with the template's own tokens, an observation has the right length."""
         size = self.observation_tokens - count_tokens(frame, vocabulary)
         if size < 1:
             raise ConfigError(f"observation_tokens={self.observation_tokens} leaves no room beside the chat template")

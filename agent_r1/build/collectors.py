@@ -21,7 +21,7 @@ def train_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: 
     trained = _collector(config, task, renderer, sampler, noise, rollout.group_size)
     own = {name: role.temperature or rollout.temperature for name, role in rollout.roles.items()}
     sampling = {name: replace(each, temperature=own[name]) for name, each in trained.role_sampling.items()}
-    return replace(trained, role_sampling=sampling)  # evaluation has one temperature for all
+    return replace(trained, role_sampling=sampling)  # evaluation uses one temperature for all roles
 
 
 def greedy_collector(config: RunConfig, task: Task, renderer: Renderer, sampler: Sampler) -> Collector:

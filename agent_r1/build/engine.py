@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agent_r1.build.models.device import engine_device, model_device, model_dtype
-from agent_r1.compiling import has_compiler
+from agent_r1.compute.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import LocalEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from agent_r1.engines.base import Engine
@@ -179,7 +179,7 @@ def max_cached_tokens(config: RunConfig) -> int:
 
 
 def _free_cache_tokens(config: RunConfig, network: Any) -> int:
-    """Return the tokens that fit into free GPU memory, at most what all episodes together can have."""
+    """Return the tokens that fit into free GPU memory, but no more than all episodes together can have."""
     from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token
 
     assert isinstance(config.engine, LocalEngineConfig)

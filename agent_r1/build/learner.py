@@ -104,8 +104,8 @@ def build_sft_learner(config: RunConfig, model: Model, num_updates: int) -> Lear
 
 
 def rehearse(config: RunConfig, learner: Learner) -> str:
-    """Check that a step fits into memory and describe what it takes. Chooses what the config leaves open: the size of
-    packs and activation checkpointing."""
+    """Check that a step fits into memory and describe what it takes. Chooses settings that the config leaves open: the
+    size of packs and activation checkpointing."""
     settings = config.learner
     longest = config.rollout.max_context_tokens if settings.max_tokens_per_pack is None else None
     return estimate(learner, longest=longest, may_checkpoint=settings.activation_checkpointing == "auto")

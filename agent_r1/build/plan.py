@@ -34,7 +34,7 @@ class Plan:
 
 
 def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
-    """With `resume`, what only the start of a run needs is not checked: it may be gone."""
+    """With `resume`, files that only the start of a run needs are not checked: they may be gone."""
     task, algorithm = build_task(config), build_algorithm(config)
     check_requirements(config)
     if config.model.chat_template is not None:

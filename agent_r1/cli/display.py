@@ -1,4 +1,4 @@
-"""What users see of a run: a live display in a terminal, one line per step elsewhere, a picture at the end."""
+"""Show the progress of a run: a live display in a terminal, one line per step elsewhere, a picture at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved settings as YAML, and the plan in one sentence."""
+"""Output of `--dry-run`: the resolved settings as YAML, and the plan in one sentence."""
 
 from __future__ import annotations
 

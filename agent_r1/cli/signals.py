@@ -65,7 +65,7 @@ def interruptible(
     task = loop.create_task(work)
 
     def stop(number: int) -> None:
-        handler = signal.getsignal(number)  # `second`, or what it has put in its place
+        handler = signal.getsignal(number)  # `second`, or the handler that has replaced it
         if loop.remove_signal_handler(number):  # not in another thread
             signal.signal(number, handler)
         if not received:  # a second cancel would interrupt saving

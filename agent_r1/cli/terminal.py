@@ -1,4 +1,4 @@
-"""What the program prints, and how it ends.
+"""How the program prints and how it exits.
 
 Control characters in text from outside (rows, tools, replies, file names) are escaped. If the output is closed or full,
 further output is dropped and the program continues. Threads that tools leave behind do not keep the program alive.

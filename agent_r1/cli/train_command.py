@@ -1,4 +1,4 @@
-"""What `agent-r1 train` does before training: choose the run directory, check the config, start or join the ranks.
+"""The preparations of `agent-r1 train`: choose the run directory, check the config, start or join the ranks.
 
 Training itself is in `commands/train.py`, which imports transformers.
 """
@@ -39,7 +39,7 @@ RESUME_SETTINGS = ("trainer.steps", "trainer.max_minutes", "model.device", "trac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to train, and where."""
+    """A run to train, and its directory."""
 
     config: RunConfig
     words: list[str]  # of the command line, without the run directory

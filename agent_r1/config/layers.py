@@ -1,4 +1,4 @@
-"""What people wrote, in layers: a recipe's YAML, presets on top of it, `key=value` overrides on top of those.
+"""Settings as written, in layers: a recipe's YAML, presets on top of it, `key=value` overrides on top of those.
 
 Reads and merges layers, and refuses settings that have no effect. `schema.py` says what a setting may be.
 """
@@ -38,7 +38,7 @@ def read_switch(value: Any) -> Any:
 
 
 def with_default(value: Any, **choice: str) -> Any:
-    """Fill in what a section leaves open."""
+    """Fill in the defaults of a section."""
     return choice | value if isinstance(value, dict) else value
 
 
@@ -164,7 +164,8 @@ def _value(tree: Tree, setting: str) -> Any:
 
 
 def _needs(*names: str, idle: tuple[Any, ...] = (None, 0), which: str = "") -> tuple[str, Callable[[Tree], bool]]:
-    """What a setting needs to have an effect, in words and as a test: one of `names` whose value is not `idle`."""
+    """A condition for a setting to have an effect, in words and as a test: one of `names` has a value other than
+    `idle`."""
     return " or ".join(names) + which, lambda tree: any(_value(tree, name) not in idle for name in names)
 
 

@@ -251,7 +251,7 @@ class LocalEngineConfig(Section):
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
-    burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between looks by the host; None: 16
+    burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between checks by the host; None: 16
     compile: bool | None = None  # torch.compile the decoder layers, on a GPU; None: yes
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
 
@@ -310,8 +310,8 @@ class LearnerConfig(Section):
     prefix_sharing: Switch = "auto"  # compute shared prefixes once; auto: if it pays off
     # saves memory, costs a forward pass; auto: on a GPU, if packs do not fit otherwise
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    train_vision: bool = False  # train the tower that looks at pictures, not only the decoder
-    mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for so many tokens at a time
+    train_vision: bool = False  # train the vision tower too, not only the decoder
+    mlp_chunk_tokens: int | None = Field(default=None, ge=1)  # compute MLPs for this many tokens at a time
     compile: bool | None = None  # torch.compile the layers; None: on a GPU
     offload_optimizer: bool = False  # keep optimizer state on the host between steps
     optimizer_state: Literal["float32", "8bit"] = "float32"  # number format of AdamW's moments between steps

@@ -1,1 +1,1 @@
-"""Find out what is wrong: with a recipe before it trains, and with a run after it did."""
+"""Find out what is wrong with a recipe before training, or with a run afterwards."""

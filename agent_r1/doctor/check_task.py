@@ -1,4 +1,4 @@
-"""What three agents without a model earn (`players.py`), agent by agent: shows most mistakes before any training."""
+"""The rewards of three agents without a model (`players.py`), which reveal most mistakes before any training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checks that play the task without a model: what demonstrations, silence and chance earn, and whether it repeats.
+"""Checks that play the task without a model: what demonstrations, silence and chance earn, and whether episodes are
+reproducible.
 
 They see behaviour only. `agent_r1.envs.check` has stricter contracts, for the tests of an env.
 """
@@ -43,14 +44,14 @@ OFTEN = 0.9  # share of rows
 
 @dataclass(slots=True)
 class Gaps:
-    """The longest time for which no other episode could go on."""
+    """The longest time for which all other episodes were blocked."""
 
     longest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the agents did, for checks to look at."""
+    """The episodes of the agents, for checks to read."""
 
     config: RunConfig
     plan: Plan
@@ -163,7 +164,7 @@ def check_rewards(shown: Shown) -> list[Finding]:
     low, high = min(rewards), max(rewards)
     if low == high and shown.demonstrated is not None:
         evidence = f"every episode of every agent earned {low:g}: there is nothing to learn from"
-        return [red("reward varies", evidence, "Correct task.reward: it does not depend on what is said")]
+        return [red("reward varies", evidence, "Correct task.reward: it does not depend on the responses")]
     if max(abs(low), abs(high)) > LARGE_REWARD:
         evidence = f"rewards from {low:g} to {high:g}"
         return [yellow("reward varies", evidence, "Scale rewards to about [0, 1]: critics and KL penalties expect it")]
@@ -176,7 +177,7 @@ async def check_repeats(shown: Shown) -> list[Finding]:
     first, second = [await play(shown.config, shown.plan, shown.renderer, "random", rows) for _ in range(2)]
     for one, other in zip(first, second, strict=True):
         if _prompts(one.trajectories[0]) != _prompts(other.trajectories[0]):
-            evidence = f"row {one.row.row_id!r} answers the same words differently when it is played again"
+            evidence = f"row {one.row.row_id!r} gives other prompts when the same responses are played again"
             fix = (
                 "Draw randomness from the row, not from the clock or a global generator; attempts at a row are compared"
             )
@@ -196,7 +197,7 @@ def _prompts(trajectory: Trajectory) -> list[tuple[list[int], float]]:
 
 
 async def check_canary(shown: Shown) -> list[Finding]:
-    """Replace the ground truth by a word that nobody says, and look for it in what the policy sees."""
+    """Replace the ground truth by a made-up word, and look for it in the policy's prompts."""
     name = "ground truth is never shown"
     rows = [_with_canary(row) for row in shown.rows[:TWICE] if row.ground_truth is not None]
     if not rows:

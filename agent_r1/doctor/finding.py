@@ -1,4 +1,4 @@
-"""What a check found: a light, what it looked at, what it saw, and what to do."""
+"""The result of a check: a light, what was checked, the evidence, and what to do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from agent_r1.errors import AgentR1Error
 
 
 class Level(StrEnum):
-    GREEN = "green"  # as it should be, or nothing to look at
-    YELLOW = "yellow"  # it will run, but look at it
+    GREEN = "green"  # as it should be, or nothing to check
+    YELLOW = "yellow"  # it will run, but deserves a look
     RED = "red"  # it will fail, or learn nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     level: Level
-    name: str  # what was looked at
-    evidence: str  # what was seen, with numbers
+    name: str  # what was checked
+    evidence: str  # with numbers
     fix: str = ""  # what to do; empty if nothing
 
 

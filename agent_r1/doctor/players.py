@@ -35,7 +35,7 @@ CALLS_MADE = 0.7  # the share of calls among the turns of the random agent; the 
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What one agent did."""
+    """The episodes of one agent."""
 
     agent: str
     episodes: list[Trajectory]

@@ -1,7 +1,7 @@
 """Checks that need the tokenizer and the rows, but neither the weights nor an episode: seconds.
 
-Each is a function of the prepared `Parts` that returns findings. What stops `agent-r1 train` at once anyway (unknown
-settings, a missing model, a context longer than the model's) is a finding too: see `prepare`.
+Each is a function of the prepared `Parts` that returns findings. Errors that stop `agent-r1 train` at once (unknown
+settings, a missing model, a context longer than the model's) are findings too: see `prepare`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from agent_r1.types import Message, Observation, TaskRow
 
 DRAWS = 12  # calls written and read per tool
 LONGEST_ROWS = 8  # rows whose prompts are rendered: those with most characters
-HIGH_LR = 5e-3  # for models made from nothing; pretrained ones break far below
+HIGH_LR = 5e-3  # for models created from scratch; pretrained ones break at far lower rates
 HIGH_PRETRAINED_LR = 1e-4
-NARROW, WIDE = 0.5, 1.5  # temperatures outside of which sampling explores little, or nonsense
+NARROW, WIDE = 0.5, 1.5  # below, sampling explores little; above, it explores nonsense
 WORDS = ("Alpha", "beta 2", "3.5", "naïve", "x_y")
 PROSE = 'Two lines,\n  {"a": [1, 2.5]} and "quotes": 17 * 3 = 51 €.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What these checks look at."""
+    """What these checks read."""
 
     config: RunConfig
     plan: Plan
@@ -55,7 +55,7 @@ class Parts:
 
 
 def prepare(config: RunConfig, plan: Plan) -> Parts:
-    """Load what the checks need, which creates a recipe's own model. Raises AgentR1Error as training would."""
+    """Load everything that the checks need; creates a recipe's own model. Raises AgentR1Error as training would."""
     directory = as_directory(str(base_model(config)))
     tokenizer, offline = load_tokenizer(config, directory), without_hub(directory)
     network = AutoConfig.from_pretrained(directory, local_files_only=offline)

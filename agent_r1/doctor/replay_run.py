@@ -1,9 +1,9 @@
 """Train again from the stored episodes of a run, without sampling.
 
 A replay begins at a checkpoint of the run (or at its starting model, from step 1) and feeds the episodes of each step
-to the same trainer, whose collecting is replaced by reading. On a CPU it ends at the same weights, bit for bit. What
-cannot be the same is refused: a missing checkpoint or missing episodes, several ranks, asynchronous runs, runs on verl,
-and algorithms that compare with a greedy attempt, which is not stored.
+to the same trainer, whose collecting is replaced by reading. On a CPU it ends at the same weights, bit for bit. Replays
+that could not be exact are refused: a missing checkpoint or missing episodes, several ranks, asynchronous runs, runs on
+verl, and algorithms that compare with a greedy attempt, which is not stored.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.loop import train
 from agent_r1.train.rng import seed_all
+from agent_r1.train.schedule import Schedule
 from agent_r1.train.trainer import Progress, Trainer
 from agent_r1.types import Group, TaskRow, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What a replay goes through."""
+    """The steps and files of a replay."""
 
     start: int  # the step after which it begins
     checkpoint: Path | None  # of that step; None: the starting model
@@ -79,7 +80,7 @@ class Replayer(Trainer):
 
 
 def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) -> Route:
-    """Find the checkpoint and the episodes. Raises ConfigError or DataError for what cannot be replayed exactly."""
+    """Find the checkpoint and the episodes. Raises ConfigError or DataError if the run cannot be replayed exactly."""
     if config.backend != "local":
         raise ConfigError(f"{run} was trained with backend={config.backend}: only local runs can be replayed")
     if config.trainer.mode != "sync":
@@ -122,9 +123,9 @@ async def replay(
     Its metrics have no rollout times, and it evaluates nothing."""
     trainer = await build_replayer(route, source, config, plan, into, progress)
     into.write_tokens(token_texts(trainer.tokenizer))
-    await train(
-        trainer, start=route.start, steps=route.last, eval_every=route.last, save_every=config.trainer.save_every
-    )
+    save_every = config.trainer.save_every
+    schedule = Schedule(start=route.start, steps=route.last, eval_every=route.last, save_every=save_every)
+    await train(trainer, schedule, trainer.crew)
     ours = dict(list_checkpoints(into.checkpoints))
     theirs = dict(list_checkpoints(source.checkpoints))
     return [compare_weights(step, theirs[step], ours[step]) for step in sorted(ours.keys() & theirs.keys())]
@@ -171,7 +172,7 @@ def _groups(file: RecordFile, rows: Mapping[str, TaskRow]) -> Iterator[Group]:
     for trajectory in file.trajectories():
         found.setdefault(trajectory.row_id, []).append(trajectory)
     for row_id, trajectories in found.items():
-        row = rows.get(row_id) or TaskRow(prompt=[], row_id=row_id)  # rewards are stored: the row is only a name
+        row = rows.get(row_id) or TaskRow(prompt=[], row_id=row_id)  # rewards are stored, so only the row's id matters
         yield Group(row=row, trajectories=trajectories)
 
 

@@ -4,7 +4,7 @@ Episodes come from the run's files, rows from its recorded settings. A row that 
 so is a run whose own reward no longer gives the recorded values: then the episodes lack something that rewards read, or
 the code has changed, and another reward would be computed from the wrong facts.
 
-What the policy would have learned from the other reward is not known here: it would soon have played other episodes.
+This does not tell what the policy would have learned from the other reward: it would soon have played other episodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBED = 64  # episodes that the run's own reward is tried on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What two rewards give one episode: returns, so with process rewards, as in metrics."""
+    """The returns of one episode under two rewards; like metrics, they include process rewards."""
 
     step: int
     row_id: str
@@ -56,11 +56,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChange:
-    """What two rewards say about the attempts at one row, which is what most algorithms learn from."""
+    """The attempts at one row under two rewards: most algorithms learn from differences between attempts."""
 
     step: int
     row_id: str
-    swapped: int  # pairs of attempts of which the other one is better now
+    swapped: int  # pairs of attempts whose order is reversed
     pairs: int
     was_uniform: bool  # all attempts earned the same, so there was nothing to learn
     is_uniform: bool
@@ -135,7 +135,7 @@ async def rescore(
     if not allow_services and (judge := find_judge(task.scorer.reward)) is not None:
         raise ConfigError(
             f"reward {config.task.reward!r} asks the model {judge.model!r} at {judge.base_url}, which costs time or "
-            "money and may answer otherwise each time. Allow it with --allow-services"
+            "money and may answer differently each time. Allow it with --allow-services"
         )
     rows = {row.row_id: row for row in task.train_rows()}
     async with opened(task.resources[: len(config.task.resources)]):  # tools are not called
@@ -249,7 +249,7 @@ async def _differing(scorer: Scorer, group: Group) -> list[tuple[str, float, flo
 
 
 def find_judge(reward: Any) -> LLMJudge | None:
-    """Return a judge that a reward uses, as far as its parts and the names in its code tell."""
+    """Return a judge that a reward uses, if it can be found in its parts or by the names in its code."""
     seen: set[int] = set()
     waiting: list[Any] = [reward]
     while waiting:
@@ -263,7 +263,7 @@ def find_judge(reward: Any) -> LLMJudge | None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a function, or a container in one, refers to. Modules are not followed."""
+    """The objects that a function, or a container in one, refers to. Modules are not followed."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]

@@ -1,4 +1,4 @@
-"""What doctor and rescore print."""
+"""Print the results of doctor and rescore."""
 
 from __future__ import annotations
 

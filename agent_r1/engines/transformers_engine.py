@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from agent_r1.attention import position_limit, short_windows
+from agent_r1.compute.attention import position_limit, short_windows
 from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, fix_rope
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.request_engine import RequestEngine

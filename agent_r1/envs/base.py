@@ -54,7 +54,7 @@ class AgentEnv(ABC):
         """Apply the policy's action."""
 
     async def close(self) -> None:  # noqa: B027 (a default that does nothing, on purpose)
-        """Free what the episode holds. Called at the end, also after failures; may be called twice."""
+        """Free what the episode holds. Called at the end, even after failures; may be called twice."""
 
     @staticmethod
     def register(name: str) -> Callable[[EnvClass], EnvClass]:

@@ -206,7 +206,8 @@ async def check_tool(
     *,
     deterministic: bool = False,
 ) -> None:
-    """Check a tool's schema, and run it on arguments that it should accept; `context` is what a row would fill in."""
+    """Check a tool's schema, and run it on arguments that it should accept; `context` has the values that a row would
+    fill in."""
     get_tool(tool)
     name, parameters = tool.name, tool.parameters
     assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name), f"tool name {name!r} must be 1 to 64 of A-Z a-z 0-9 _ -"

@@ -63,7 +63,7 @@ class TextEnv(AgentEnv):
 
     @abstractmethod
     def reply(self, said: str) -> Reply | Awaitable[Reply]:
-        """Answer what the policy said."""
+        """Answer the policy's text."""
 
     async def reset(self, row: TaskRow) -> Observation:
         shown = self.begin(row)

@@ -46,8 +46,8 @@ class ToolEnv(AgentEnv):
     `tools_kwargs` fills the parameters that tools take from the row. A key that names a tool holds the values of that
     tool; any other key goes to every tool that takes it: `{"search": {"table": ...}, "language": "en"}`.
 
-    A bad call (malformed, to an unknown tool, or with invalid arguments) is answered with what was wrong. After
-    `max_bad_calls` in a row, also across steps, the episode ends as `StopReason.PARSE_LIMIT`. A call that ran resets
+    A bad call (malformed, to an unknown tool, or with invalid arguments) is answered with the reason. After
+    `max_bad_calls` in a row, even across steps, the episode ends as `StopReason.PARSE_LIMIT`. A call that ran resets
     the count, even if its tool failed. The limit is checked after all calls of a step.
 
     The calls of a response run one after another, so that tools may change the state of the episode. Consecutive calls

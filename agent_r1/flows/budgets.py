@@ -1,4 +1,4 @@
-"""The budgets of an episode, and what is raised when one is used up."""
+"""The budgets of an episode, and the exception that is raised when one is used up."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ NOTES_TITLE = "Notes from earlier in the conversation:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextView:
-    """What the model is shown of a conversation."""
+    """The part of a conversation that the model is shown."""
 
     messages: list[Message]
     hidden: int  # messages of the conversation that are left out or changed

@@ -82,7 +82,7 @@ class Episode:
         self.limit: StopReason | None = None  # the budget that ended the episode, even before anything was sampled
         self.limit_reason = ""
         self.limit_setting = ""  # the field of `Limits`
-        self.fault: str | None = None  # what ended the episode as failed without raising
+        self.fault: str | None = None  # a failure that ended the episode without an exception
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
         self.roles: tuple[str, ...] = ()  # that the flow may name
@@ -346,7 +346,7 @@ class Episode:
         return Prompt(ids, without_repeats(pictures_of(observation.messages or ())))
 
     def _size(self, observation: Observation) -> int:
-        """Characters, or ids. Of a conversation that has grown, only the new messages are read."""
+        """Characters, or ids. If a conversation has grown, only its new messages are read."""
         if observation.messages is None:
             return len(observation.text or observation.token_ids or ())
         (known, size), messages = self._measured, observation.messages

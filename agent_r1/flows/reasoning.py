@@ -70,7 +70,8 @@ def strip_thinking(text: str, tool_format: ToolCallFormat) -> str:
 
 
 def _thoughts(text: str, tool_format: ToolCallFormat) -> list[Span]:
-    """Find the thinking in a text that does not begin inside it. What looks like a tag within a call is none."""
+    """Find the thinking in a text that does not begin inside it. Text within a call that looks like a tag does not
+    count."""
     if "<think>" not in text:
         return []
     for event in tool_format.for_prompt(thinks=False).parse(text)[1]:

@@ -1,4 +1,4 @@
-"""What an environment shows and answers, in a form that a trajectory file can hold."""
+"""Convert what an environment returns into a form that a trajectory file can hold."""
 
 from __future__ import annotations
 

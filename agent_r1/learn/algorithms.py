@@ -42,7 +42,7 @@ class Algorithm:
     # ---- settings
     sampling_rounds: PositiveInt = 1  # rounds of sampling until enough groups have different returns (DAPO)
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
-    overlong_penalty: NonNegativeFloat = 0.0  # what a response at its limit loses
+    overlong_penalty: NonNegativeFloat = 0.0  # penalty of a response at its limit
 
     def __post_init__(self) -> None:
         for name, value in [*_settings_of(self.credit).items(), *_settings_of(self.loss).items()]:

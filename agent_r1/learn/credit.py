@@ -136,7 +136,7 @@ Place = tuple[int, list[int]]  # the position of an attempt, and which of its st
 
 
 def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place]]:
-    """Return a batch per role, of attempts reduced to what the role did, and where each of these comes from."""
+    """Return one batch per role, of attempts reduced to the role's steps, and the origin of each of these."""
     batches, places = [], []
     for role in dict.fromkeys(role for each in attempts_of(groups) for role in each.roles):
         batch, first = [], 0
@@ -157,7 +157,7 @@ def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place
 def _join_roles(
     attempts: Sequence[Trajectory], places: Sequence[Place], credited: Sequence[CreditedTrajectory]
 ) -> list[CreditedTrajectory]:
-    """Put the credit of the roles together again, step by step."""
+    """Merge the credit of the roles, step by step."""
     joined: dict[str, list[list[Any]]] = {
         name: [[[] for _ in attempt.steps] for attempt in attempts]
         for name in ("advantages", "values", "value_targets")

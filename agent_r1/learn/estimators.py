@@ -1,6 +1,6 @@
 """Advantage estimators: the `credit` column of the algorithm table.
 
-Each one reads what its formula (`advantages.py`) needs off a whole batch of scored groups and spreads the result over
+Each takes the inputs of its formula (`advantages.py`) from a whole batch of scored groups and spreads the result over
 response tokens. Keyword arguments are settings. Nothing here knows models, losses or which algorithm runs.
 
 Shape suffixes: G = trajectories of a group, K = decisions of a trajectory, N = any set of numbers.
@@ -153,7 +153,7 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
 
 
 def _answer_to_last_action(trajectory: Trajectory, k: int) -> str:
-    """What the action before step k was answered: the text, and the names of the pictures."""
+    """The answer to the action before step k: its text, and the names of its pictures."""
     before = next((step for step in reversed(trajectory.steps[:k]) if not step.is_summary), None)
     if before is None:
         return ""

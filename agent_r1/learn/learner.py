@@ -118,7 +118,8 @@ class Learner:
         return self.critic is not None and self.updates < self.critic.warmup_updates
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
-        """Train on these trajectories. With nothing to learn from, nothing changes and `empty_update` is 1."""
+        """Train on these trajectories. If there is nothing to learn from, weights stay as they are and `empty_update`
+        is 1."""
         if self.critic is not None:
             self.critic.note_targets(credited)
         parts = split_evenly(range(len(credited)), self.num_minibatches)
@@ -153,11 +154,10 @@ class Learner:
         }
 
     def rehearse(self, credited: Sequence[CreditedTrajectory]) -> int:
-        """Run the passes of one optimizer step without the step, to compile layers or to measure memory. Returns the
-        number of tokens computed.
+        """Run only the passes of one optimizer step, to compile layers or measure memory; return the tokens computed.
 
         Every rank runs all packs. Gradients remain, as in the middle of an update; `zero_grad` drops them. The policy
-        takes part even while it waits for its critic, as it will later.
+        takes part even while only the critic is trained, because it will take part later.
         """
         batch = self._with_old_logprobs(self._prepare(credited, range(len(credited)), OneProcess()))
         for part in batch.packs:
@@ -188,7 +188,7 @@ class Learner:
 
     @torch.no_grad()
     def kl_to_reference(self, trajectories: Sequence[Trajectory]) -> list[PerToken]:
-        """log pi - log reference at every response token: the k1 estimate that a KL in the reward adds up.
+        """log pi - log reference at every response token: the k1 estimate, which a KL in the reward sums up.
 
         Both come from the learner's kernels; compared with the sampler's log-probs, even equal policies would differ.
         """
@@ -330,7 +330,7 @@ class Learner:
         return self.kl_coef > 0 or self.entropy_coef > 0
 
     def _active_optimizers(self, batch: MiniBatch) -> dict[str, Optimizer]:
-        """The optimizers that take a step now, by the metric for the norm of their gradient.
+        """The optimizers that take a step now; each key is the metric for the norm of the gradient.
 
         The policy's is left out if there is nothing to learn from: Adam's momentum alone would move the weights.
         """
@@ -355,7 +355,7 @@ class Learner:
         return output, logprobs_T.detach()
 
     def _filler_loss(self, part: Pack, *, critic_alone: bool) -> Tensor:
-        """0, computed from all that a pack's loss depends on and in the same order."""
+        """Return 0, computed from everything that a pack's loss depends on, in the same order."""
         hidden_TD = None if critic_alone else self.policy.hidden(part)
         numbers = [] if hidden_TD is None else [self.policy.score(hidden_TD, part, temperature=self.temperature)[0]]
         numbers += [] if self.critic is None else [self.critic.values(part, hidden_TD, head_only=critic_alone)]

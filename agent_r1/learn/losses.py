@@ -31,7 +31,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What one optimizer step trains on, over all packs and ranks: the denominators."""
+    """Counts of one optimizer step over all packs and ranks: the denominators."""
 
     tokens: int
     steps: int  # with at least one response token

@@ -31,15 +31,15 @@ from agent_r1.vision.picture_format import PictureFormat
 from agent_r1.vision.pictures import Picture
 
 PROBE_TOKENS = 4096  # of the larger of the first two packs: more than a chunk of the head
-# Tokens of a third pack, as a share of those that seem to fit. In small packs, what costs the same for any size, such
-# as the logits of a chunk, hides what one checkpointed layer costs per token.
+# Tokens of a third pack, as a share of those that seem to fit. In small packs, fixed costs such as the logits of a
+# chunk hide the cost per token of one checkpointed layer.
 FAR = 0.5
 SEGMENT_TOKENS = 512
 # For groups whose attempts share a prefix: attempts, tokens that belong to one attempt, rows of a group.
 ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
-PICTURE_PIXELS = 28  # on a side of what becomes one token, roughly
+PICTURE_PIXELS = 28  # side of the square that becomes one token, roughly
 Layout = Literal["text", "shared", "pictures"]  # of the packs of a measurement
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
 SAVINGS = (
@@ -78,13 +78,14 @@ def estimate(learner: Learner, *, longest: int | None = None, may_checkpoint: bo
     if learner.policy.device.type != "cuda":
         return f"learner memory: {fixed}"
     needed, choice = longest or learner.max_tokens_per_pack, ""
-    # With several ranks, one that has run out of memory cannot go on: the others wait for it in the middle of a pass.
+    # With several ranks, a rank that has run out of memory cannot recover: the others wait for it in the middle of a
+    # pass.
     measured = least_room(learner, may_fail=may_checkpoint and learner.ranks.size == 1)
     if may_checkpoint and (measured is None or measured.tokens_that_fit < needed):
         choice = f"; activation checkpointing is on: packs of {needed} tokens do not fit without it"
         for model in (learner.policy, *([] if learner.critic is None else [learner.critic.backbone])):
             model.checkpoint_activations()
-        learner.zero_grad()  # what a failed pass left behind
+        learner.zero_grad()  # memory that a failed pass left behind
         torch.cuda.empty_cache()
         measured = least_room(learner)
     assert measured is not None
@@ -205,7 +206,8 @@ def measure(learner: Learner) -> Measured:
 
 
 def _far_line(learner: Learner, low: _Pass, high: _Pass, layout: Layout) -> tuple[float, float]:
-    """(slope, value at 0) of the line through the peaks of the two largest of three packs. Ranks agree on the third."""
+    """(slope, value at 0) of the line through the peaks of the two largest of three packs. All ranks use the same size
+    for the third."""
     slope, once = line_through((low.rows, low.peak), (high.rows, high.peak))
     fitting = min(learner.ranks.gather(int(FAR * (_available(learner) - once) / slope)))
     far = min(fitting, learner.max_tokens_per_pack) // SEGMENT_TOKENS * SEGMENT_TOKENS
@@ -224,7 +226,7 @@ def line_through(small: tuple[int, int], large: tuple[int, int]) -> tuple[float,
 @dataclass(frozen=True, slots=True)
 class _Pass:
     rows: int
-    peak: int  # bytes above what was there before
+    peak: int  # bytes in addition to those before
     seconds: float
 
 
@@ -246,7 +248,7 @@ def _peak(learner: Learner, rows: int, layout: Layout) -> _Pass:
 
 def _available(learner: Learner) -> int:
     """Memory for packs: what is free with gradients in place, minus optimizer state that the first step allocates and
-    features of pictures that are kept, here and in an engine beside us."""
+    features of pictures that are kept here and in an engine on the same GPU."""
     device = learner.policy.device
     _forget_pictures(learner)
     features = sum(model.kept_features for model in _models(learner))

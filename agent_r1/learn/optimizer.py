@@ -1,7 +1,7 @@
 """AdamW with gradient clipping and a schedule, over one set of parameters.
 
 Its two moments take twice the memory of the parameters and are read once per step. In between, they stay on the host
-with `offload`, and are kept in 8 bits with `eight_bit`; bucket by bucket, a step makes of them what AdamW reads.
+with `offload`, and are kept in 8 bits with `eight_bit`; a step converts them, bucket by bucket, into AdamW's form.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Optimizer:
 
     @property
     def step_bytes(self) -> int:
-        """Memory that a step needs for itself: the moments of the largest bucket in fp32."""
+        """Temporary memory of a step: the moments of the largest bucket in fp32."""
         if not (self.offload or self.eight_bit):
             return 0
         found = (bucket for group in self._adam.param_groups for bucket in buckets(group["params"], BUCKET_BYTES))

@@ -153,7 +153,7 @@ class RewardShaper:
         """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
         `kl` is log pi - log reference of every response token, or None for a trajectory that was not sampled from pi (a
-        greedy one). `num_attempts` is the number of trajectories, if the others are the parts of their roles.
+        greedy one). `num_attempts` is the number of attempts if the trajectories are their parts by role.
         """
         if (kl is None) != (self.kl is None):
             raise ValueError("pass `kl` if and only if the KL is in the reward")
@@ -208,7 +208,7 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
 
 
 def part_of(trajectory: Trajectory, role: str) -> Trajectory:
-    """Return what one role did: its own steps, with the shared outcome."""
+    """Reduce a trajectory to the steps of one role, with the shared outcome."""
     return replace(trajectory, steps=[step for step in trajectory.steps if step.role == role])
 
 

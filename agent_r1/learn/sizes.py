@@ -1,4 +1,4 @@
-"""Sizes in memory that the learner, its estimate before the first step and `agent-r1 plan` share. Imports no torch."""
+"""Memory sizes, shared by the learner, its estimate before the first step and `agent-r1 plan`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_compressed(columns: int) -> bool:
 
 
 def moment_bytes(rows: int, columns: int, *, eight_bit: bool) -> int:
-    """What AdamW's two moments of a parameter take between steps."""
+    """Bytes of AdamW's two moments of a parameter between steps."""
     if eight_bit and is_compressed(columns):
         return 2 * rows * (columns + 4 * math.ceil(columns / BLOCK))
     return 2 * 4 * rows * columns

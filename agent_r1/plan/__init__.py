@@ -1,1 +1,1 @@
-"""What a run would need and cost: sizes of models, formulas with measured constants, advice. Needs no GPU."""
+"""Estimate the needs and cost of a run: sizes of models, formulas with measured constants, advice. Needs no GPU."""

@@ -91,7 +91,7 @@ def prefill_seconds(shape: Shape, gpu: Gpu, *, tokens: float, context: float = 0
 
 
 def host_seconds(calls: float) -> float:
-    """What the host adds for each model call: rendering, parsing, scheduling."""
+    """Host time of each model call: rendering, parsing, scheduling."""
     return float(MEASURED["call_seconds"]["value"]) * calls
 
 
@@ -100,7 +100,7 @@ def update_seconds(shape: Shape, gpu: Gpu, flops: float) -> float:
 
 
 def activation_bytes(shape: Shape, tokens: float, *, checkpointing: bool, mlp_chunk: int | None = None) -> float:
-    """What a pack needs for its backward pass, beside gradients."""
+    """Memory of a pack for its backward pass, without gradients."""
     chunk = 0.0 if mlp_chunk is None else min(tokens, mlp_chunk) * _factor() * shape.mlp_bytes
     return tokens * bytes_per_token(shape, checkpointing=checkpointing, in_chunks=chunk > 0) + chunk + LOGITS_BYTES
 

@@ -1,4 +1,4 @@
-"""What a training step needs on several GPUs, for each way to run it.
+"""Time and memory of a training step on several GPUs, for each way to run it.
 
 A rank is a GPU with its own engine; the learner is sharded over all of them. Pure arithmetic over `formulas.py`.
 """
@@ -54,7 +54,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Of one step, per GPU."""
+    """Memory and time of one step, per GPU."""
 
     method: Method
     memory: dict[str, float]  # bytes by purpose
@@ -155,8 +155,8 @@ def _collect_seconds(
 
 
 def _update_flops(shape: Shape, load: Load, method: Method) -> float:
-    """Of all passes over a batch. Adapters need no gradient of the base; checkpointing computes layers twice, also if
-    their MLPs are in chunks."""
+    """FLOPs of all passes over a batch. Adapters need no gradient of the base; checkpointing computes layers twice,
+    also if their MLPs are in chunks."""
     own = load.episode_tokens - load.prompt_tokens
     rows = load.episodes * (own + load.prompt_tokens / load.group_size)  # a group's prompt is computed once
     shortened = shape.body_parameters * (load.episodes * load.episode_tokens - rows)

@@ -70,5 +70,5 @@ class Crew:
         return True
 
     def main_first(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns on this rank. Rank 0 goes first, so that others find what it has written."""
+        """Return what `make` returns on this rank. Rank 0 goes first, so that others find its files."""
         return make()

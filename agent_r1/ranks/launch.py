@@ -144,5 +144,5 @@ def _is_heard(number: int) -> bool:
 
 
 def same_program(words: Sequence[str]) -> list[str]:
-    """Return a command line that runs this program with other words."""
+    """Return a command line that runs this program with other arguments."""
     return [sys.executable, "-m", "agent_r1.cli", *words]

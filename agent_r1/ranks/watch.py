@@ -129,7 +129,7 @@ class Watch:
         seen: dict[int, tuple[object, float]] = {}  # the last heartbeat of each rank, and when it came
         while not self._ended.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if now - last > self.limit / 2:  # this process was stopped itself: nobody else is to blame
+            if now - last > self.limit / 2:  # this process itself was paused: the other ranks are not at fault
                 seen.clear()
             number, last = number + 1, now
             try:

@@ -209,7 +209,7 @@ def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, Failure | 
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
-    """Cancel what still runs and wait a bounded time, so that every episode can close its environment."""
+    """Cancel running episodes and wait a bounded time, so that every episode can close its environment."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         if not task.cancelling():  # a second cancel would interrupt its cleanup

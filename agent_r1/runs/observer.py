@@ -1,6 +1,6 @@
-"""Who follows a run while it trains: callbacks of users, and trackers.
+"""Observers of a run while it trains: callbacks of users, and trackers.
 
-An observer is told what was already written to the run directory. Whatever it raises ends the run, after the step it
+An observer is called after the run directory was written. Whatever it raises ends the run, after the step it
 was told of is saved; trackers therefore raise nothing.
 """
 
@@ -29,4 +29,4 @@ class Observer:
         """The policy after `step` steps was evaluated."""
 
     def finish(self, run: RunDir) -> None:
-        """The run ended, for whatever reason. Also called if it did not get as far as `start`."""
+        """The run ended, for whatever reason. Also called if `start` was never called."""

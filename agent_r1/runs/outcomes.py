@@ -39,7 +39,7 @@ _ABSENT_IF_NONE = ("context", "workers", "roles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was evaluated, and everything its numbers depend on except code and data files."""
+    """The subject of an evaluation: everything that its numbers depend on, except code and data files."""
 
     model: str
     recipe: str
@@ -56,7 +56,7 @@ class Subject:
         }
         if dtype is not None:
             settings["dtype"] = dtype
-        if (workers := run["task"].get("workers")) is not None:  # the limits matter, not how many there are
+        if (workers := run["task"].get("workers")) is not None:  # the limits matter, not the number of processes
             settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
         limits = {name: role.get("max_response_tokens") for name, role in run["rollout"].get("roles", {}).items()}
         if any(limits.values()):  # their temperatures apply in training only

@@ -1,4 +1,4 @@
-"""Read runs: what viewers, comparisons, replays and tests ask of a run directory. Needs no torch, no model, no config.
+"""Read run directories, for viewers, comparisons, replays and tests. Needs no torch, no model, no config.
 
 run = RunReader.open(Path("runs/quickstart-..."))
 run.read_metrics("train")[-1]["success"]

@@ -1,1 +1,1 @@
-"""Servers: what faces out of a run or a machine."""
+"""Servers for models, agents, runs and search indexes."""

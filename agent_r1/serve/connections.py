@@ -22,7 +22,7 @@ def bounded_protocol(
     """Return a factory for `uvicorn.Config(http=...)` whose connections share one limit.
 
     busy_seconds: for one request, from its headers to the end of its answer; None: three times `seconds`.
-    stall_seconds: a client that does not read what was sent for so long is disconnected; None: no such limit.
+    stall_seconds: a client that reads nothing for this long is disconnected; None: no such limit.
     """
     busy = BUSY_PERIODS * seconds if busy_seconds is None else busy_seconds
     idle: dict[_Connection, None] = {}  # connections that wait for their client, oldest first

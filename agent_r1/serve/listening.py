@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def link_name(host: str) -> str:
-    """The host as it stands in a link."""
+    """The host as written in a link."""
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host

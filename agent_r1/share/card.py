@@ -22,7 +22,7 @@ SHOWN = ("episode/steps", "episode/tool_calls", "episode/response_tokens")  # be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What the card of a folder says."""
+    """The content of a folder's model card."""
 
     run: RunDir
     config: RunConfig

@@ -39,7 +39,7 @@ def export_run(
     gguf: str | None = None,
     place: str | None = None,
 ) -> Path:
-    """Write the newest checkpoint to a new folder. `place`: where others will find it, if not under its name.
+    """Write the newest checkpoint to a new folder. `place`: where others will find it; default: the folder's name.
 
     Adapters are written as such, unless they are to be merged. `gguf`: also write a GGUF file of this type (`f16`,
     `q8_0`), if llama.cpp's converter is installed.
@@ -98,7 +98,7 @@ def copy_files(checkpoint: Path, part: Path, *, with_weights: bool) -> None:
 
 
 def _hub_base(config: RunConfig) -> str:
-    """The model that adapters were added to. Raises ConfigError if nobody else has it."""
+    """The model that adapters were added to. Raises ConfigError if it exists only on this machine."""
     if has_warm_start(config):
         raise ConfigError(
             "the adapters of this run were added to a warm start, which nobody else has: merge them with --merge"

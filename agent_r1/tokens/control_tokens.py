@@ -86,7 +86,7 @@ class ControlTokens:
 
 
 def defuse_message(message: Message, *, special: ControlTokens, control: ControlTokens) -> Message:
-    """Cut look-alikes of special tokens, and of all control tokens in what a tool wrote.
+    """Cut look-alikes of special tokens, and of all control tokens in a tool's text.
 
     If `from_tool` is a text, only the end of the content (or its last part) with this text is the tool's. If the
     content does not end with it, all of it is.

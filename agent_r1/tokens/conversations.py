@@ -28,7 +28,7 @@ class Exchange:
 
     observation: Observation
     tools: ToolSchemas
-    ids: list[int]  # prompt, response, then what continued them: exchanges of one conversation share the list
+    ids: list[int]  # prompt, response, then their continuation: exchanges of one conversation share the list
     prompt_size: int
     size: int  # of prompt and response
     length: int  # of the observation: messages, characters or ids

@@ -343,7 +343,8 @@ class Renderer:
 
 
 def follows(messages: list[Message], before: list[Message], text: str) -> bool:
-    """Whether `messages` are those before, then a reply that can be the assistant's `text`, then anything."""
+    """Whether `messages` start with those before and a reply that can be the assistant's `text`; anything may
+    follow."""
     if len(messages) <= len(before) or messages[: len(before)] != before:
         return False
     reply = messages[len(before)]

@@ -40,6 +40,6 @@ def fast_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
 
 
 def _uses_backend(tokenizer: PreTrainedTokenizerBase, method: str, inner: str) -> bool:
-    """Whether neither method is overridden: those of the library pass plain text and ids on unchanged."""
+    """Whether both methods are the library's own, which pass plain text and ids on unchanged."""
     names = [getattr(type(tokenizer), each).__qualname__ for each in (method, inner)]
     return names == [f"PreTrainedTokenizerBase.{method}", f"TokenizersBackend.{inner}"]

@@ -100,7 +100,8 @@ class BaseTool(Resource, ABC):
         return self
 
     async def end_episode(self) -> None:
-        """Release what the tool of an episode holds. Called at its end, also after failures; may be called twice."""
+        """Release everything that the tool of an episode holds. Called at its end, even after failures; may be called
+        twice."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
         return self  # a copied row shares its tools
@@ -148,7 +149,7 @@ class BatchTool(BaseTool):
 
 
 class ToolSet(ABC):
-    """Tools that come together, such as those of a server. May stand wherever a tool may be listed."""
+    """Tools that come together, such as those of a server. Can be listed wherever a tool can."""
 
     @abstractmethod
     def tools(self) -> Sequence[BaseTool]:
@@ -156,7 +157,7 @@ class ToolSet(ABC):
 
     @property
     def made_of(self) -> object:
-        """What tells this set apart from others of its class. Unlike connections, it never changes."""
+        """Identifies this set among others of its class. Unlike connections, it never changes."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolSet:

@@ -112,7 +112,7 @@ class Arguments:
 
 
 def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[Arguments, RowKeys]:
-    """What the model sends and what the row fills in, by the function's annotations."""
+    """Separate the arguments that the model sends from those that the row fills in, by the function's annotations."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:

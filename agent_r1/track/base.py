@@ -1,4 +1,4 @@
-"""What a tracker does, and what it is told. Knows no tracker by name."""
+"""The protocol of trackers, and what they receive. Knows no tracker by name."""
 
 from __future__ import annotations
 

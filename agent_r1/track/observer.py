@@ -131,7 +131,7 @@ class _Worker:
             self._problem = self._problem or f"it did not finish in {FINISH_SECONDS:g} s"
 
     def problem(self) -> str | None:
-        """What went wrong, once."""
+        """Return the first error of the tracker, once."""
         if self._problem is None or self._told:
             return None
         self._told = True

@@ -15,7 +15,6 @@ these, so that all know the same groups, take the same ones, and update as one.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -27,10 +26,11 @@ from agent_r1.guard import call
 from agent_r1.learn.rewards import is_valid
 from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
+from agent_r1.train.schedule import Schedule
 from agent_r1.train.tickets import Fate, Ledger, oldest_version, staleness_metrics
 from agent_r1.types import CreditedTrajectory, Group
 
-POLL_SECONDS = 0.02  # between looks at what has arrived on other ranks
+POLL_SECONDS = 0.02  # between checks for groups that arrived on other ranks
 MANY = 2**40  # more groups than any rank waits for
 
 
@@ -77,7 +77,7 @@ class Rollout:
         self._claim, self._announce = self.crew.counter(), self.crew.counter()
 
     async def take(self, version: int) -> dict[int, Group]:
-        """Wait for the groups of a step, which `version` is the policy before. Oldest tickets first."""
+        """Wait for the groups of a step; `version` is the policy before it. Oldest tickets first."""
         wanted, self.dropped, self._fruitless = self.parts.rows_per_step, {}, 0
         while True:
             self._sort(version)
@@ -105,7 +105,7 @@ class Rollout:
         return arrived
 
     def _sort(self, version: int) -> None:
-        """Drop what cannot be trained on. Groups that waited may have become too old since."""
+        """Drop groups that cannot be trained on. Groups that waited may have become too old since."""
         for ticket, group in sorted(self._ready.items()):
             fate = self._reason_to_drop(group, version)
             if fate is not None:
@@ -129,7 +129,8 @@ class Rollout:
         most = min(1 + self.max_staleness, self.steps - version) * self.parts.rows_per_step
         limit, share = ledger.limit(most), self.crew.share(most)
         ledger.start(limit)  # those that this rank does not claim are claimed by others
-        # Nobody else can start what this rank has claimed, so it does, even beyond its share: that shrinks at the end.
+        # No other rank can start what this one has claimed, so it does, even beyond its share, which shrinks at the
+        # end.
         while self._claimed is not None or share is None or len(self._playing) < share:
             start = self._claim(1) - 1 if self._claimed is None else self._claimed
             self._claimed = start if start >= limit else None
@@ -165,25 +166,13 @@ class Rollout:
         await self.drain()
 
 
-async def train_async(
-    parts: AsyncParts,
-    *,
-    start: int,
-    steps: int,
-    eval_every: int,
-    save_every: int,
-    max_staleness: int,
-    max_minutes: float | None = None,
-) -> int:
-    """Run optimizer steps start+1 .. steps, or until the time is up; return the last one, evaluated and saved.
-
-    Of several ranks, rank 0 has the clock.
-    """
-    crew = parts.crew
-    end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-    rollout = Rollout(parts=parts, steps=steps, max_staleness=max_staleness)
+async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: int) -> int:
+    """Run the steps of the schedule, until the time is up; return the last one, evaluated and saved."""
+    crew, start = parts.crew, schedule.start
+    time_is_up = schedule.start_clock(crew.ranks)
+    rollout = Rollout(parts=parts, steps=schedule.steps, max_staleness=max_staleness)
     finished, updating, draining, evaluating = start, False, 0.0, 0.0
-    last = start >= steps
+    last = start >= schedule.steps
 
     async def finish(step: int, groups: dict[int, Group], began: float) -> None:
         """Train on the groups and replace the weights."""
@@ -191,7 +180,7 @@ async def train_async(
         updating, taken = True, time.perf_counter()
         credited, metrics = await call(parts.learn, list(groups.values()))
         updated = time.perf_counter()
-        last = step == steps or crew.ranks.broadcast(time.monotonic() >= end)
+        last = step == schedule.steps or time_is_up()
         if last:
             await rollout.stop()
         stopped = time.perf_counter()
@@ -215,16 +204,16 @@ async def train_async(
             parts.check(in_order(groups | rollout.dropped))
             await _complete(finish(finished + 1, groups, began), rollout.stop)
             draining = evaluating = 0.0
-            if finished % eval_every == 0 or last:
+            if finished % schedule.eval_every == 0 or last:
                 began = time.perf_counter()
                 await crew.all(rollout.drain())  # the step is finished: a stop while others wait here saves it
                 drained = time.perf_counter()
                 await parts.evaluate(finished)
                 draining, evaluating = drained - began, time.perf_counter() - drained
-                last = last or crew.ranks.broadcast(time.monotonic() >= end)  # the evaluation may have used up the time
+                last = last or time_is_up()  # the evaluation may have used up the time
             if not last:
                 rollout.fill(finished)
-            if finished % save_every == 0 or last:
+            if finished % schedule.save_every == 0 or last:
                 await _complete(call(parts.save, finished), rollout.stop)
     except BaseException as error:  # save the last finished step, unless its weights have changed since
         await rollout.stop()

@@ -34,7 +34,7 @@ STATE_FILE = "trainer_state.pt"
 TENSORS = "trainer_state"  # the folder of the large tensors
 
 
-# What torch pickles into the metadata of its checkpoints: sizes and places of tensors.
+# Classes that torch pickles into the metadata of its checkpoints: sizes and places of tensors.
 METADATA = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),

@@ -2,7 +2,7 @@
 
 A full collection visits every object, and torch, transformers and a model of 30 layers are half a million that never go
 away: 0.2 to 0.4 s each time, during which neither tools nor the engine's host side run. On a GPU, steps with a
-collection sampled at a third of their speed. So the parts of a run are frozen once they are all built.
+collection sampled at a third of the usual speed. So the parts of a run are frozen once they are all built.
 
 Collections also become rarer. A rollout creates objects that all live until its end (steps, messages, ids), so looking
 through the new ones every 700 finds no garbage, and took a fifth of the host time of episodes with short actions.

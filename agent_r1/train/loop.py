@@ -5,12 +5,12 @@ collect (rows played and scored) -> credit -> update -> weights to the engine ->
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Protocol
 
 from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
+from agent_r1.train.schedule import Schedule
 from agent_r1.types import CreditedTrajectory, Group
 
 
@@ -27,46 +27,31 @@ class Parts(Protocol):
     def save(self, step: int) -> None: ...
 
 
-async def train(
-    parts: Parts,
-    *,
-    start: int,
-    steps: int,
-    eval_every: int,
-    save_every: int,
-    max_minutes: float | None = None,
-    crew: Crew | None = None,
-) -> int:
-    """Run optimizer steps start+1 .. steps, or until the time is up; return the last one, evaluated and saved.
-
-    Of several ranks, rank 0 has the clock.
-    """
-    crew = crew or Crew()
-    finished, updating = start, False
-    end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+async def train(parts: Parts, schedule: Schedule, crew: Crew) -> int:
+    """Run the steps of the schedule, until the time is up; return the last one, evaluated and saved."""
+    finished, updating, time_is_up = schedule.start, False, schedule.start_clock(crew.ranks)
     try:
-        for step in range(start + 1, steps + 1):
+        for step in range(schedule.start + 1, schedule.steps + 1):
             began = time.perf_counter()
             groups = await parts.collect(step)
             collected = time.perf_counter()
-            credited = parts.assign_credit(groups)
-            updating = True
+            credited, updating = parts.assign_credit(groups), True
             metrics = parts.update(credited)
             await parts.sync_weights(step)
             metrics |= {"time/collect": collected - began, "time/update": time.perf_counter() - collected}
             parts.report(step, groups, credited, metrics)
             finished, updating = step, False  # only now: a step whose metrics were not written is repeated
             parts.tell(step, groups, metrics)
-            last = step == steps or crew.ranks.broadcast(time.monotonic() >= end)
-            if step % eval_every == 0 or last:
+            last = step == schedule.steps or time_is_up()
+            if step % schedule.eval_every == 0 or last:
                 await parts.evaluate(step)
-                last = last or crew.ranks.broadcast(time.monotonic() >= end)  # the evaluation may have used up the time
-            if step % save_every == 0 or last:
+                last = last or time_is_up()  # the evaluation may have used up the time
+            if step % schedule.save_every == 0 or last:
                 parts.save(step)
             if last:
                 break
     except BaseException as error:  # save the last finished step, unless its weights have changed since
-        if finished > start and not updating and crew.is_common(error):
+        if finished > schedule.start and not updating and crew.is_common(error):
             parts.save(finished)
         raise
     return finished

@@ -45,7 +45,7 @@ class Ledger:
         return self._again[start] if start < again else self._first + start - again
 
     def limit(self, most_open: int) -> int:
-        """How many starts there may be for at most `most_open` tickets to be open."""
+        """Return how many starts are possible with at most `most_open` open tickets."""
         return self.ended.total() - self._ended_before + most_open
 
     def start(self, count: int) -> None:

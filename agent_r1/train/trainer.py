@@ -46,7 +46,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """What the episodes that play at the same time share."""
+    """Limits that concurrent episodes share."""
 
     episodes: asyncio.Semaphore  # how many play at once
     scoring: asyncio.Semaphore  # how many rewards are computed at once
@@ -215,7 +215,7 @@ class Trainer:
         self.progress.step(step, metrics)
 
     def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None:
-        """Tell the observer of a finished step. What it raises ends the run, but not before the step is saved."""
+        """Tell the observer of a finished step. An exception in it ends the run, after the step is saved."""
         if self.crew.ranks.is_main:
             self.observer.step(step, groups, metrics)
 

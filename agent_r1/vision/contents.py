@@ -1,4 +1,4 @@
-"""Contents of messages that show pictures: read from any spelling, made, and written as text for people."""
+"""Contents of messages with pictures: read any spelling, build new ones, and describe them as text for people."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _with_pictures(message: Message, place: str, folder: Path | None) -> Message
 
 
 def _without_nulls(part: Any) -> Any:
-    """The part without keys that other parts of the table have: to chat templates, a key `image` means a picture."""
+    """Drop keys that only other parts of the table use: chat templates take any key `image` for a picture."""
     has_nulls = isinstance(part, Mapping) and any(value is None for value in part.values())
     return {key: value for key, value in part.items() if value is not None} if has_nulls else part
 
@@ -55,7 +55,7 @@ def shown_content(text: str, images: Sequence[Any], *, what: str) -> str | list[
 
 
 def picture_mark(picture: Picture | str) -> str:
-    """What stands for a picture where only text can be shown. Of one that is only named, the size is not known."""
+    """The text that stands for a picture where only text can be shown. It has no size if only the name is known."""
     size = f"{picture.width}x{picture.height} " if isinstance(picture, Picture) else ""
     return f"[image {size}{str(picture)[:6]}]"
 

@@ -52,7 +52,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def format_of(image: Any) -> str | None:
-    """One of `FORMATS`. Pillow names a JPEG that holds further pictures, as phones write them, MPO."""
+    """One of `FORMATS`. Phones write JPEG files that hold further pictures, which Pillow calls MPO."""
     return "JPEG" if image.format == "MPO" else image.format
 
 

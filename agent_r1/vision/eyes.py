@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agent_r1.compiling import compile_each, repeated_layers
+from agent_r1.compute.compiling import compile_each, repeated_layers
+from agent_r1.compute.flash import has_flash
 from agent_r1.errors import DataError
-from agent_r1.flash import has_flash
 from agent_r1.vision.picture_format import IDEFICS, IntArray, PictureFormat
 from agent_r1.vision.pictures import INDEX_BITS, MAX_TOKENS, Picture
 

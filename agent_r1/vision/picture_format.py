@@ -30,8 +30,8 @@ IDEFICS = ("idefics3", "smolvlm")
 CONFIG_FILES = ("preprocessor_config.json", "processor_config.json")
 # Similar kinds that are not supported, with the reason that the error gives.
 REFUSED = {
-    "gemma3": "its picture tokens see each other in both directions",
-    "paligemma": "its prompts see each other in both directions",
+    "gemma3": "its picture tokens attend to each other in both directions",
+    "paligemma": "its prompt tokens attend to each other in both directions",
     "lfm2_vl": "its decoder has convolutions",
     "qwen2_vl": "only its successors qwen2_5_vl and qwen3_vl were checked",
 }
@@ -57,7 +57,7 @@ class PictureFormat(ABC):
 
     @abstractmethod
     def values(self, picture: Picture) -> FloatArray:
-        """What the tower reads of the picture."""
+        """The tower's input for the picture."""
 
     @abstractmethod
     def positions(self, ids_L: IntArray, pictures: Mapping[int, Picture]) -> IntArray:
@@ -78,7 +78,7 @@ class PictureFormat(ABC):
         return normal_HWC
 
     def spans(self, ids_L: IntArray, pictures: Mapping[int, Picture]) -> list[tuple[int, Picture]]:
-        """Where each picture of a sequence begins. Raises if one is not there as a whole."""
+        """Where each picture of a sequence begins. Raises if a picture is incomplete."""
         found, place = [], 0
         negative = np.flatnonzero(ids_L < 0)
         while place < len(negative):
@@ -103,7 +103,7 @@ class QwenPictures(PictureFormat):
 
     patch: int
     merge: int
-    frames: int  # a picture is a video of so many equal frames
+    frames: int  # the tower reads a picture as a video with this many equal frames
     min_pixels: int
     max_pixels: int
 

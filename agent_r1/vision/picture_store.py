@@ -36,7 +36,7 @@ def load_picture(folder: Path | None, name: str) -> Picture:
 
 
 def find_picture(folder: Path, name: str) -> Path | None:
-    """The file of a picture; None if there is none that can be a picture's."""
+    """The file of a picture; None if the name is malformed or no regular file has it."""
     if not PICTURE_NAME.fullmatch(name) or folder.is_symlink():
         return None
     paths = (folder / f"{name}{suffix}" for suffix in MEDIA_TYPES)

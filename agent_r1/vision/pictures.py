@@ -1,6 +1,6 @@
-"""Pictures: what an agent may see besides text, and how they stand in a sequence of token ids.
+"""Pictures: what an agent may see besides text, and how token ids represent them.
 
-A `Picture` is immutable and named by its content, so it is stored, looked at and cached once however often it is shown.
+A `Picture` is immutable and named by its content, so it is stored, encoded and cached once, however often it is shown.
 In messages it is a part `{"type": "image", "image": picture}`; `as_picture` accepts every spelling that users have.
 
 In a sequence, each token of a picture is a negative id made of the picture's key (48 bits of its name) and the place of
@@ -128,7 +128,7 @@ class Picture:
 
     @property
     def key(self) -> int:
-        """48 bits of the name, as they stand in token ids."""
+        """48 bits of the name, which token ids contain."""
         return int(self.name[:12], 16)
 
     @property
@@ -256,7 +256,7 @@ def by_key(pictures: Iterable[Picture]) -> dict[int, Picture]:
 
 
 def added_pictures(before: Sequence[int], after: Sequence[int], pictures: Sequence[Picture]) -> list[Picture]:
-    """The pictures that the ids `after` show, in order, behind the ids `before`. If they do not continue those, the
+    """Return the pictures that `after` adds to the ids `before`, in order; if `after` does not begin with `before`, all
     pictures that `before` does not show."""
     known, size = by_key(pictures), len(before)
     if list(after[:size]) == list(before):

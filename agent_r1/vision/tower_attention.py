@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agent_r1.flash import flash_runs
+from agent_r1.compute.flash import flash_runs
 
 PICTURES_AT_ONCE = "agent_r1_flash_pictures"
 

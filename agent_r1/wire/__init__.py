@@ -2,6 +2,6 @@
 
     body --parse--> ChatRequest --(a model answers)--> ChatAnswer --write--> JSON or server-sent events
 
-`api_error.py` is how everything is refused, `request_body.py` reads bytes, `chat_request.py` what is asked,
-`chat_messages.py` its conversation, `reply.py` reads a model's response, `chat_answer.py` what is answered.
+`request_body.py` reads bytes, `chat_request.py` and `chat_messages.py` the request and its conversation, `reply.py` a
+model's response. `chat_answer.py` writes answers, `api_error.py` refusals.
 """

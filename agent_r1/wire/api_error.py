@@ -10,7 +10,7 @@ SERVER = "server_error"
 
 
 class ApiError(Exception):
-    """The answer to a request that gets no other. `param` names the field of the request that is wrong."""
+    """The error that answers a request. `param` names the field of the request that is wrong."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is answered: a neutral record, and how it is written as one JSON object or as a stream of chunks.
+"""Answers: a neutral record, written as one JSON object or as a stream of chunks.
 
 A stream that is written while the model samples uses `ChunkWriter` directly; `answer_chunks` makes the same chunks
 from an answer that is complete. Everything is ASCII JSON: text of models may hold halves of surrogate pairs.

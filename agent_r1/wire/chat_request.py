@@ -1,7 +1,7 @@
-"""What a client asks for: the body of `/v1/chat/completions` as one neutral, checked record.
+"""A client's request: the body of `/v1/chat/completions` as one neutral, checked record.
 
-Options that would change the answer and that no server of ours has are refused, unless they have the value that changes
-nothing. Options that only inform the provider (`user`, `metadata`) are ignored.
+Options that would change the answer but are not supported are refused, unless their value changes nothing. Options that
+only inform the provider (`user`, `metadata`) are ignored.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def read_stream_options(fields: Fields, *, stream: bool) -> bool:
 
 
 def finish(fields: Fields, known: tuple[str, ...]) -> None:
-    """Ignore what only informs, accept what changes nothing, and refuse all else."""
+    """Ignore fields that only inform, accept values that change nothing, and refuse everything else."""
     for key in IGNORED:
         fields.take(key)
     for key in [key for key in fields.keys() if key in NEUTRAL]:  # noqa: SIM118 (not a dict)

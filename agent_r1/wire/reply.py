@@ -21,7 +21,7 @@ class Reply:
     text: str  # for the user
     calls: tuple[CallOut, ...] = ()
     reasoning: str = ""
-    num_unreadable: int = 0  # calls that went wrong; what was written of them is in `text`
+    num_unreadable: int = 0  # calls that cannot be read; their text is in `text`
 
 
 def read_reply(

@@ -146,7 +146,7 @@ class Fields:
         return None if value is None else Fields(value, self.name(key))
 
     def finish(self, kind: Literal["field", "option"] = "field", known: tuple[str, ...] = ()) -> None:
-        """Refuse what has not been taken."""
+        """Refuse fields that have not been taken."""
         for key in self._left:
             near = nearest(key, known)
             hint = f" Did you mean {near!r}?" if near else ""

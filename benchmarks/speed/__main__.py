@@ -90,7 +90,8 @@ def run(
 ) -> Path:
     device, quick = pick_sizes(options)
     shape = pick_shape(options, quick=quick)
-    sizes: dict[str, Any] = {"quick": quick, "device": device, "repeats": options.repeats, "shape": shape, "pictures": pictures}
+    sizes: dict[str, Any] = {"quick": quick, "device": device, "repeats": options.repeats, "shape": shape}
+    sizes["pictures"] = pictures
     bench = make_bench(name, against=against, **sizes)
     kind = name if against is None or name == "step" else f"{name}_{against}"
     path = (options.out or RESULTS) / file_name(kind, device, quick=quick, model=options.shape)

@@ -15,19 +15,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "agent_r1"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-# Recipes and templates; backends (only runs that choose vLLM import it); how kinds of models take pictures; serving and
-# its wire format; what measures, estimates or examines runs; what writes models for others; the Python API. And what
-# only runs that name it import: trackers, adapters, MCP servers, the sandbox, search, judges and reward models. Import
-# contracts hold the core to that.
-OUTSIDE_CORE = (
-    *("recipes/", "templates/", "backends/", "engines/vllm/", "vision/", "wire/", "serve/", "bench/", "plan/"),
-    *("track/", "share/", "adapters/", "doctor/", "api/"),
+# What only the runs that name it import: the core could do without. Import contracts hold the core to that.
+OPTIONAL = (
     *("tools/mcp/", "tools/python/", "tools/search/", "rollout/rewards/"),
+    *("engines/vllm/", "engines/transformers_engine.py"),
 )
-CORE = [
-    path for path in sorted(PACKAGE.rglob("*.py")) if not path.relative_to(PACKAGE).as_posix().startswith(OUTSIDE_CORE)
-]
+# Recipes and templates; other trainers, trackers and adapters; how kinds of models take pictures; serving and its wire
+# format; what measures, estimates or examines runs; what writes models for others; the Python API.
+OUTSIDE_CORE = (
+    *("recipes/", "templates/", "backends/", "vision/", "wire/", "serve/", "bench/", "plan/"),
+    *("track/", "share/", "adapters/", "doctor/", "api/"),
+)
+
+
+def modules_outside(*prefixes: str) -> list[Path]:
+    """Return the modules of the package that are not below these folders."""
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE)).startswith(prefixes)]
+
+
+CORE = modules_outside(*OUTSIDE_CORE, *OPTIONAL)
 MAX_CORE_LINES = 20_000  # of code; physical lines are about 40 % more
+MAX_LINES_WITH_OPTIONAL = 24_500
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12
@@ -66,13 +74,21 @@ def count_code_lines(text: str) -> int:
     return len(code)
 
 
+def code_lines(paths: list[Path]) -> int:
+    return sum(count_code_lines(path.read_text(encoding="utf-8")) for path in paths)
+
+
 def test_code_lines_are_counted_without_blanks_comments_and_docstrings() -> None:
     text = '"""One\n\ntwo."""\n\n# why\nX = 1  # c\n\n\ndef f():\n    """Three."""\n    return 1\n'
     assert count_code_lines(text) == 3  # X, def, return
 
 
 def test_the_core_stays_small() -> None:
-    assert sum(count_code_lines(path.read_text(encoding="utf-8")) for path in CORE) <= MAX_CORE_LINES
+    assert code_lines(CORE) <= MAX_CORE_LINES
+
+
+def test_the_core_with_its_optional_parts_stays_small() -> None:
+    assert code_lines(modules_outside(*OUTSIDE_CORE)) <= MAX_LINES_WITH_OPTIONAL
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -45,7 +45,7 @@ FAULTS = [
         ("red", "ground truth is never shown"),
         "Hint",
     ),
-    (["task.env=task.Counts", *NO_TOOLS], ("yellow", "the same episode repeats"), "differently"),
+    (["task.env=task.Counts", *NO_TOOLS], ("yellow", "the same episode repeats"), "other prompts"),
     (["task.env=task.Blocks", *NO_TOOLS], ("yellow", "other episodes go on"), "blocked"),
     (["task.env=task.ClosesOnce", *NO_TOOLS], ("red", "env can be closed"), "already closed"),
     (["model.chat_template=forgets.jinja"], ("yellow", "template keeps prefixes"), "not appended"),

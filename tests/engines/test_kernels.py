@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_r1.attention import Scoring
+from agent_r1.compute.attention import Scoring
 from agent_r1.engines.local.gpu import torch_kernels
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent_r1.attention import Scoring, read_scoring
+from agent_r1.compute.attention import Scoring, read_scoring
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local import attention_interface
 from agent_r1.engines.local.cpu.cpu_attention import group_similar

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from agent_r1.compiling import repeated_layers
+from agent_r1.compute.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn.memory import line_through, synthetic_batch
 from agent_r1.learn.model.chunked_mlp import chunk_mlps

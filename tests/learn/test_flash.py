@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agent_r1.attention import Scoring, read_scoring
-from agent_r1.compiling import repeated_layers
-from agent_r1.flash import flash_runs, flash_runs_backward, sum_rows
+from agent_r1.compute.attention import Scoring, read_scoring
+from agent_r1.compute.compiling import repeated_layers
+from agent_r1.compute.flash import flash_runs, flash_runs_backward, sum_rows
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
 from agent_r1.learn.model import packed_attention

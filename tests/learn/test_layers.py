@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agent_r1.compiling import repeated_layers
+from agent_r1.compute.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn.model.layers import checkpoint_layers, compile_layers, require_compiler
 from agent_r1.learn.model.policy import PolicyModel

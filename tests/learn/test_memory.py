@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.compiling import repeated_layers
+from agent_r1.compute.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn import memory
 from agent_r1.learn.batch.packs import merge_steps, pack

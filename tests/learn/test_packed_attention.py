@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from agent_r1.attention import Scoring
+from agent_r1.compute.attention import Scoring
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing

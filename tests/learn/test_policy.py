@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from agent_r1.attention import Scoring, read_scoring
+from agent_r1.compute.attention import Scoring, read_scoring
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.model import packed_attention

@@ -72,7 +72,7 @@ def test_games_other_than_the_benchmarked_ones_cause_one_warning(
     task.rows("train", path=path)
     task.rows("valid_seen", path=path)
     assert [record.getMessage().split(" differ")[1] for record in caplog.records] == [
-        " in some text from those that the results of this recipe are of; compare numbers with care"
+        " in some text from those of this recipe's published results; compare numbers with care"
     ]
     monkeypatch.setattr(data, "CONTENT", data.content_hash(data.games_file(path)))
     task.rows("train", path=str(write_tree(released, tmp_path / "copy")))

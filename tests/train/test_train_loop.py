@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
 from agent_r1.train.loop import train
+from agent_r1.train.schedule import Schedule
 from agent_r1.types import CreditedTrajectory, Group, TaskRow
 
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -57,7 +58,8 @@ class Fake:
 
 
 def run(parts: Fake, *, start: int = 0, steps: int = 3, max_minutes: float | None = None) -> int:
-    return asyncio.run(train(parts, start=start, steps=steps, eval_every=2, save_every=2, max_minutes=max_minutes))
+    schedule = Schedule(start=start, steps=steps, eval_every=2, save_every=2, max_minutes=max_minutes)
+    return asyncio.run(train(parts, schedule, Crew()))
 
 
 def one_step(step: int) -> list[str]:
@@ -90,8 +92,7 @@ def test_the_step_in_which_the_time_runs_out_is_the_last(
     times: list[float], last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(times)
-    clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
-    monkeypatch.setattr("agent_r1.train.loop.time", clock)
+    monkeypatch.setattr("agent_r1.train.schedule.time", SimpleNamespace(monotonic=lambda: next(now)))
     parts = Fake()
     assert run(parts, steps=9, max_minutes=10) == last
     judged = [f"evaluate {last}", f"save {last}"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from agent_r1 import compiling
+from agent_r1.compute import compiling
 from agent_r1.vision import eyes as eyes_module
 from agent_r1.vision.eyes import Eyes
 from agent_r1.vision.picture_format import IDEFICS

@@ -45,7 +45,7 @@ def write_merged(base: Path, shards: Path, target: Path) -> None:
 
 
 def adapter_changes(shards: Path) -> dict[str, Tensor]:
-    """What the adapters add to each weight: scale * B A."""
+    """The change of each weight by the adapters: scale * B A."""
     meta = json.loads((shards / "lora_train_meta.json").read_text(encoding="utf-8"))
     scale = meta["lora_alpha"] / meta["r"]
     tensors = _whole_adapters(shards)

@@ -1,4 +1,4 @@
-"""Everything of verl, and what is private in Ray, that is used here, with the parameters that it must have.
+"""Everything of verl, and everything private in Ray, that is used here, with the parameters that it must have.
 
 verl has no stable interface. So an upgrade fails here, in one place and with one message, not in the middle of a run.
 """
@@ -62,7 +62,7 @@ NAMES = (
 
 
 def broken_promises() -> list[str]:
-    """What has changed, one line each; none with the verl that this was written for."""
+    """The differences from the verl that this was written for, one line each."""
     found = []
     for place, wanted in SIGNATURES.items():
         try:

@@ -1,4 +1,4 @@
-"""What the command line calls to train on verl: checks, the connection to Ray, and the trainer."""
+"""Entry points of the command line for training on verl: checks, the connection to Ray, and the trainer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShare(Share):
-    """All rows of a mini-batch: the driver has no ranks beside it, the workers are behind it."""
+    """All rows of a mini-batch: the driver is the only rank, and the workers compute."""
 
     workers: int
 
@@ -66,7 +66,7 @@ class RemoteModel:
     """Stands for a model that the workers hold."""
 
     packs: bool = False  # every segment is a row of its own
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of what the driver keeps
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the driver's data
     pictures: PictureFormat | None = None  # verl runs are for text only
 
     def release(self) -> None:

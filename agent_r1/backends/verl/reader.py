@@ -37,7 +37,7 @@ def load_reader(config: RunConfig, model: str) -> Reader:
 
 
 def _generation(directory: str, network: Any) -> Any:
-    """As transformers does when it loads the model: the file, or what the config of the model says."""
+    """As when transformers loads the model: from the file, or else from the model's config."""
     try:
         return GenerationConfig.from_pretrained(directory, local_files_only=without_hub(directory))
     except OSError:

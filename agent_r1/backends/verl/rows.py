@@ -7,7 +7,7 @@ stored once, however many steps read it:
     step 1   prompt [1 2 3 4 5 6 7]     response [8]         stored: [1 2 3 4 5 6 7 8], ends (3, 5) and (7, 8)
 
 `RowBatch` carries mini-batches to the workers. verl trains on rows of tokens. A row is one segment of a trajectory
-(`learn/batch/packs.py`): its steps as far as they extend each other. What is known about a trained token lies at the
+(`learn/batch/packs.py`): its steps as far as they extend each other. Data about a trained token is stored at the
 position whose output predicts it, one before the token, so it lines up with the model's output. Workers get equal
 numbers of rows; the missing ones are short rows on which nothing is trained.
 
@@ -116,7 +116,7 @@ class RowBatch:
         return sum(FILLER_TOKENS if row is None else row.num_tokens for row in self.packs)
 
     def token_columns(self) -> dict[str, list[Tensor]]:
-        """What every pass of verl reads: ids, positions, and the mask of trained positions, per row."""
+        """The input of every pass of verl: ids, positions, and the mask of trained positions, per row."""
         ids = [torch.zeros(FILLER_TOKENS, dtype=torch.int64) if row is None else row.input_ids_N for row in self.packs]
         masks = [torch.zeros(len(each), dtype=torch.int64) for each in ids]
         for row, mask_L in zip(self.packs, masks, strict=True):

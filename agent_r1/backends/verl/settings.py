@@ -1,7 +1,7 @@
-"""Our settings as verl's, and what verl cannot do. A setting that verl cannot honour is an error, not a difference in
-the results. Imports no verl, so a dry run needs none.
+"""Translate our settings into verl's, and refuse those that verl cannot honour. A setting that verl cannot honour is an
+error, not a difference in the results. Imports no verl, so a dry run needs none.
 
-`verl.settings` passes everything else through, in verl's own names. What is mapped here cannot be set there.
+`verl.settings` passes everything else through, in verl's own names. Settings that are mapped here cannot be set there.
 """
 
 from __future__ import annotations

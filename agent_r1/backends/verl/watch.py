@@ -37,7 +37,7 @@ class VerlProcessError(RolloutError):
 
 
 class Watch:
-    """The eye on the processes of one run. `report` tells the user the cause if the main thread cannot."""
+    """Watches the processes of one run. `report` tells the user the cause if the main thread cannot."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -66,7 +66,7 @@ class Watch:
             self._ended.set()
 
     def begin(self, processes: Mapping[str, Any]) -> None:
-        """Watch these actors, given by what they are."""
+        """Watch these actors, named by their role."""
         threading.Thread(target=self._run, args=(dict(processes),), name="watch over verl", daemon=True).start()
 
     def _run(self, processes: dict[str, Any]) -> None:
@@ -121,12 +121,12 @@ def _death(question: Any) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    """What happened, without the traceback of another process, which is in the log."""
+    """The error without the traceback of another process, which is in the log."""
     while isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     text = " ".join(str(error).split())
     if not isinstance(error, RayActorError):
         return f"{type(error).__name__}: {text}"[:1000]
-    # Ray says a paragraph about possible causes; what is known is in a few words of it.
+    # Ray writes a paragraph of possible causes, of which a few words say what is known.
     known = [found[1] for pattern in _KNOWN if (found := re.search(pattern, text))]
     return ", ".join(known) if known else text[:1000]

@@ -1,7 +1,7 @@
 """Starts verl's training workers and rollout servers, and calls them.
 
-Put together from verl's parts as its trainer does it, without what a recipe does not need there: datasets, reward
-workers, agent loops, a replay buffer. A batch is handed to the workers directly, so no queue is involved.
+Assembled from verl's parts as in its trainer, without those that a recipe does not need: datasets, reward workers,
+agent loops, a replay buffer. A batch is handed to the workers directly, so no queue is involved.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VerlWorkers:
         return f"{self.world_size} training workers, {len(self.servers.get_replicas())} engine servers"
 
     def processes(self) -> dict[str, Any]:
-        """The actors that a run cannot do without, by what they are."""
+        """The actors that a run cannot do without, by their role."""
         replicas = self.servers.get_replicas()
         servers = [server for replica in replicas for server in replica.servers]
         found = {f"training worker {rank}": worker for rank, worker in enumerate(self.policy.workers)}

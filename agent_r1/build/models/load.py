@@ -19,13 +19,13 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from agent_r1.attention import position_limit
 from agent_r1.build.models.cache import put
 from agent_r1.build.models.device import model_device, model_dtype
 from agent_r1.build.models.find import find_model
 from agent_r1.build.models.hub import explain_hub, without_hub
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import recipe_path
+from agent_r1.compute.attention import position_limit
 from agent_r1.config import RunConfig
 from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.errors import ConfigError, DataError, did_you_mean
@@ -65,8 +65,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """What is saved beside the weights, so that a model loaded from there reads the same: the tokenizer and the
-    preprocessor config of pictures."""
+    """The files that are saved beside the weights, so that the saved model reads its input in the same way: the
+    tokenizer and the preprocessor config of pictures."""
 
     tokenizer: Any
     pictures: PictureFormat | None
@@ -93,7 +93,7 @@ def load_model(config: RunConfig, directory: str | Path) -> Model:
 def make_renderer(
     config: RunConfig, directory: str, tokenizer: Any, network_config: Any, generation_config: Any
 ) -> tuple[Renderer, TemplateReport]:
-    """Return what renders prompts for a model, of which only the configs are needed."""
+    """Return the renderer of prompts for a model; only the model's configs are needed."""
     positions = position_limit(network_config)
     if positions is not None and config.rollout.max_context_tokens > positions:
         raise ConfigError(
@@ -163,7 +163,8 @@ def _explain_failures(directory: str) -> Iterator[None]:
 
 
 def _reason(error: Exception, model: str) -> str:
-    """Empty if the hub cannot be reached, about which the library has several lines."""
+    """Describe the error in a line; empty if the hub is unreachable, where the library's message is long and adds
+    nothing."""
     return "" if without_hub(model) else f": {error}"
 
 

@@ -50,7 +50,7 @@ Content = str | list[dict[str, Any]]  # of a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the agent did about one question."""
+    """The agent's answer to one question, and its steps."""
 
     steps: list[Step]
     stop: StopReason
@@ -122,7 +122,7 @@ class Chat:
         return self._rows
 
     def about(self, row: TaskRow, *, number: int = 1) -> Chat:
-        """Begin another conversation with the same agent. `number` tells apart the sampling noise of conversations."""
+        """Begin another conversation with the same agent. Each `number` has its own sampling noise."""
         other = Chat(replace(self._collector, make_flow=self._make_flow), engine=self._engine, rows=[row])
         other._asked = number - 1
         return other

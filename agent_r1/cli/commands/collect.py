@@ -93,7 +93,7 @@ async def _collect(
                     display.update(len(outcomes) * samples, summary, value=metrics["success"])
         finally:
             await engine.close()
-    # Imitate with the policy that was sampled: its own words change it least.
+    # Start from the policy that was sampled: imitating its own responses changes it least.
     least = f" sft.min_reward={task.success_reward:g}" if task.success_reward != 1 else ""
     imitate = f"sft {typed_words(config, given)} sft.trajectories={run}{least} model.path={start}"
     _conclude(config, run, outcomes, console, imitate=imitate, seconds=time.monotonic() - began)

@@ -1,6 +1,6 @@
 """`agent-r1 chat --url`: talk to any OpenAI-compatible server; answers appear as they are written.
 
-Servers of ours also tell what an agent's tools did.
+Servers of agent-r1 also report what an agent's tools did.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HELP = "/new forgets the conversation, /quit exits."
 
 
 def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None) -> None:
-    """Refuse what belongs to a run of this machine."""
+    """Refuse options that apply only to runs on this machine."""
     if run is not None:
         raise ConfigError(f"--url asks a server, so the run {run} has no effect: leave one of them out")
     if overrides or row is not None:
@@ -84,7 +84,7 @@ def show_answer(chat: RemoteChat, text: str, console: Console) -> None:
 
 
 def _other_lines(chunk: dict[str, Any]) -> list[tuple[str, str]]:
-    """What happened beside the text: calls for the client, and what an agent's tools did."""
+    """Print events beside the text: calls for the client, and what an agent's tools did."""
     calls = delta_of(chunk).get("tool_calls") or []
     lines = [("call", f"{one['function'].get('name')}({one['function'].get('arguments')})") for one in calls]
     event = chunk.get("agent_r1") or {}

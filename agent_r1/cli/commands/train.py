@@ -44,6 +44,7 @@ from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_frozen
 from agent_r1.train.loop import train
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
+from agent_r1.train.schedule import Schedule
 from agent_r1.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _verl_session(config: RunConfig, run: RunDir, console: Console) -> AbstractC
 
 
 def describe_kept(run: RunDir, gpus: int | None = None) -> str:
-    """What was saved, and how to continue."""
+    """Say what was saved, and how to continue."""
     saved = list_checkpoints(run.checkpoints)
     what = f"saved after step {saved[-1][0]}" if saved else "no step was finished yet"
     if run.settings.get("recipe") == PYTHON:
@@ -214,9 +215,10 @@ async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> 
     if trainer.crew.ranks.broadcast(is_due and not evaluated):
         await trainer.evaluate(done)
     limits = config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
+    schedule = Schedule(start=done, **limits)
     if isinstance(trainer, AsyncTrainer):
-        return await train_async(trainer, start=done, max_staleness=config.trainer.max_staleness, **limits)
-    return await train(trainer, start=done, crew=trainer.crew, **limits)
+        return await train_async(trainer, schedule, max_staleness=config.trainer.max_staleness)
+    return await train(trainer, schedule, trainer.crew)
 
 
 async def _start(config: RunConfig, task: Task, console: Console, crew: Crew) -> str | Path:

@@ -3,7 +3,7 @@
 A step runs the tokens of all its sequences as one row, [1, N]: linear layers see N tokens, and only this function
 knows which token belongs to which sequence. `cpu/cpu_attention.py` and `gpu/gpu_attention.py` compute it.
 
-Position biases and custom masks are refused (see `agent_r1/attention.py`).
+Position biases and custom masks are refused (see `agent_r1/compute/attention.py`).
 
 Shape suffixes: N = tokens in the step, H = query heads, K = key/value heads, D = head size.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agent_r1.attention import Scoring, read_scoring
+from agent_r1.compute.attention import Scoring, read_scoring
 from agent_r1.errors import ConfigError
 
 PAGED = "agent_r1_paged"

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agent_r1.attention import position_limit
-from agent_r1.compiling import compile_each, repeated_layers
+from agent_r1.compute.attention import position_limit
+from agent_r1.compute.compiling import compile_each, repeated_layers
 from agent_r1.engines.local.blocks import BLOCK_SIZE
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agent_r1.attention import LENGTH_DEPENDENT_ROPE, short_windows
+from agent_r1.compute.attention import LENGTH_DEPENDENT_ROPE, short_windows
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import PAGED, record_windows, register
 from agent_r1.engines.local.fp32_head import with_head_weights

@@ -44,7 +44,7 @@ class Wanted:
     shape: Mapping[str, Any] = field(default_factory=dict)  # of the model, by name as in its config.json
 
     def arguments(self, version: tuple[int, int]) -> list[str]:
-        """Return the arguments of a server of this version, for those that we start and for messages."""
+        """Return the arguments of a server of this version, to start one or to tell the user how."""
         untie = ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
         top = ["--max-logprobs", str(self.top_k + TIES)] if self.top_k else []
         lora = ["--enable-lora", "--max-lora-rank", str(self._max_rank())] if self.lora_rank else []

@@ -1,4 +1,4 @@
-"""The bookkeeping of a pool: which episode lives in which process, and what each process was asked."""
+"""The bookkeeping of a pool: which episode lives in which process, and the open calls of each process."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Host:
     is_apart: bool = False  # hosts one suspect
     imported: set[type[AgentEnv]] = field(default_factory=set)
     data_bytes: int = 0  # memory of the process, as of its last answer
-    base_bytes: int = 0  # of these, what came with the start and with imports
-    was_half_full: bool = False  # before its last answer, episodes had taken more than half of what is left for them
+    base_bytes: int = 0  # of these, memory taken at the start and by imports
+    was_half_full: bool = False  # before its last answer, episodes had taken more than half of the memory left for them
 
     def send(self, call: Call) -> None:
         if not self.calls:

@@ -316,9 +316,9 @@ class EnvPool:
         from when those before it were answered."""
         self._timer = None
         for host in [host for host in self._hosts if host.calls]:
-            is_dead = host.process.is_dead  # asked before it is read: what a dead process has sent is all there
+            is_dead = host.process.is_dead  # checked before reading, so that everything a dead process sent has arrived
             if host in self._hosts and (is_dead or host.is_overdue):
-                host.process.read()  # perhaps it was this loop that took its time
+                host.process.read()  # perhaps this loop itself was slow
                 if host in self._hosts and (is_dead or host.is_overdue):
                     self._lose(host, hung=not is_dead)
         self._ending[:] = [process for process in self._ending if not process.has_ended()]

@@ -144,7 +144,7 @@ def take_frames(buffer: bytearray) -> Iterator[bytes]:
 
 
 def digest(value: Observation | Transition) -> str:
-    """Hash what the policy and its reward depend on; not `info` and `calls`, which hold times."""
+    """Hash everything that the policy and its reward depend on; `info` and `calls` hold times and are left out."""
     seen: tuple[object, ...] = (value,)
     if isinstance(value, Transition):
         seen = (value.observation, value.reward, value.terminated, value.stop)

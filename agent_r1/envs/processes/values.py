@@ -1,4 +1,4 @@
-"""Encode what a worker process sends back as JSON. The trainer never unpickles it, so it cannot run code there.
+"""Encode the answers of a worker process as JSON. The trainer never unpickles it, so it cannot run code there.
 
 Numpy numbers become Python numbers, tuples become lists, keys of dicts become text, and pictures become data URLs.
 Anything else that is not text, a number, None, a list or a dict is refused in the worker, where the error can still

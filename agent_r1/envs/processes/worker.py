@@ -110,7 +110,7 @@ class _Envs:
                 traceback=trace(error),
                 out_of_memory=_is_memory(error),
             )
-        # Measured after the exception is gone, and with it what its frames held.
+        # Measured after the exception is gone, and with it everything that its frames held.
         resident_bytes, data_bytes = _memory()
         return replace(answer, resident_bytes=resident_bytes, data_bytes=data_bytes)
 
@@ -185,7 +185,7 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _memory() -> tuple[int, int]:
-    """In bytes: what is resident, and what counts against the limit. Zero except on Linux."""
+    """Bytes that are resident, and bytes that count against the limit. Zero except on Linux."""
     try:
         with open("/proc/self/statm", "rb") as file:
             pages = file.read().split()

@@ -1,4 +1,4 @@
-"""`WorkerEnv`: what a flow sees of an env in another process. The pool does the work."""
+"""`WorkerEnv`: the flow's proxy for an env in another process. The pool does the work."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from agent_r1.vision.picture_format import PictureFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What is known about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
+    """Data about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
 
     old_logprobs_R: Tensor
     advantages_R: Tensor
@@ -43,7 +43,7 @@ class Columns:
     trajectory_sizes_R: Tensor
     importance_R: Tensor
     values_R: Tensor | None = None  # of the critic, before the update
-    targets_R: Tensor | None = None  # what it is trained towards; NaN where it is not trained
+    targets_R: Tensor | None = None  # the critic's target; NaN where it is not trained
     reference_logprobs_R: Tensor | None = None
     sampler_logprobs_R: Tensor | None = None  # set if the old log-probs are the learner's
 

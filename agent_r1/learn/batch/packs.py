@@ -53,8 +53,8 @@ from agent_r1.vision.pictures import Picture, by_key
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
 
-# Keys and values of a tree are gathered along its paths, layer by layer. Beyond this multiple of its rows, they would
-# take the memory that packs of that size are expected to leave.
+# Keys and values of a tree are gathered along its paths, layer by layer. Beyond this multiple of the pack's rows, they
+# would take more memory than packs of that size should.
 MAX_KEYS_PER_ROW = 8
 
 
@@ -77,7 +77,7 @@ class Pack:
 
     input_ids_N: Tensor
     position_ids_N: Tensor  # within the segment; [3, N] for a model whose positions have three numbers
-    layout: PackLayout  # which rows see which
+    layout: PackLayout  # which rows attend to which
     lengths: tuple[int, ...]  # of the segments; they sum to N, or to more where rows are shared
     sources_T: Tensor  # where in N the hidden state sits that predicts the trained token; shared rows occur repeatedly
     targets_T: Tensor  # the trained token itself

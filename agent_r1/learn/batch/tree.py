@@ -33,11 +33,11 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 PrefixSharing = Literal["auto", "on", "off"]
 
-# Joining segments saves rows in every layer but gathers keys and values in every attention: the factor of saved rows
-# from which it pays, by type of device. CPU: forward and backward on one x86 core, models of width
-# 64 and 256, groups of 2 and 8 segments of 128 and 512 tokens: 1.02 tends to lose, 1.05 is about even, 1.15 gained
-# at least 5 % everywhere. CUDA: `python -m benchmarks.speed learner --only sharing`, H200, 16 groups of 8, 135M model:
-# even at 1.12, 3 % gained at 1.21.
+# Joining segments saves rows in every layer but gathers keys and values in every attention: the factor by which rows
+# must shrink for that to pay, by type of device. CPU: forward and backward on one x86 core, models of width 64 and 256,
+# groups of 2 and 8 segments of 128 and 512 tokens: 1.02 tends to lose, 1.05 is about even, 1.15 gained at least 5 %
+# everywhere. CUDA: `python -m benchmarks.speed learner --only sharing`, H200, 16 groups of 8, 135M model: even at 1.12,
+# 3 % gained at 1.21.
 BREAK_EVEN = {"cpu": 1.15, "cuda": 1.2}
 
 
@@ -50,13 +50,13 @@ def break_even(prefix_sharing: PrefixSharing, device: torch.device) -> float:
 # the layers again for every other length. Here it guards only the type and the tensors that are read.
 @dataclass(slots=True, kw_only=True, eq=False)
 class PackLayout:
-    """What attention needs to know about the rows of a pack. Opaque to compiled layers."""
+    """The layout of a pack's rows, for attention. Opaque to compiled layers."""
 
     query_lengths: tuple[int, ...]  # rows of each run; they sum to N
     key_lengths: tuple[int, ...]  # rows of its path; they sum to K
     query_starts: Tensor  # cumulative sums from 0, in int32 as kernels expect: one more than there are runs
     key_starts: Tensor
-    gather_K: Tensor | None  # the paths; None: K is N, row by row
+    gather_K: Tensor | None  # the paths; None: every path is its run, so K is N
     longest: Tensor  # the most rows of a run and of a path, on the CPU; an int would be compiled in
 
     @classmethod

@@ -62,7 +62,7 @@ class Critic:
     policy: InitVar[PolicyModel]  # shared, or copied to be the backbone
     shared: bool
     lr: float
-    value_clip: float | None  # how far from its old value a new one may help; None: no clip
+    value_clip: float | None  # distance from the old value within which a new one may lower the loss; None: no clip
     value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
     warmup_updates: int  # updates in which only the critic is trained
     schedule: Schedule | None = None  # of its learning rate; None: the learner's

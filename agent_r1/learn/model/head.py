@@ -3,7 +3,7 @@
 With a vocabulary of 150k, the logits of one pack are larger than all else the learner keeps. So they are computed
 chunk by chunk, reduced to three numbers per token, and computed again in the backward pass, where each chunk at once
 becomes its share of the gradients. Matrix products run in the given number format, everything after them in fp32.
-Knows no packs and no models; the caller checks that a model's head is what is computed here.
+Knows no packs and no models; the caller checks that a model's head computes the same.
 
 With x = h W' + b, s = softcap * tanh(x / softcap) (or x), z = s / temperature and p = softmax(z):
 

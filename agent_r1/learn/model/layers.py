@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from agent_r1.compiling import COMPILERS, compile_each, has_compiler, repeated_layers
+from agent_r1.compute.compiling import COMPILERS, compile_each, has_compiler, repeated_layers
 from agent_r1.errors import ConfigError
 
 

@@ -116,7 +116,7 @@ class Adapters:
 
 
 def decoder_prefix(model: Any) -> str:
-    """What the names of a decoder's modules begin with; empty if the model is nothing else."""
+    """The prefix of the names of a decoder's modules; empty if the model is only a decoder."""
     decoder = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 

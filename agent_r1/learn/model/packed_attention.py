@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agent_r1.attention import Scoring, plain_attention, read_scoring
+from agent_r1.compute.attention import Scoring, plain_attention, read_scoring
+from agent_r1.compute.flash import FLASH_DTYPES, flash_runs, gather_rows, has_flash, sum_rows
 from agent_r1.errors import ConfigError, UnsupportedModelError, did_you_mean
-from agent_r1.flash import FLASH_DTYPES, flash_runs, gather_rows, has_flash, sum_rows
 from agent_r1.learn.batch.tree import PackLayout
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from agent_r1.attention import short_windows
+from agent_r1.compute.attention import short_windows
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout
@@ -63,9 +63,9 @@ class PolicyModel:
         lora: LoRA | None = None,  # train adapters instead of the weights
         compiled: bool = False,  # compile the layers, and on a GPU the operations on logits
         checkpoint_activations: bool = False,  # keep only the input of each layer, and compute the layer twice
-        mlp_chunk_tokens: int | None = None,  # compute MLPs for so many tokens at a time, and twice
+        mlp_chunk_tokens: int | None = None,  # compute MLPs for this many tokens at a time, and twice
         pictures: PictureFormat | None = None,  # how a model takes them that takes pictures
-        train_vision: bool = False,  # train the tower that looks at pictures, too
+        train_vision: bool = False,  # train the vision tower too
     ) -> None:
         self._eyes = None if pictures is None else Eyes(model, pictures)
         if self._eyes is not None and not train_vision:
@@ -170,7 +170,8 @@ class PolicyModel:
         return gathered(merged) if self.is_sharded else merged
 
     def sampler_weights(self) -> Mapping[str, Tensor]:
-        """What an engine must load after an update: the adapters if it has their base, otherwise `weights`."""
+        """The tensors that an engine must load after an update: the adapters if it has their base, otherwise
+        `weights`."""
         if not self._sends_adapters or self._adapters is None:
             return self.weights()
         adapters = self._adapters.state_dict()

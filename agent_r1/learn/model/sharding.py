@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from agent_r1.compiling import repeated_layers
+from agent_r1.compute.compiling import repeated_layers
 
 BODY = "packed_body"  # the method of a sharded model that runs its body
 
@@ -75,7 +75,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Make this rank's part, on any device, a tensor sharded by rows like `tensor`. Scalars are not sharded."""
+    """Turn this rank's part, on any device, into a tensor sharded by rows like `tensor`. Scalars are not sharded."""
     if not isinstance(tensor, DTensor) or not part.ndim:
         return part
     shape = torch.Size((len(tensor), *part.shape[1:]))

@@ -145,8 +145,8 @@ def _warn_of_other_games(file: Path) -> None:
 
 def _other_games(digest: str) -> str:
     return (
-        f"content {digest}, not {CONTENT}: these games differ in some text from those that the results of this "
-        "recipe are of; compare numbers with care"
+        f"content {digest}, not {CONTENT}: these games differ in some text from those of this recipe's "
+        "published results; compare numbers with care"
     )
 
 
@@ -163,7 +163,7 @@ def prepare(directory: Path, report: Report) -> None:
     for split, count in SPLITS.items():
         report(f"{split}: {counts[split]:,} games" + ("" if counts[split] == count else f", {count:,} were expected"))
     digest = content_hash(file)
-    known = f"content {digest}: the very games that the results of this recipe are of"
+    known = f"content {digest}: the games of this recipe's published results"
     report(known if digest == CONTENT else _other_games(digest))
 
 

@@ -1,4 +1,4 @@
-"""What the tools find out about a series, as text for the policy; and errors of forecasts.
+"""Findings of the tools about a series, as text for the policy, and errors of forecasts.
 
 A history is a list of values in which None is a gap; gaps are filled by interpolation. If a series is too short or has
 no values, a ToolError tells the policy.

@@ -125,13 +125,13 @@ def holt_winters(history: Values, season: int, horizon: int) -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a series consists of; strengths are shares of variance, from 0 to 1."""
+    """The parts of a series; strengths are shares of variance, from 0 to 1."""
 
     pattern: Values  # offset of each season, with mean 0
-    season: float  # of the variance around the moving average, the share that the pattern explains
-    trend: float  # of the seasonally adjusted variance, the share that a line explains
+    season: float  # share of the variance around the moving average that the pattern explains
+    trend: float  # share of the seasonally adjusted variance that a line explains
     rising: bool
-    shift: float  # the share that one change of level explains
+    shift: float  # share that one change of level explains
     persistence: float  # autocorrelation of changes: about -0.5 for noise around a line, 0 for a random walk
 
 

@@ -39,7 +39,7 @@ CALENDARS = (MONTHLY, QUARTERLY, YEARLY)
 
 
 class Family(StrEnum):
-    """What a generated series consists of, besides noise."""
+    """The parts of a generated series, besides noise."""
 
     TREND = "trend"
     SEASONAL = "seasonal"
@@ -51,7 +51,7 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """What is known, and what comes next. Gaps are None; plain values, so that a row can hold them."""
+    """The known values, and those to forecast. Gaps are None; plain values, so that a row can hold them."""
 
     name: str  # of the series, the same for all windows of it
     source: str  # the family, or the data set

@@ -9,7 +9,7 @@
 
 The values to forecast are the row's ground truth: only the reward sees them. The demonstrations are deliberately
 imperfect: most submit one fixed model, and only one of four chooses by what the tools say. Reinforcement learning finds
-out that looking pays, and which model suits which series.
+out that it pays to inspect the series, and which model suits which series.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _results(row: TaskRow, model: str) -> list[str]:
-    """What the tools answer."""
+    """Return results of all tools."""
     known = row.env_kwargs["tools_kwargs"]["series"]
     looks = [analysis.description(known["history"]), analysis.decomposition(known["history"], known["season"])]
     return [*looks, analysis.evaluation(model, **known), "submitted"]

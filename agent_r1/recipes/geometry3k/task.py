@@ -78,5 +78,5 @@ async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
 
 
 def as_latex(answer: str) -> str:
-    """Write signs that models use instead of LaTeX as LaTeX."""
+    """Replace signs such as ° by LaTeX."""
     return answer.replace("°", "^\\circ").replace("√", "\\sqrt").replace("π", "\\pi")

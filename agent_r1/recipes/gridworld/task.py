@@ -1,4 +1,4 @@
-"""Walk over a frozen lake that only pictures show: after every move, a new picture. See README.md; `lake.py` has maps.
+"""Cross a frozen lake that only pictures show, with a new picture after every move. See README.md; `lake.py` has maps.
 
     user  [picture] Cross the ice to the flag. Say left, right, up or down.
     agent at b2 goal d4 holes b1 d1 c2 a3 a4 b4 right c2 Hole down b3 Ice go down
@@ -166,7 +166,7 @@ def _holes(lake: Lake) -> str:
 
 
 def _look(lake: Lake, cell: int, move: str) -> str:
-    """What is where a move leads."""
+    """The content of the cell that a move leads to."""
     there = moved(cell, move)
     return f"{move} {CELLS[there]} {lake.kind(there)}"
 

@@ -1,7 +1,7 @@
 """Scripted agents: the expert of the warm start, and others to compare a policy with.
 
-All get a library and a question, and return what they say step by step. The expert knows the gold papers but uses only
-words that it has read: it tries out many calls and makes those that find missing gold papers. The others know the
+Each takes a library and a question, and returns its responses, one per step. The expert knows the gold papers but uses
+only words that it has read: it tries out many calls and makes those that find missing gold papers. The others know the
 question only: `one_search` searches for it once, `reader` searches for its parts and expands what fits best,
 `random_calls` makes any calls, `repeat_search` always the same.
 """
@@ -57,7 +57,7 @@ class Visit:
 
     @property
     def text(self) -> str:
-        """Everything that an agent can read now."""
+        """Everything that the agent can read at this point."""
         return "\n".join([self.question, *(paper_line(entry, ABSTRACT_CHARS) for entry in self.shown)])
 
     def try_out(self, call: Call) -> tuple[set[str], float]:
@@ -67,7 +67,7 @@ class Visit:
         return {entry.paper.key for entry in new}, payment(new)
 
     def make(self, calls: Iterable[Call]) -> None:
-        """Say the calls of one step."""
+        """Make the calls of one step."""
         made = list(calls)
         self.said.append("\n".join(map(str, made)))
         for call in made:
@@ -132,7 +132,7 @@ def random_calls(query: Query, library: LocalPapers, seed: int = 0) -> list[str]
 
 
 def repeat_search(query: Query, library: LocalPapers) -> list[str]:
-    """Ask the same again and again, which must not pay."""
+    """Repeat the same search at every step, which must not pay."""
     return [*(["\n".join([str(Call(query.text))] * 2)] * MAX_STEPS), DONE]
 
 

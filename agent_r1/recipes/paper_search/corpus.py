@@ -1,6 +1,6 @@
 """Papers on this machine: a folder with a search index and a table of authors, venues, years and references.
 
-`expand` follows references in both directions. For a paper without any it returns what is closest otherwise: papers
+`expand` follows references in both directions. For a paper without any it returns related papers instead: papers
 with similar text, by the same authors, or of the same venue with similar text, fused by rank.
 """
 
@@ -165,7 +165,7 @@ class LocalPapers(PaperSource):
         return self[self._place(paper_id)]
 
     def references(self, paper_id: str) -> list[Paper]:
-        """Return the papers that it cites and that are here."""
+        """Return the papers that it cites, if the library has them."""
         return [self[self._places[each]] for each in self.get(paper_id).references if each in self._places]
 
     def citations(self, paper_id: str) -> list[Paper]:

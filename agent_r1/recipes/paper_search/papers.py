@@ -28,7 +28,7 @@ class Paper:
 
     @property
     def key(self) -> str:
-        """What makes two records the same paper, also across sources: the words of the title."""
+        """The words of the title, which identify a paper across sources."""
         return title_key(self.title)
 
 
@@ -37,7 +37,7 @@ class Related:
     """The papers that belong to one paper."""
 
     papers: Sequence[Paper]
-    how: str  # says to the policy what they have to do with the paper
+    how: str  # tells the policy how they are related to the paper
 
 
 class SourceError(AgentR1Error, RuntimeError):
@@ -60,7 +60,7 @@ class PaperSource(Resource):
         """Return papers that belong to `paper`: cited and citing ones, or else similar ones."""
 
     def weights(self, words: Sequence[str]) -> list[float] | None:
-        """Return how much each stem tells papers apart, between 0 and 1; None if the source does not know."""
+        """Return how well each stem distinguishes papers, from 0 to 1; None if the source cannot tell."""
         return None
 
 

@@ -1,7 +1,7 @@
 """The papers that an episode has found: what is in the list, what a call adds to it, and what the call earns.
 
-A call fetches and scores papers first, which overlaps with other calls, and then changes the list, which happens in the
-order in which the calls began. So five calls of a response give the same list and rewards as one after another.
+A call first fetches and scores papers, in parallel with other calls, and then changes the list; changes happen in the
+order in which the calls began. So five parallel calls give the same list and rewards as five in sequence.
 
 As published, a call earns the sum of the `REWARD_TOP` best selector scores among the papers that it added, minus
 `call_cost`; a query asked before, an unknown number and a paper expanded before cost `BAD_CALL` and change nothing.
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """What all episodes share."""
+    """The parts that all episodes share."""
 
     source: PaperSource
     selector: Selector
@@ -63,7 +63,7 @@ class PaperList:
         return made
 
     def add(self, papers: Sequence[Paper], scores: Sequence[float]) -> list[Entry]:
-        """Append the papers that are new and fit at all, and return these."""
+        """Append the papers that are new and not irrelevant, and return them."""
         first = len(self.entries)
         for paper, score in zip(papers, scores, strict=True):
             if score >= MIN_SCORE and paper.key not in self._known:
@@ -82,7 +82,7 @@ class PaperList:
 
 
 def payment(new: Sequence[Entry]) -> float:
-    """What a call earns for the papers that it added, before its cost."""
+    """The reward of a call for the papers that it added, before its cost."""
     return sum(sorted((entry.score for entry in new), reverse=True)[:REWARD_TOP])
 
 
@@ -104,7 +104,7 @@ class Pool:
         self._shown = 0
 
     def show(self, *, new: int, expanded: int) -> list[Entry]:
-        """Return the best papers. Until the next time, `expand` takes the numbers that exist now."""
+        """Return the best papers. Until it is called again, `expand` accepts only the numbers that exist now."""
         self._shown = len(self.papers.entries)
         return self.papers.shown(new=new, expanded=expanded)
 
@@ -126,7 +126,7 @@ class Pool:
 
     async def expand(self, number: int) -> ToolResult:
         async with self._turn() as my_turn:
-            # Not the papers of calls beside this one: the policy has not seen their numbers.
+            # Papers found by parallel calls do not count: the policy has not seen their numbers.
             entry = self.papers.entries[number - 1] if 1 <= number <= self._shown else None
             if entry is None:
                 return _bad("unknown_paper", f"there is no paper {number} in the list")
@@ -149,7 +149,7 @@ class Pool:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Yield what waits until every call that began earlier has ended."""
+        """Yield a function that waits until all earlier calls have ended."""
         earlier, mine = tuple(self._running), asyncio.Event()
         self._running.append(mine)
 

@@ -1,7 +1,7 @@
 """Questions and their gold papers, and training questions made from the papers themselves.
 
 Two kinds, in the words of the published evaluation sets. A topic asks for all papers whose titles have a phrase that
-two to eight titles share. A claim asks for one paper by what its abstract says that it does. A question is kept if
+two to eight titles share. A claim asks for one paper by a statement from its abstract. A question is kept if
 searching for it finds all gold papers, but not among the first ten, and if none of them is gold in an evaluation set.
 """
 
@@ -71,7 +71,7 @@ def training_queries(
     num_valid: int = NUM_VALID,
     num_train: int = NUM_TRAIN,
 ) -> dict[str, list[Query]]:
-    """Return at most so many questions for `valid` and `train`, at most half of them topics. Their gold papers are
+    """Return at most this many questions for `valid` and `train`, at most half of them topics. Their gold papers are
     neither in the other split nor in `held_out` (keys of papers). The order of the papers does not matter."""
     described = {paper.key: paper for paper in papers if paper.abstract}
     ordered = sorted(described.values(), key=lambda paper: _hash(paper.key))
@@ -109,7 +109,7 @@ def _titles_by_phrase(papers: Iterable[Paper]) -> dict[str, list[str]]:
     titles: defaultdict[str, list[str]] = defaultdict(list)
     for paper in papers:
         for phrase in dict.fromkeys(_phrases(paper.title)):
-            if len(known := titles[phrase]) <= MAX_TITLES:  # one more says that there are too many
+            if len(known := titles[phrase]) <= MAX_TITLES:  # one more than allowed, to know that there are too many
                 known.append(paper.key)
     return titles
 

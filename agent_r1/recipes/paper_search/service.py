@@ -34,8 +34,8 @@ GRAPH = "/graph/v1"
 FIELDS = "paperId,title,abstract,year,venue,authors"
 BUSY = (408, 429, 500, 502, 503, 504)
 MAX_BODY_BYTES = 8_000_000
-MAX_REPLY_CHARS = 120  # of the service's words in an error
-MAX_ID_CHARS, MAX_TITLE_CHARS = 200, 1000  # titles stand in prompts; the longest one of the Anthology has 818
+MAX_REPLY_CHARS = 120  # of the service's reply in an error
+MAX_ID_CHARS, MAX_TITLE_CHARS = 200, 1000  # titles appear in prompts; the longest one of the Anthology has 818
 CITED, SIMILAR = "cites or is cited by it", "no citations known: recommended by the service"
 
 Json = Mapping[str, Any]
@@ -53,7 +53,7 @@ class ServicePapers(PaperSource):
         seconds_per_attempt: float = 10.0,
         backoff_seconds: float = 0.5,
         max_wait: float = 30.0,  # give up if the service asks for a longer pause
-        requests_per_second: float | None = None,  # None: no limit. The real service allows 1 with a key
+        requests_per_second: float | None = None,  # None: no limit. the real service allows one per second with a key
         max_connections: int = 16,
         max_cached: int = 20_000,  # answers
     ) -> None:
@@ -117,7 +117,7 @@ class ServicePapers(PaperSource):
         return Related(papers=similar[:limit], how=SIMILAR)
 
     async def _get(self, place: str, **parameters: str | int) -> Json:
-        """Return the answer to one request: cached, of the same request that is under way, or new."""
+        """Return the answer to one request: from the cache, from an equal request in flight, or from the service."""
         key = str(httpx.URL(place, params={**parameters, "fields": FIELDS}))
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -220,7 +220,7 @@ def _paper(record: Any) -> Paper | None:
     paper_id, title, year = record.get("paperId"), record.get("title"), record.get("year")
     if not (isinstance(paper_id, str) and 0 < len(paper_id) <= MAX_ID_CHARS and _line(title)):
         return None
-    if sanitize(paper_id) != paper_id:  # half of a surrogate pair cannot stand in an address
+    if sanitize(paper_id) != paper_id:  # an address cannot contain half of a surrogate pair
         return None
     authors = record.get("authors")
     names = [each.get("name") for each in authors if isinstance(each, dict)] if isinstance(authors, list) else []

@@ -41,7 +41,7 @@ def says(text: str, value: int | None) -> bool:
 
 
 def value_of(plan: str, row: TaskRow) -> int | None:
-    """Return what a plan such as "Faro Elm + Tara West" comes to; None if it is not a plan."""
+    """Return the value of a plan such as "Faro Elm + Tara West"; None if it is not a plan."""
     for name, coins in row.env_kwargs["tools_kwargs"]["lookup"]["table"].items():
         plan = plan.replace(name, str(coins))
     try:

@@ -37,7 +37,7 @@ async def solve(row: TaskRow, client: ClientSettings) -> str:
 
 
 def run_tool(name: str, arguments: str, table: dict[str, int]) -> str:
-    """What the model reads. Its mistakes are answered, so that it can go on."""
+    """The text that the model reads. The model is told about its mistakes, so that it can correct them."""
     try:
         given = json.loads(arguments)
         if name == "lookup":

@@ -1,4 +1,4 @@
-"""Do the given answers match the wanted ones? By the rules of WikiTableQuestions' evaluation.
+"""Compare answers with the expected ones, by the rules of WikiTableQuestions' evaluation.
 
 An answer is a set of items, in any order; repeated items count once. Both sets must have the same size, and each wanted
 item must match a given one: as a normalised text, as the same number, or as the same date with the same parts.
@@ -72,7 +72,7 @@ class Item:
 
 
 def same_answers(given: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether the given items are the wanted ones. No items match nothing."""
+    """Return whether the given items are the expected ones. An empty answer never is."""
     if not given or sum(map(len, given)) > MAX_CHARS:
         return False
     ours, theirs = _items(given), _items(wanted)
@@ -97,7 +97,7 @@ def read_item(text: str) -> Item:
 
 
 def normalized(text: str) -> str:
-    """Without accents, citations, details in parentheses, outer quotation marks, a full stop at the end, and case."""
+    """Drop accents, citations, details in parentheses, outer quotation marks, a final full stop, and case."""
     plain = without_accents(text).translate(_QUOTES).strip()
     before = None
     while plain != before:
@@ -114,7 +114,7 @@ def _without_ending(text: str) -> str:
     """Remove one footnote mark, citation or detail from the end, or the quotation marks around the whole."""
     if text and text[-1] in _MARKS:
         return text[:-1].strip()
-    # A text that begins with a bracket or a parenthesis has nothing else to be compared by.
+    # Keep a text that consists of a bracket or a parenthesis only: nothing else would be left to compare.
     for pattern in (_NUMBERED_CITATION, _CITATION, _DETAILS):
         found = pattern.search(text)
         if found and (found.start() > 0 or pattern is _NUMBERED_CITATION):

@@ -24,7 +24,7 @@ FOLDER = "wikitablequestions"  # of the data directory
 ARCHIVE = "wtq.tar.xz"
 COMMIT = "7d455a5a707b96341ef72aff9428749d443d8aa9"
 URL = f"https://codeload.github.com/ppasupat/WikiTableQuestions/tar.gz/{COMMIT}"
-# Of the names and contents of the files below. Archives that GitHub makes have no hash of their own.
+# Hash of the names and contents of the files below. GitHub's archives themselves have no stable hash.
 SHA256 = "fa3d69bdc9c2782ef961858a042674d89bfc5fdf1d401a5f589e5cc9ef123104"
 SPLITS = {
     "train": "data/training.tsv",

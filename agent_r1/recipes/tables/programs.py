@@ -18,7 +18,7 @@ MAX_ITEMS = 10  # of an answer; more are hardly ever meant
 
 
 class Kind(StrEnum):
-    """What is done with the rows that the conditions leave."""
+    """The operation on the rows that meet the conditions."""
 
     VALUES = "values"  # the target of each
     COUNT = "count"

@@ -51,9 +51,9 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH: 1,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
-STEPS_PER_LOOK = 50  # instructions of SQLite between looks at the clock; one of them may take a tenth of a second
+STEPS_PER_LOOK = 50  # SQLite instructions between checks of the clock; one of them may take a tenth of a second
 MAX_RESULT_CHARS = 1_000_000  # that are read, because Python's memory for them is beyond the limits above
-FAULTS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)  # of a query; ValueError: characters that are none
+FAULTS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)  # of a query; ValueError: invalid characters
 ADVICE = {
     "to use function": "this function is not available",
     "not authorized": "only SELECT over the table t is possible",

@@ -92,11 +92,11 @@ class Mention:
     rows: frozenset[int]  # places
     words: int
     start: int  # the place of its first word in the question
-    is_whole: bool  # it is the whole of some cell
+    is_whole: bool  # some cell holds nothing else
 
 
 class Question:
-    """What a question shares with a table."""
+    """Links between a question and a table."""
 
     def __init__(self, text: str, table: Table) -> None:
         self.table = table
@@ -106,7 +106,7 @@ class Question:
         self.columns = {name: self._explained(name) for name in table.columns if name != ROW}
         self.numeric = [name for name in self.columns if name in table.numeric_columns | table.dated_columns]
         self.comparisons = list(self._comparisons(whole))
-        self.text = _without_comparisons(whole)  # "more than 5" asks neither for the most nor for a 5
+        self.text = _without_comparisons(whole)  # "more than 5" means neither the maximum nor the number 5
         self.words = WORD.findall(self.text)
         self.mentions = self._mentions()
         self.targets = self._targets()
@@ -272,7 +272,7 @@ def _programs(question: Question, conditions: tuple[Condition, ...]) -> Iterator
     targets = [
         (column, said[column] - 0.15 * place) for place, column in enumerate(question.targets) if column not in used
     ]
-    # What is largest is seldom what only numbers the rows.
+    # Questions about the largest value rarely mean a column that only numbers the rows.
     measures = [
         (column, said[column] - 0.4 * (column in COUNTERS)) for column in question.measures if column not in used
     ]

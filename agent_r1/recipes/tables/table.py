@@ -69,7 +69,7 @@ class Table:
         return self._columns_where(lambda cell: isinstance(cell, str) and read_date(normalized(cell)) is not None)
 
     def _columns_where(self, holds: Callable[[Cell], bool], share: float = 0.5) -> frozenset[str]:
-        """Columns of which more than this share of the cells is so; with 1.0, all of them."""
+        """Columns in which `holds` is true for more than this share of the cells; with 1.0, for all of them."""
         found = set()
         for column in self.columns:
             said = [holds(cell) for cell in self.values(column) if cell is not None]
@@ -122,7 +122,7 @@ def _numbered(name: str) -> Any:
 
 @cache
 def _is_free(name: str) -> bool:
-    """Whether SQLite takes the name for a column without quotation marks, and for nothing else."""
+    """Whether SQLite reads the name, without quotation marks, as a column and as nothing else."""
     if name in ("rowid", "oid", "num", "iso") or name.startswith("sqlite_"):
         return False
     with closing(sqlite3.connect(":memory:")) as connection:

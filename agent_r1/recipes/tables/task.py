@@ -141,7 +141,7 @@ def solved(asked: Sequence[Asked], tables: dict[str, Table], read: Read) -> Iter
 
 
 def as_texts(program: Program, items: Sequence[str], table: Table, *, python: bool = False) -> list[str] | None:
-    """What a demonstration says: one call, then the answer. None if the program cannot be written in Python."""
+    """The responses of a demonstration: one call, then the answer. None if the program cannot be written in Python."""
     code = as_python(program, table) if python else as_sql(program, table)
     if code is None:
         return None

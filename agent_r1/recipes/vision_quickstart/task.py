@@ -1,4 +1,5 @@
-"""A task for a model that sees: two locations, two numbers and their sum, and all but the sum only in pictures.
+"""A task for vision-language models: find two cards, read their numbers and add them. Cards and numbers are shown only
+in pictures.
 
 Nine cards lie on a board of 3 x 3 cells, one of them red and one blue. A picture of the board shows where these two
 are; `peek` returns a picture of one card, with its number. No text says anything about them.
@@ -65,12 +66,12 @@ class Shortcut(StrEnum):
 
 
 # Frequency of each shortcut; the remaining demonstrations are right. After the red card, seven of ten demonstrations
-# stop, and so does a greedy imitator. A sampling one still does all the work in one attempt of five.
+# stop, and so does a greedy imitator. With sampling, one attempt of five still does all the work.
 SLOPPINESS = {Shortcut.GUESS: 0.10, Shortcut.STOP_EARLY: 0.64, Shortcut.WRONG_CARD: 0.06}
 
 
 class Caption(StrEnum):
-    """What an example that is not a demonstration of the task practises."""
+    """Skills practised by examples that are not demonstrations of the task."""
 
     BOARD = "board"  # where the coloured cards are
     CARDS = "cards"  # the numbers of some cards
@@ -192,7 +193,7 @@ def demonstrate(board: Board, shortcut: Shortcut | None, rng: random.Random) -> 
 
 
 def caption(kind: Caption, board: Board, row_id: str, rng: random.Random) -> Demo:
-    """Return a row that asks what its pictures show, or for sums, and the right answer."""
+    """Return a row that asks about its pictures, or for sums, and the right answer."""
     if kind is Caption.BOARD:
         places = [f"red {CELLS[board.red]}", f"blue {CELLS[board.blue]}"]
         answer = " ".join(rng.sample(places, 2))  # in any order, so that neither is found with the other's help

@@ -71,7 +71,7 @@ def make_network(
 
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     head = WIDTH // HEADS
-    along = head // 2 * 3 // 8  # pairs of a head's numbers that turn with the row, and as many with the column
+    along = head // 2 * 3 // 8  # pairs of head dimensions that the row rotates; as many are rotated by the column
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,

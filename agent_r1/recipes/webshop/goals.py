@@ -18,7 +18,7 @@ from agent_r1.recipes.webshop.products import Product
 SEED = 233
 ROUND_PRICES = tuple(10.0 * step for step in range(1, 100))
 NEXT_PRICES = 4  # two of these are drawn; the larger is the limit
-NO_BOUND = 1_000_000.0  # no limit above all round prices
+NO_BOUND = 1_000_000.0  # no limit for prices above the highest round price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,7 +134,7 @@ def _compose(
     async def at_once(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
         return await together(_call(part, row, trajectory) for part in parts.values())
 
-    in_turn.__name__ = at_once.__name__ = name  # what messages call the reward
+    in_turn.__name__ = at_once.__name__ = name  # the reward's name in messages
     return at_once if any(map(is_async, parts.values())) else in_turn
 
 
@@ -158,7 +158,7 @@ async def _call(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> A
 
 
 def _read(name: str, outcome: Any) -> dict[str, float]:
-    """Return the components of a part, or raise what went wrong with the part's name."""
+    """Return the components of a part, or raise its error with the part's name."""
     if isinstance(outcome, BaseException):
         failure = RuntimeError(f"part {name!r} failed: {describe(outcome)}")
         raise failure.with_traceback(outcome.__traceback__) from outcome  # the log should lead to the user's line

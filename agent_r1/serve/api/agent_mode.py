@@ -1,7 +1,7 @@
 """The agent: the flow of the run answers, with its environment and tools, and the client sees what they do.
 
-The content of the answer is what the agent says at all of its steps, without calls and thinking. Calls, their results
-and what an environment answers are events in the field `agent_r1`.
+The content of the answer is the text of all of the agent's steps, without calls and thinking. Calls, their results
+and an environment's answers are events in the field `agent_r1`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _check_supported(request: ChatRequest) -> None:
 
 
 class WatchedEpisode(Episode):
-    """Reports what the environment answers. `tell` is set before it is played."""
+    """Reports the environment's answers. `tell` is set before it is played."""
 
     tell: Tell
     offered: Sequence[Mapping[str, Any]] = ()  # the tools of the last call
@@ -146,7 +146,7 @@ class WatchedEpisode(Episode):
 
 
 class WatchedSampler:
-    """The engine of one episode; reports what the agent says and calls."""
+    """The engine of one episode; reports the agent's text and calls."""
 
     episode: WatchedEpisode
 
@@ -168,7 +168,7 @@ class WatchedSampler:
         return completion
 
     def _say(self, delta: Delta) -> None:
-        """Separate what is said at different steps by an empty line."""
+        """Separate the texts of different steps by an empty line."""
         text = delta.text
         if text and self.said and not self.last:
             text = f"\n\n{text}"

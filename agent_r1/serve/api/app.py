@@ -1,4 +1,4 @@
-"""The server: its paths, who is let in, and its life from listening to the last answer.
+"""The server: its paths, access control, and its life from listening to the last answer.
 
 * On a loopback address without a key, requests must name a loopback host, or a web page could reach us by rebinding its
   DNS name; and a request from a page of another origin is refused, because browsers send some without asking.
@@ -184,7 +184,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 
 class Gate:
-    """Lets in whom it may, and puts the security headers on every answer."""
+    """Refuses requests without access, and adds the security headers to every answer."""
 
     def __init__(self, app: Any, *, key: str | None) -> None:
         self._app, self._key = app, None if key is None else key.encode()
@@ -253,7 +253,7 @@ def make_config(server: Server, *, key: str | None, limits: ServeLimits) -> uvic
 def serve(
     server: Server, *, host: str, port: int, key: str | None, limits: ServeLimits, announce: Callable[[str], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then end what is being answered. `announce` gets the address of the server."""
+    """Serve until SIGINT or SIGTERM, then end the answers in progress. `announce` gets the address of the server."""
     check_key(host, key)
     config = make_config(server, key=key, limits=limits)
     with bind(host, port) as listener:

@@ -68,13 +68,13 @@ class BareMode:
             arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
             try:
                 parts.append(self.model.tool_format.write_call(function["name"], arguments))
-            except ValueError:  # the format cannot say it
+            except ValueError:  # the format cannot write it
                 parts.append(json.dumps(function, ensure_ascii=False))
         return {"role": "assistant", "content": "\n".join(filter(None, parts))}
 
 
 def check_supported(request: ChatRequest, limits: ServeLimits) -> None:
-    """Refuse what the engine cannot do exactly."""
+    """Refuse options that the engine cannot honour exactly."""
     if request.n > limits.max_n:
         raise invalid(f"n must be at most {limits.max_n}, got {request.n}", "n")
     if request.top_logprobs:

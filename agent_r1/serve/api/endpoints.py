@@ -72,7 +72,7 @@ class Endpoint:
         outcome, started = "ok", time.perf_counter()
         try:
             limits, length = self.limits, request.headers.get("content-length")
-            with self.admission.entered():  # bodies too are held for so many requests only
+            with self.admission.entered():  # this also limits how many bodies are held
                 body = await read_body(
                     request.stream(), max_bytes=limits.max_body_bytes, seconds=limits.read_seconds, length=length
                 )
@@ -151,7 +151,7 @@ class Endpoint:
 
 
 class _Output:
-    """What was sent to the client so far."""
+    """The state of the answer to the client so far."""
 
     def __init__(self, send: Send) -> None:
         self.send, self.begun = send, False

@@ -1,4 +1,4 @@
-"""What a mode reports while it answers; `endpoints.py` writes it as one answer or as a stream."""
+"""Events that a mode reports while it answers; `endpoints.py` writes them as one answer or as a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """Something beside the text: what an agent's tools did."""
+    """An event beside the text: a tool call, a result."""
 
     event: Mapping[str, Any]
 
@@ -67,7 +67,7 @@ async def follow(work: asyncio.Future[Any], events: asyncio.Queue[Event | None])
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Like `asyncio.gather`, but if one fails, the others are cancelled instead of going on unheard."""
+    """Like `asyncio.gather`, but if one fails, the others are cancelled instead of working in vain."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

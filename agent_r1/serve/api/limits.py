@@ -1,4 +1,4 @@
-"""What one client may take, so that none can harm the others, and who is let in."""
+"""The server's limits, so that no client can harm the others, and the admission of requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ServeLimits:
     max_n: int = 16  # answers to one request
     max_connections: int = 2048  # one more closes the connection that has been idle longest
     read_seconds: float = 20.0  # for sending the body
-    # For connecting and sending the headers, and between two requests of a connection. Closing early costs busy clients
-    # a request: they may be sending it just then.
+    # For connecting and sending the headers, and between two requests of a connection. Too short a time costs busy
+    # clients a request, which they may be sending when the connection closes.
     idle_seconds: float = 90.0
     request_seconds: float = 600.0  # for the whole answer
     stall_seconds: float = 30.0  # a client that reads nothing for so long is disconnected

@@ -1,4 +1,4 @@
-"""From the words of `agent-r1 serve` to a server: which settings, which checkpoint, which mode."""
+"""Turn the arguments of `agent-r1 serve` into a server: its settings, checkpoint and mode."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agent_r1.tokens.formats.infer import requested_format, template_format
 from agent_r1.tokens.formats.table import AUTO, get_format
 from agent_r1.tokens.rendering import Renderer
 
-# What may be changed for a run; the rest belongs to what was trained.
+# Settings that may be changed for a run; the others belong to the trained model.
 SERVE_SETTINGS = ("eval", "rollout", "engine", "task.test_split", "data.path", "model.device", "model.dtype",
                   "model.template_kwargs")  # fmt: skip
 MODEL_SETTINGS = (*SERVE_SETTINGS, "model.chat_template", "model.fp32_head", "model.max_pixels", "seed")
-NO_RECIPE = "serve"  # the recipe of a model that no run of ours made
+NO_RECIPE = "serve"  # the recipe of a model that comes without a run
 MAX_DEFAULT_CONTEXT = 32_768  # tokens, for such a model
 
 
@@ -120,9 +120,9 @@ def _with_context_of(config: RunConfig, place: str) -> RunConfig:
     """Use all of the model's positions, within reason."""
     from transformers import AutoConfig
 
-    from agent_r1.attention import position_limit
     from agent_r1.build.models.hub import without_hub
     from agent_r1.build.models.source import as_directory
+    from agent_r1.compute.attention import position_limit
 
     directory = as_directory(place)
     try:

@@ -28,7 +28,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What answers, with the defaults of requests that leave options out."""
+    """The model that answers, with defaults for options that requests leave out."""
 
     name: str
     engine: Engine

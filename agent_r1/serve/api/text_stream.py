@@ -15,7 +15,7 @@ from agent_r1.wire.reply import split_thinking
 
 Decode = Callable[[Sequence[int]], str]
 
-REPLACEMENT = "\ufffd"  # what half a character is decoded to
+REPLACEMENT = "\ufffd"  # stands for half a character in decoded text
 MARK_STARTS = re.compile(r"[<\[`]")  # every mark of a call or of thinking begins with one of these
 MARK_CHARS = 64  # no mark is longer
 # Tokens decoded again with new ones, because some tokenizers write a token by what precedes it: between these numbers.
@@ -30,7 +30,7 @@ class Detokenizer:
         self._decode = decode
         self._ids: list[int] = []
         self._start = 0  # ids before this are done with
-        self._known = ""  # what the ids from `_start` on have added to `text`
+        self._known = ""  # the part of `text` that the ids from `_start` on have added
 
     def push(self, ids: Sequence[int]) -> None:
         self._ids.extend(ids)
@@ -48,7 +48,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """What a client may see of one response so far."""
+    """The part of a response that a client may see so far."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class TextStream:
         return len(text)
 
     def _visible(self, text: str) -> tuple[str, str]:
-        """Split an unfinished text into what is surely for the user and what is surely thinking."""
+        """Split an unfinished text into the part that is certainly for the user and the part that is certainly
+        thinking."""
         if self._raw:
             return text, ""
         if self._format is not None and not self._format.has_marks:

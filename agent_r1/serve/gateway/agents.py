@@ -23,7 +23,7 @@ class AgentFailed(RolloutError):
 class Ended:
     """How an agent ended."""
 
-    result: Any = None  # what a function returned; what a program wrote to stdout
+    result: Any = None  # the return value of a function, or the stdout of a program
     reward: dict[str, float] | None = None  # by component, if the agent gave one
     failure: Exception | None = None
 
@@ -51,6 +51,6 @@ class FunctionAgent:
 
 
 def _reward_in(result: Any) -> dict[str, float] | None:
-    """A number, or a dict with the key "reward"; True and False are answers."""
+    """A number, or a dict with the key "reward"; True and False are answers, not rewards."""
     is_number = isinstance(result, int | float) and not isinstance(result, bool)
     return named_components(result) if is_number or (isinstance(result, dict) and "reward" in result) else None

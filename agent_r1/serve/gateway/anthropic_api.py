@@ -74,7 +74,7 @@ class AnthropicMessages:
     def error(self, error: ApiError) -> dict[str, Any]:
         kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         message = error.message
-        if error.code == "context_length_exceeded":  # clients know this one by its words
+        if error.code == "context_length_exceeded":  # clients recognise this error by its wording
             message = f"prompt is too long: {message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -163,7 +163,7 @@ def _part(block: Fields, kind: str | None = None) -> dict[str, Any]:
 def _tool(fields: Fields) -> dict[str, Any]:
     if (kind := fields.text("type") or "custom") != "custom":
         raise unsupported(
-            fields.name("type"), f"{fields.name('type')}: tools of Anthropic's ({kind!r:.80}) cannot run here"
+            fields.name("type"), f"{fields.name('type')}: Anthropic's own tools ({kind!r:.80}) cannot run here"
         )
     function = {
         "name": fields.text("name", required=True),

@@ -1,4 +1,4 @@
-"""What an agent is told about its session: addresses, keys, and the environment variables that clients read."""
+"""Connection data for an agent: addresses, keys, and the environment variables that clients read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClientSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the official clients of OpenAI and Anthropic and most frameworks read."""
+        """Environment variables that the official clients of OpenAI and Anthropic and most frameworks read."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,

@@ -30,7 +30,8 @@ SHOWN_CHARS = 500  # of the output, in a failure
 DRAIN_SECONDS = 0.01
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 _ROW_FIELDS = ("extra_info", "env_kwargs")  # {extra_info.level}
-_DROPPED = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")  # they would replace our key, or go with it
+# Clients would send these instead of our key, or with it.
+_DROPPED = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 _LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -146,7 +147,7 @@ def _fill(text: str, values: Mapping[str, str], row: TaskRow) -> str:
 
 
 class _Output:
-    """The beginning and the end of what was written."""
+    """The beginning and the end of the output."""
 
     def __init__(self, max_chars: int) -> None:
         self._half = max(1, max_chars // 2)
@@ -203,7 +204,7 @@ async def _run(
             given.write(stdin.encode("utf-8", "replace"))
             given.close()  # when it is written
         await watcher.exited
-        await asyncio.sleep(DRAIN_SECONDS)  # what is still in the pipes
+        await asyncio.sleep(DRAIN_SECONDS)  # the rest in the pipes
     finally:
         with suppress(ProcessLookupError, PermissionError):  # also children that outlived a normal end
             os.killpg(transport.get_pid(), signal.SIGKILL)

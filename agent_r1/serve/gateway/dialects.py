@@ -19,7 +19,7 @@ class Dialect(Protocol):
     """One API."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Raises ApiError for what the API does not allow or we do not support."""
+        """Raises ApiError for requests that the API forbids or we do not support."""
         ...
 
     def write(self, said: Said, request: ChatRequest) -> dict[str, Any]: ...

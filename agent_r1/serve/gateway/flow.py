@@ -67,7 +67,7 @@ def gateway_flow(
     on_failure: Literal["fail", "score"],
     shows_ground_truth: bool,
 ) -> type[GatewayFlow]:
-    """The flow of one run: flows are made by their class."""
+    """Make the flow class of one run, with its settings as class attributes."""
     settings = {
         "server": server,
         "agent": agent,
@@ -86,7 +86,7 @@ def format_for(renderer: Renderer, asked: str) -> ToolCallFormat:
 
 
 def agent_reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
-    """A reward function: what the agent returned as a number, or left in reward.json or reward.txt."""
+    """A reward function: the number that the agent returned, or left in reward.json or reward.txt."""
     given = trajectory.steps[-1].info.get("agent_reward") if trajectory.steps else None
     if given is None:
         raise AgentFailed(

@@ -1,8 +1,8 @@
 """The messages of a session as a tree: which part of a client's history is known, and how it was shown to the model.
 
-Clients send the whole conversation with every call, and rarely as they got it: arguments with other blanks, None
-instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
-replaced by the one that was rendered when it came first, so what was sampled is never tokenised again.
+Clients send the whole conversation with every call, and rarely as they received it: arguments with other whitespace,
+None instead of "", a text as a list of parts. A message is therefore compared by its canonical form. A known message is
+replaced by the one that was rendered when it came first, so sampled text is never tokenised again.
 
     system - user - ANSWER - tool - ANSWER - user          capitals: sampled here
                        \\- tool - ANSWER                    a branch
@@ -78,7 +78,7 @@ class Known:
     end: Node  # of the last message
     kind: Kind
     answers: list[Node]  # our answers at the start of the history, the latest first
-    added: list[Entry]  # what follows the latest of them
+    added: list[Entry]  # messages after the latest of them
 
 
 class History:
@@ -112,7 +112,7 @@ class History:
         )
 
     def add_answer(self, after: Node, entry: Entry, exchange: Exchange, number: int) -> Node:
-        """Add what was sampled after a node."""
+        """Add a sampled answer after a node."""
         node = Node(entry=entry, parent=after, exchange=exchange, number=number)
         after.children.setdefault(entry.key, []).append(node)
         self._sampled.add(entry.key)
@@ -130,7 +130,7 @@ class History:
         return Kind.BRANCHED if continued else Kind.CONTINUED
 
     def _classify_foreign(self, foreign: Sequence[Node]) -> Kind:
-        """How answers that are not ours in this place came about."""
+        """Classify a history with answers that were not given at this point."""
         first, known = foreign[0], [node.entry.key in self._sampled for node in foreign]
         ours = [node for node in first.siblings() if node.is_sampled]
         moved = known[0] and all(node.entry.key != first.entry.key for node in ours)  # given elsewhere
@@ -150,7 +150,7 @@ def _path(node: Node) -> list[Node]:
 
 
 def _best_child(node: Node, entry: Entry) -> Node | None:
-    """The known message that this one repeats: of equal ones, that with the same call ids, else the latest."""
+    """The known message that this one repeats. Among equal ones, prefer the same call ids, then the latest."""
     same = [each for each in node.children.get(entry.key, ()) if _may_be(each, entry)]
     exact = (each for each in reversed(same) if each.entry.call_ids == entry.call_ids)
     return next(exact, same[-1] if same else None)
@@ -173,7 +173,7 @@ def canonical_key(message: Message) -> Key:
     role = message["role"]
     content = content_text(message.get("content"))
     if role == "assistant" and isinstance(content, str):
-        content = content.strip()  # many clients strip what they show
+        content = content.strip()  # many clients strip whitespace
     calls = [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message)]
     return json.dumps([role, content, calls], sort_keys=True, default=picture_name)
 

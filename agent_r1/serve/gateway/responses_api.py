@@ -1,6 +1,6 @@
 """OpenAI's responses API, as chat completions: items become messages and calls, and answers become items.
 
-`previous_response_id` is known within a session. What a response was is kept there, not here.
+`previous_response_id` is known within a session. The session stores responses; this module does not.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from agent_r1.wire.reply import read_reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a client is told."""
+    """An answer for a client."""
 
     answer: ChatAnswer
     stop_text: str | None = None  # the client's own stop text, if it ended the response
@@ -37,7 +37,7 @@ class Read:
 
     said: Said
     entry: Entry  # as the client will repeat it
-    events: list[Event]  # the calls that the client is told of, and those that cannot be read
+    events: list[Event]  # the calls that the client gets, and those that cannot be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Scribe:
     # policy -> client
 
     def read(self, response: Response, request: ChatRequest) -> Read:
-        """Parse what the policy said. A response cut in half calls nothing."""
+        """Parse the policy's response. A response that was cut off makes no calls."""
         text, tools = response.text, [] if response.is_cut else shown_tools(request)
         reply = read_reply(text, self.tool_format, tools, parallel=request.parallel_tool_calls)
         # Ids of models repeat from answer to answer, and clients keep calls by their ids.
@@ -178,5 +178,5 @@ def _echo(call: CallOut) -> Message:
 
 
 def _ended_by(renderer: Renderer, response: Response, stop: str) -> bool:
-    """Whether the sampled text goes on with this stop text where the text for the client ends."""
+    """Whether this stop text follows the client's text in the sampled text."""
     return renderer.decode(response.token_ids)[len(response.text) :].startswith(stop)

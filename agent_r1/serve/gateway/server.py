@@ -42,7 +42,7 @@ HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 MAX_BODY_BYTES = 20_000_000
 READ_SECONDS = 60.0  # to send a body
-STALL_SECONDS = 30.0  # a client that reads nothing for so long is disconnected
+STALL_SECONDS = 30.0  # a client that reads nothing for this long is disconnected
 MAX_ENDED = 10_000  # sessions remembered as ended; older ones are unknown
 _PATH = re.compile(r"(?:/s/(?P<session>[\w-]{1,128}))?/v1/(?P<endpoint>[\w/]{1,64})")
 

@@ -49,14 +49,14 @@ class Reply:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A step, and what its client did with it."""
+    """A step, and what its client did with the answer."""
 
     number: int  # of the call in the episode
     kind: Kind
     events: list[Event]
     call_ids: tuple[str, ...]  # of the calls among them, as the client knows them
     answered: float  # when the client got the answer
-    results: list[Entry] = field(default_factory=list)  # what the first call that continued it added
+    results: list[Entry] = field(default_factory=list)  # messages that the first continuing call added
     seconds: float = 0.0  # until then
 
 
@@ -114,7 +114,7 @@ class Session:
             reply.delivered = True
 
     def seal(self) -> None:
-        """Refuse all further calls, and attach to the steps what became of them. May be called twice."""
+        """Refuse all further calls, and record with each step what became of its answer. May be called twice."""
         if self.is_sealed:
             return
         self.is_sealed = True
@@ -218,7 +218,7 @@ class Session:
 
 
 def check_supported(request: ChatRequest) -> None:
-    """Refuse what would not be trained as it was asked. How to sample is the run's business, and `seed` is too."""
+    """Refuse options that training could not honour. The run decides how to sample, including the `seed`."""
     if request.n > 1:
         raise unsupported("n", "n > 1 is not supported: every answer is a step of the episode. Call several times")
     if request.response_format is not None:

@@ -151,7 +151,8 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def _literal_arguments(call: ast.Call) -> dict[str, Any]:
-    """Read the arguments without evaluating anything. Raises ValueError or TypeError for what JSON cannot hold."""
+    """Read the arguments without evaluating anything. Raises ValueError or TypeError for values that JSON cannot
+    hold."""
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments must be given by name")
     arguments = {str(each.arg): ast.literal_eval(_JsonWords().visit(each.value)) for each in call.keywords}

@@ -67,8 +67,8 @@ class HermesFormat(TaggedFormat):
 class TextValuesFormat(TaggedFormat):
     """A name, then pairs of key and value as plain text. Their types come from the tool's schema.
 
-    `name`, `key` and `end` are regular expressions: for the name, for a key with what opens its value, and for what
-    follows the last pair. `write` and `write_pair` are templates. A value must not contain anything in `tags`.
+    `name`, `key` and `end` are regular expressions: for the name, for a key with the text that opens its value, and for
+    the text after the last pair. `write` and `write_pair` are templates. A value must not contain anything in `tags`.
     """
 
     form: str

@@ -1,7 +1,7 @@
 """One connection to an MCP server: a process that we start (stdio) or a URL (streamable HTTP).
 
 The SDK requires that the task which opens a connection also closes it, so a connection is a task of its own and
-calls come from the tasks of episodes. Knows nothing about tools of ours.
+calls come from the tasks of episodes. Knows nothing about our tools.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Connection:
         return await self._stderr.quoted()
 
     async def close(self) -> None:
-        """End the connection and a process of ours."""
+        """End the connection, and the process if we started it."""
         self._stop.set()
         if self._task is None:
             return

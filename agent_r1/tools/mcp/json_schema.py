@@ -57,8 +57,8 @@ class SchemaArguments:
 
 
 def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with references replaced, for code that looks into properties. A schema that contains itself
-    becomes `{}`, anything, in its own inside. Raises ConfigError for a reference that leads nowhere."""
+    """Return the schema with references replaced, for code that looks into properties. Where a schema contains itself,
+    the inner one becomes `{}`, which accepts anything. Raises ConfigError for a reference that leads nowhere."""
     resolver = Registry().with_resource("", DRAFT202012.create_resource(dict(schema))).resolver()
 
     def replaced(node: Any, inside: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What a call of an MCP server returned, as a result of ours."""
+"""Convert the result of a call to an MCP server into a `ToolResult`."""
 
 from __future__ import annotations
 

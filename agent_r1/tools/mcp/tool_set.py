@@ -1,4 +1,4 @@
-"""`MCPTools`: the tools of a server as tools of ours, and the connections that their calls share.
+"""`MCPTools`: offers the tools of a server as agent-r1 tools, and holds the connections that their calls share.
 
 A server is asked for its tools once, before the run. A call that fails because the server died is text for the model;
 the next call connects again, and only if that fails too does an episode fail.

@@ -164,7 +164,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
 
 
 class _Exchange:
-    """What host and process send each other during one call."""
+    """The messages between host and process during one call."""
 
     def __init__(self, channel: socket.socket, output: int, code: str, output_chars: int) -> None:
         self._channel, self._output = channel, output

@@ -127,7 +127,7 @@ class Sandbox:
         await asyncio.to_thread(self._finalizer)
 
 
-# What the worker threads run. They hold no `Sandbox`, which could not be collected while they work.
+# The loop of the worker threads. They hold no reference to the `Sandbox`, which would keep it alive while they work.
 
 
 def _run_once(launcher: Launcher, call: _Call) -> Outcome:

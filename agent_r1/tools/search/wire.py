@@ -27,7 +27,7 @@ class SearchRequest(BaseModel):
 
 
 class Health(BaseModel):
-    """What a server reports about itself."""
+    """A server's report about itself."""
 
     status: Literal["ok"] = "ok"
     num_passages: int

@@ -1,1 +1,1 @@
-"""What runs in the processes that verl and Ray start."""
+"""Code that runs in the processes of verl and Ray."""

@@ -1,4 +1,4 @@
-"""What verl lacks on a machine without GPUs: a platform, and names that torch accepts.
+"""Lets verl run on a machine without GPUs: adds a platform, and names that torch accepts.
 
 Used with verl.cpu=true only. Ray gets a number of GPUs to hand out, although there are none.
 """
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-ANSWERS: dict[str, Any] = {  # what verl asks of torch.cuda and torch.cpu does not have
+ANSWERS: dict[str, Any] = {  # functions of torch.cuda that verl calls and torch.cpu lacks
     **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), 0),
     "mem_get_info": (8 << 30, 16 << 30),
     "get_device_name": "cpu",
@@ -100,7 +100,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
 
 def prepare() -> None:
-    """Let torch accept what verl asks of it on a machine without GPUs."""
+    """Let torch accept verl's calls on a machine without GPUs."""
     start = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:

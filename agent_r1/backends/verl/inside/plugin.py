@@ -1,4 +1,5 @@
-"""What every process of verl loads, by the entry point `verl.plugins` or VERL_USE_EXTERNAL_MODULES: names, no work.
+"""Loaded by every process of verl, through the entry point `verl.plugins` or VERL_USE_EXTERNAL_MODULES. Only registers
+names.
 
 Two things of verl have no setting, so they are replaced here: the value head of a critic starts at zero as ours does,
 and a critic uses the attention of the policy. `contract.py` checks that both still look as expected.
@@ -35,7 +36,7 @@ def _replica() -> Any:
 
 
 def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    """As verl's `load_valuehead_model`, which hard-codes FlashAttention and leaves the head as it was drawn."""
+    """Replaces verl's `load_valuehead_model`, which hard-codes FlashAttention and a random head."""
     from torch import nn
     from transformers import AutoModelForTokenClassification
 

@@ -24,7 +24,7 @@ class Reaper:
     """The driver's end. It begins when this object is released or the driver is gone."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        self.mark = os.urandom(16).hex()  # belongs into the environment of what it has to end
+        self.mark = os.urandom(16).hex()  # set in the environment of the processes that it has to end
         words = [sys.executable, "-S", "-E", str(Path(__file__).resolve()), self.mark, str(grace_seconds)]
         # A session of its own: the signals of a terminal are not for it.
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
@@ -32,7 +32,7 @@ class Reaper:
     def release(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.returncode = 0  # nobody waits for it: it outlives this program by some seconds
+        self._process.returncode = 0  # not awaited: it outlives this program by some seconds
 
 
 def marked(mark: str) -> list[int]:

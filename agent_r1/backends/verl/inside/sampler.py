@@ -30,7 +30,7 @@ class VerlSampler:
             )
         if output.stop_reason in ("aborted", "abort"):
             stop: Any = "abort"
-        else:  # verl says "completed" for both: what was sampled last tells them apart
+        else:  # verl says "completed" for both; the last token shows which it was
             stop = "stop" if ids[-1] in sampling.stop_ids else "length"
         version = output.extra_fields.get("global_steps")
         return Completion(
@@ -41,7 +41,8 @@ class VerlSampler:
         )
 
     def parameters(self, sampling: Sampling, session: str) -> dict[str, Any]:
-        """Sampling in the words of the servers. SGLang takes no seed per request, so its runs cannot be repeated."""
+        """Sampling options as the servers name them. SGLang takes no seed per request, so its runs cannot be
+        repeated."""
         given: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agent_r1.attention import Scoring, plain_attention
+from agent_r1.compute.attention import Scoring, plain_attention
 from agent_r1.engines.local.cpu.cpu_cache import CpuCache, LayerCache
 from agent_r1.engines.local.request import Chunk
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agent_r1.attention import Scoring
+from agent_r1.compute.attention import Scoring
 from agent_r1.errors import UnsupportedModelError
 
 MAX_COPIED = 64  # blocks copied at once, through a buffer outside the pool

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent_r1.attention import Scoring, plain_attention
+from agent_r1.compute.attention import Scoring, plain_attention
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agent_r1.attention import Scoring
+from agent_r1.compute.attention import Scoring
 from agent_r1.engines.local.gpu.gpu_attention import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)

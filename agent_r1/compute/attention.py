@@ -1,7 +1,7 @@
 """How attention layers of transformers models turn queries and keys into weights: shared by engine and learner.
 
-Reads the arguments that models pass through transformers' `AttentionInterface`, and computes in plain torch what fused
-kernels lack. Knows neither caches nor packs.
+Reads the arguments that models pass through transformers' `AttentionInterface`, and computes in plain torch the
+features that fused kernels lack. Knows neither caches nor packs.
 
 Shape suffixes: B = sequences, C = queries, L = keys, H = query heads, K = key/value heads, G = H / K, D = head size.
 """

@@ -1,0 +1,1 @@
+"""Torch code that engine, learner and vision share: attention scores, FlashAttention over runs, compiled layers."""
