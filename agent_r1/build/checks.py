@@ -71,9 +71,7 @@ def check_start(config: RunConfig) -> None:
     if isinstance(engine := config.engine, VLLMEngineConfig):
         from agent_r1.engines.vllm.assemble import check_servers
 
-        if engine.python is not None and not engine.gpus and model_device(config).type == "cuda":
-            raise ConfigError("engine.gpus is empty: name the GPUs for vLLM, for example engine.gpus=[1]")
-        check_servers(python=engine.python, urls=engine.urls)
+        check_servers(on_gpu=model_device(config).type == "cuda", **engine.model_dump(exclude={"kind"}))
     if config.model.path is not None:
         find_model(config.model.path)
     if config.model.make is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agent_r1.build.models.device import engine_device, model_dtype
+from agent_r1.build.models.device import engine_device, model_device, model_dtype
 from agent_r1.compiling import has_compiler
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import LocalEngineConfig, TransformersEngineConfig, VLLMEngineConfig
@@ -101,6 +101,7 @@ def _build_vllm(config: RunConfig, model: Model, logs: Path | None, adapters: Lo
     return assemble_engine(
         model.network,
         dtype=model_dtype(config),
+        device=model_device(config),
         seed=config.seed,
         max_context_tokens=config.rollout.max_context_tokens,
         top_k=config.rollout.top_k,

@@ -152,7 +152,7 @@ class Sleeper(Protocol):
     """An engine that can leave its device to the learner between two rollouts."""
 
     async def sleep(self) -> None:
-        """Free device memory until the next request or the next weights."""
+        """Free device memory until the next weights."""
         ...
 
 

@@ -37,6 +37,8 @@ class FakeVLLM:
         self.model_config: dict[str, Any] = dict(MODEL_CONFIG)
         self.max_lora_rank = 0  # 0: started without adapters
         self.refuses_adapters = False  # VLLM_ALLOW_RUNTIME_LORA_UPDATING is not set
+        self.levels: list[str] = []  # of `sleep`
+        self.updates: list[dict[str, Any]] = []  # bodies about weights that come without a file
         self.adapters: dict[str, str] = {}  # the loaded ones: their folders by name
         self.drop: Callable[[str], bool] = lambda path: False  # close the connection instead of answering this path
         self.release = threading.Event()  # `generate` waits for it
@@ -91,6 +93,9 @@ class FakeVLLM:
         if path != "/inference/v1/generate":
             self.calls.append(path)
             self._aborted.update(body.get("request_ids", []))
+            self.levels += query.get("level", [])
+            if "init_info" in body or "update_info" in body:
+                self.updates.append(body)
             if path == "/v1/load_lora_adapter":
                 if self.refuses_adapters:
                     return 404, {}

@@ -23,12 +23,14 @@ from agent_r1.build.engine import build_engine
 from agent_r1.build.models.load import Model, load_model
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Completion, Prompt, Sampling, generate_all
+from agent_r1.engines.vllm import assemble, gpu_weights
 from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 from agent_r1.errors import ConfigError
 from agent_r1.learn.model.layers import untied_state
 from agent_r1.runs.reader import RunReader
 from tests.chatml import tokenizer
 from tests.conftest import Cli
+from tests.engines import cpu_ipc
 
 PYTHON = os.environ.get("AGENT_R1_VLLM_PYTHON")
 pytestmark = [
@@ -224,6 +226,29 @@ def test_adapters_are_sent_without_their_base(directory: Path, cli: Cli, cache: 
     base, merged = (load_file(path / "model.safetensors") for path in (directory, saved))
     name = "model.layers.0.mlp.up_proj.weight"
     assert (base[name] - merged[name]).abs().max() > 0.02  # without the adapters, log-probs would differ
+
+
+def test_weights_reach_a_server_without_a_file(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "uses_ipc", lambda *_: True)
+    monkeypatch.setattr(gpu_weights, "share", cpu_ipc.Buffers().share)
+    monkeypatch.setattr(gpu_weights, "BUCKET_BYTES", 100_000)  # parts of a fused matrix come in different buckets
+    monkeypatch.setenv("PYTHONPATH", str(Path(cpu_ipc.__file__).parent))
+    start = [f"engine.python={PYTHON}", "engine.args=[--enforce-eager, --worker-extension-cls, cpu_ipc.Reader]"]
+    config = load_config(MINI, settings(directory, *start))
+    session = Session(config, load_model(config, directory), tmp_path / "logs")
+    try:
+        sampling = Sampling(max_tokens=24)
+        session.engine._sleeps = True  # the setting is refused on a CPU, where vLLM answers and frees nothing
+        for seed in range(3):
+            assert session.off(session.run(session.sample(8, sampling))) < TOLERANCE, seed
+            session.run(session.engine.sleep())
+            session.change_weights(seed)
+        assert session.off(session.run(session.sample(8, sampling))) < TOLERANCE
+        assert not list(session.engine._weights.path.glob("*.safetensors"))
+    finally:
+        session.close()
 
 
 def test_another_model_on_the_server_is_refused(session: Session, directory: Path, tmp_path: Path) -> None:

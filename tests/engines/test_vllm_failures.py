@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from agent_r1.engines.base import Completion, Prompt, Sampling, generate_all
-from agent_r1.engines.vllm import guardian, server_process, shared_weights, vllm_engine
+from agent_r1.engines.vllm import guardian, sent_weights, server_process, shared_weights, vllm_engine
 from agent_r1.engines.vllm.answers import read_completion
 from agent_r1.engines.vllm.assemble import own_share
-from agent_r1.engines.vllm.server_process import ServerProcess, check_version, installed_version
+from agent_r1.engines.vllm.server_process import ServerProcess, installed_version, read_version
 from agent_r1.engines.vllm.shared_weights import AdapterShape, SharedAdapters, SharedWeights
 from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 from agent_r1.engines.vllm.vllm_server import Server, Wanted
@@ -306,17 +306,20 @@ def test_abort_returns_the_tokens_so_far(two: list[FakeVLLM], tmp_path: Path) ->
     assert (len(other.token_ids), other.stop) == (4, "length")
 
 
-def test_a_sleeping_engine_wakes_for_weights_and_for_requests(two: list[FakeVLLM], tmp_path: Path) -> None:
+def test_a_sleeping_engine_has_no_weights_until_it_gets_new_ones(two: list[FakeVLLM], tmp_path: Path) -> None:
     engine = make_engine(two, tmp_path, sleeps=True)
 
     async def play() -> None:
         await engine.sleep()
         await engine.load_weights(tiny("llama_tied").named_parameters(), 1)
-        await engine.sleep()
         await ask(engine, 1, "a")
+        await engine.sleep()
+        with pytest.raises(RolloutError, match="incomplete weights: it slept"):
+            await ask(engine, 1, "a")
 
     run(engine, play)
-    assert two[0].calls == ["/sleep", "/wake_up", *UPDATE, "/sleep", "/wake_up"]
+    assert two[0].calls == ["/sleep", "/wake_up", *UPDATE, "/sleep"]
+    assert two[0].levels == ["2", "2"]  # the weights are dropped, too: they will be sent again
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_ids_that_would_end_a_server_are_not_sent(ids: list[Any], two: list[Fake
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": "0.26.0"}, r"has vLLM 0\.26\.0, but at least 0\.32"),
+        ({"version": "0.31.0"}, r"has vLLM 0\.31\.0, but 0\.26 or at least 0\.32"),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"model_config": {"max_model_len": 32}}, "--max-model-len 64"),
         ({"model_config": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
@@ -409,7 +412,8 @@ def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
         installed_version(sys.executable)
     with pytest.raises(ConfigError, match="cannot be run as a Python interpreter"):
         installed_version(str(tmp_path / "python"))
-    assert [check_version(found, "x") for found in ("0.32.1", "0.33.0", "1.0")] == [True, False, False]
+    found = [read_version(version, "x") for version in ("0.26.0", "0.32.1+cpu", "0.33.0", "1.0")]
+    assert found == [(0, 26), (0, 32), (0, 33), (1, 0)]
 
 
 def test_a_server_that_ends_while_it_starts_is_explained_from_its_log(tmp_path: Path) -> None:
@@ -491,7 +495,7 @@ def test_servers_that_take_no_adapters_are_refused(two: list[FakeVLLM], tmp_path
         make_engine(two, tmp_path, weights=shared_adapters(folder, rank=9), wanted=wanted)
     assert list(folder.iterdir()) == []
     with pytest.raises(ConfigError, match=r"lora\.rank=513"):
-        replace(WANTED, lora_rank=513).arguments()
+        replace(WANTED, lora_rank=513).arguments((0, 32))
 
 
 SRUN = {
@@ -516,7 +520,7 @@ def test_ranks_divide_the_servers(monkeypatch: pytest.MonkeyPatch, variables: di
 
 
 def test_weights_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    gone, mine = (tmp_path / f"{shared_weights.PREFIX}{pid}-x" for pid in (2**30, os.getpid()))
+    gone, mine = (tmp_path / f"{sent_weights.PREFIX}{pid}-x" for pid in (2**30, os.getpid()))
     for folder in (gone, mine):
         folder.mkdir()
     SharedWeights(str(tmp_path), model=tiny("llama"), dtype=torch.float32).remove()
@@ -547,8 +551,9 @@ def test_a_server_ends_with_its_children_when_our_process_is_killed(tmp_path: Pa
 
 
 def test_servers_take_the_settings_that_the_engine_checks() -> None:
-    assert ".".join(map(str, server_process.OLDEST)) == server_process.TESTED
-    assert " ".join(WANTED.arguments()) == (
-        "--enable-scale-out --max-model-len 64 --logprobs-mode processed_logprobs --max-logprobs 28 "
+    common = (
+        "--max-model-len 64 --logprobs-mode processed_logprobs --max-logprobs 28 "
         '--hf-overrides {"tie_word_embeddings": false}'
     )
+    assert " ".join(WANTED.arguments((0, 32))) == f"--enable-scale-out {common}"
+    assert " ".join(WANTED.arguments((0, 26))) == common

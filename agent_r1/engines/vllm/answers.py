@@ -50,9 +50,9 @@ def read_completion(answer: Any, sampling: Sampling, *, version: int, server: st
         ids, reason = choice["token_ids"], STOPS[choice["finish_reason"]]
         entries = choice["logprobs"]["content"] if ids else []
         logprobs = [float(entry["logprob"]) for entry in entries]
-        if [entry["token_id"] for entry in entries] != ids:
+        if [_token_id(entry) for entry in entries] != ids:
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(ids)} tokens")
-        kept = [[top["token_id"] for top in entry["top_logprobs"] if top["logprob"] > FLOOR] for entry in entries]
+        kept = [[_token_id(top) for top in entry["top_logprobs"] if top["logprob"] > FLOOR] for entry in entries]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutError(f"{server} gave an answer that cannot be read ({error!r}): {str(answer)[:200]}") from error
     if any(logprob <= FLOOR or logprob != logprob for logprob in logprobs):
@@ -64,3 +64,8 @@ def read_completion(answer: Any, sampling: Sampling, *, version: int, server: st
         versions=((version, len(ids)),) if ids else (),
         support=Support.of(kept) if sampling.keep_support else None,
     )
+
+
+def _token_id(entry: Mapping[str, Any]) -> int:
+    """vLLM 0.26 gives an id as the text of its token, such as `token_id:7`."""
+    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from agent_r1.engines.vllm.server_process import ServerProcess, check_version, free_ports, installed_version
+from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, free_ports, installed_version, read_version
 from agent_r1.engines.vllm.vllm_server import Server, Wanted
 from agent_r1.errors import ConfigError
 from agent_r1.ranks.rank_env import place_of_rank
@@ -19,6 +19,7 @@ from agent_r1.ranks.rank_env import place_of_rank
 if TYPE_CHECKING:
     import torch
 
+    from agent_r1.engines.vllm.sent_weights import SentWeights
     from agent_r1.engines.vllm.shared_weights import AdapterShape
     from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 
@@ -27,18 +28,45 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of mean log-probs; those of an
 Item = TypeVar("Item")
 
 
-def check_servers(*, python: str | None, urls: Sequence[str]) -> None:
-    """Check that servers can be started or reached, before a model is loaded."""
-    if python is not None:
-        check_version(installed_version(os.path.expanduser(python)), f"engine.python={python!r}")
+def check_servers(
+    *,
+    on_gpu: bool,
+    python: str | None,
+    urls: Sequence[str],
+    gpus: Sequence[int],
+    tensor_parallel: int,
+    transfer: str,
+    send_adapters: bool,
+    **_: Any,
+) -> None:
+    """Check the settings of engine.kind=vllm, and the servers, before a model is loaded.
+
+    on_gpu: whether the learner is.
+    """
+    if python is not None and not gpus and on_gpu:
+        raise ConfigError("engine.gpus is empty: name the GPUs for vLLM, for example engine.gpus=[1]")
+    if transfer == "ipc" and (not gpus or not on_gpu or tensor_parallel > 1 or send_adapters):
+        raise ConfigError(
+            "engine.transfer=ipc needs servers that the run starts on the learner's GPUs (engine.gpus), one GPU each, "
+            "and sends all weights, not adapters: leave it out to send files"
+        )
+    find_servers(python=python, urls=urls)
+
+
+def find_servers(*, python: str | None, urls: Sequence[str]) -> tuple[int, int]:
+    """Check that servers can be started or reached. Returns the version that is started."""
     for url in urls:
         Server(url=url.rstrip("/")).wait_until_ready(0.0)
+    if python is None:
+        return NEW
+    return read_version(installed_version(os.path.expanduser(python)), f"engine.python={python!r}")
 
 
 def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by their names)
     network: Any,
     *,
     dtype: torch.dtype,
+    device: torch.device,
     seed: int,
     max_context_tokens: int,
     top_k: int,
@@ -50,18 +78,20 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     tensor_parallel: int,
     servers: int | None,
     args: Sequence[str],
+    transfer: Literal["auto", "file", "ipc"],
     weights_dir: str,
     start_seconds: float,
     tolerance: float | None,
     sleep: bool,
 ) -> VLLMEngine:
-    """logs: the folder for the logs of servers that are started; None: a temporary one.
+    """device: where the learner computes.
+    logs: the folder for the logs of servers that are started; None: a temporary one.
     adapters: send these alone after each step; None: send all weights.
     """
-    from agent_r1.engines.vllm.shared_weights import SharedAdapters, SharedWeights, tied_names
+    from agent_r1.engines.vllm.sent_weights import tied_names
     from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 
-    check_servers(python=python, urls=urls)
+    version = find_servers(python=python, urls=urls)
     wanted = Wanted(
         max_context_tokens=max_context_tokens,
         top_k=top_k,
@@ -74,26 +104,22 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     starting = [gpus[start : start + tensor_parallel] for start in range(0, len(gpus), tensor_parallel)]
     starting = own_share(starting, per_host=True) if gpus else [()] * (servers or 1)
     urls = own_share(urls, per_host=False) if urls else ()
-    own: dict[str, Any] = {"model": network, "dtype": dtype}
-    weights = SharedAdapters(weights_dir, shape=adapters, **own) if adapters else SharedWeights(weights_dir, **own)
+    gpu = device if uses_ipc(transfer, starting, gpu_number(device, os.environ), version) else None
+    weights = make_weights(weights_dir, model=network, dtype=dtype, adapters=adapters, gpu=gpu)
     arguments = [
         *("--model", str(weights.path), "--skip-tokenizer-init", "--generation-config", "vllm"),
         *("--dtype", format_name, "--seed", str(seed), "--tensor-parallel-size", str(tensor_parallel)),
         *("--disable-uvicorn-access-log", *(["--enable-sleep-mode"] if sleep else [])),
-        *wanted.arguments(),
+        *weights.arguments,
+        *wanted.arguments(version),
         *args,  # last, so that they take precedence
     ]
     key = os.environ.get("VLLM_API_KEY")  # the variable that vLLM's servers read, too
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     made = [Server(url=url.rstrip("/"), headers=headers) for url in urls]
     if python is not None:
-        logs = logs or Path(tempfile.mkdtemp(prefix="agent-r1-vllm-"))
-        for on_gpus, port in zip(starting, free_ports(len(starting)), strict=True):
-            log = logs / f"vllm_{port}.log"
-            process = ServerProcess(
-                python=os.path.expanduser(python), arguments=arguments, port=port, gpus=on_gpus, log=log
-            )
-            made.append(Server(url=f"http://127.0.0.1:{port}", headers=headers, process=process))
+        process = {"python": os.path.expanduser(python), "arguments": arguments, "variables": weights.variables}
+        made += own_servers(starting, logs or Path(tempfile.mkdtemp(prefix="agent-r1-vllm-")), headers, **process)
     return VLLMEngine(
         made,
         weights=weights,
@@ -106,6 +132,29 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     )
 
 
+def own_servers(
+    starting: Sequence[Sequence[int]], logs: Path, headers: dict[str, str], **process: Any
+) -> Iterator[Server]:
+    """Return servers that are not started yet, one for each group of GPUs."""
+    for gpus, port in zip(starting, free_ports(len(starting)), strict=True):
+        one = ServerProcess(port=port, gpus=gpus, log=logs / f"vllm_{port}.log", **process)
+        yield Server(url=f"http://127.0.0.1:{port}", headers=headers, process=one)
+
+
+def make_weights(
+    folder: str, *, model: Any, dtype: torch.dtype, adapters: AdapterShape | None, gpu: torch.device | None
+) -> SentWeights:
+    """Choose how weights are sent. gpu: the one that the learner shares with its server; None: they travel as files."""
+    from agent_r1.engines.vllm.gpu_weights import GpuWeights
+    from agent_r1.engines.vllm.shared_weights import SharedAdapters, SharedWeights
+
+    if adapters is not None:
+        return SharedAdapters(folder, model=model, dtype=dtype, shape=adapters)
+    if gpu is not None:
+        return GpuWeights(folder, model=model, dtype=dtype, device=gpu)
+    return SharedWeights(folder, model=model, dtype=dtype)
+
+
 def own_share(items: Sequence[Item], *, per_host: bool) -> list[Item]:
     """Return this rank's servers: of those that all ranks share, or that the ranks of each host do. Every rank has its
     own, to which it sends the weights."""
@@ -116,6 +165,34 @@ def own_share(items: Sequence[Item], *, per_host: bool) -> list[Item]:
     if len(items) < ranks:
         raise ConfigError(f"{ranks} ranks need at least {ranks} vLLM servers, one each, but there are {len(items)}")
     return list(items[rank::ranks])
+
+
+def gpu_number(device: torch.device, environment: Mapping[str, str]) -> int | None:
+    """Return the number of this process's GPU as `nvidia-smi` counts; None if it has none or it cannot be told."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return index
+    names = visible.split(",")
+    return int(names[index]) if index < len(names) and names[index].strip().isdigit() else None
+
+
+def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | None, version: tuple[int, int]) -> bool:
+    """Whether a rank sends weights without a file: it has one server, on one GPU, which is its learner's."""
+    possible = learner is not None and [list(gpus) for gpus in servers] == [[learner]]
+    if transfer == "ipc" and not possible:
+        raise ConfigError(
+            f"engine.transfer=ipc needs one vLLM server on each learner's GPU alone; here the learner's is "
+            f"{'not known' if learner is None else learner} and the servers' are {servers}: set engine.gpus to the "
+            "learners' GPUs, or leave engine.transfer out"
+        )
+    if transfer == "auto":
+        return possible and version > OLD  # which reads memory only if ray is installed too
+    return transfer == "ipc"
 
 
 def score_response(network: Any, prompt: list[int], response: list[int]) -> list[float]:

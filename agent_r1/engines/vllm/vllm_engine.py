@@ -2,7 +2,8 @@
 
 A session stays on its server, where its cache is. A server that fails is restarted, or awaited if somebody else runs
 it; its requests are repeated on the others meanwhile. A request is seeded, so that repeating it loses nothing.
-`vllm_server.py` speaks to a server, `shared_weights.py` writes the weights; this module decides who does what when.
+`vllm_server.py` speaks to a server, `sent_weights.py` and its neighbours send the weights; this module decides who does
+what when.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.vllm.answers import engine_request_id, read_completion, request_body
-from agent_r1.engines.vllm.server_process import TESTED
-from agent_r1.engines.vllm.shared_weights import SharedWeights
-from agent_r1.engines.vllm.vllm_server import POLL_SECONDS, Server, ServerDown, Wanted, in_time
-from agent_r1.errors import ConfigError, DataError, RolloutError
+from agent_r1.engines.vllm.sent_weights import SentWeights
+from agent_r1.engines.vllm.server_process import NEW
+from agent_r1.engines.vllm.vllm_server import POLL_SECONDS, Server, ServerDown, Wanted, in_time, new_client
+from agent_r1.errors import ConfigError, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class VLLMEngine:
         self,
         servers: Sequence[Server],
         *,
-        weights: SharedWeights,
+        weights: SentWeights,
         wanted: Wanted,
         score: Score,
         tolerance: float,
@@ -71,8 +72,8 @@ class VLLMEngine:
         self._weights, self._wanted, self._start_seconds, self._sleeps = weights, wanted, start_seconds, sleeps
         self._seeds = np.random.default_rng(seed)
         self._salt = uuid4().hex  # a server may have caches of an earlier run
-        self._version: int | None = 0  # None: `load_weights` has failed
-        self._client = _new_client()
+        self._version: int | None = 0  # None: `load_weights` has failed, or the servers have dropped their weights
+        self._client = new_client()
         self._homes: dict[str, Server] = {}
         self._calls: dict[str, Call] = {}
         self._active = 0  # unanswered requests, also while they move to another server
@@ -100,18 +101,19 @@ class VLLMEngine:
             process.start()
         for server in self._servers:
             server.wait_until_ready(self._start_seconds)
-        tested = [server.check(self._wanted) for server in self._servers]
-        if not all(tested):
-            logger.warning("this version of vLLM has not been tested with agent-r1, which was tested with %s", TESTED)
+        for server in self._servers:
+            server.check(self._wanted)
+        if any(server.version > NEW for server in self._servers):
+            logger.warning("this version of vLLM has not been tested with agent-r1: the newest tested one is 0.32")
         with ThreadPoolExecutor(1) as thread:  # the caller's event loop is running, but not ours to wait on
             thread.submit(asyncio.run, self._probe_all(score, tolerance)).result()
 
     async def _probe_all(self, score: Score, tolerance: float) -> None:
-        async with _new_client() as client:
+        async with new_client() as client:
             for server in self._servers:
                 try:
                     if server.process is None or not self._weights.are_read_at_start:
-                        await self._weights.send(server, client)
+                        await in_time(self._weights.send(server, client), self._start_seconds)
                     await self._probe(client, server, score, tolerance)
                 except (ServerDown, RolloutError) as error:
                     raise ConfigError(
@@ -135,7 +137,8 @@ class VLLMEngine:
             )
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
-        self._check(prompt, sampling)
+        self._check_open()
+        self._wanted.check(prompt, sampling)
         while not self._open.is_set():
             await self._open.wait()
         self._check_open()
@@ -185,8 +188,7 @@ class VLLMEngine:
                 home = self._homes[session] = min(alive, key=lambda server: server.sessions)
                 home.sessions += 1
                 return home
-            if not self._reviving:
-                raise RolloutError("no vLLM server is left: see the warnings above and the servers' logs")
+            self._check_left()
             self._changed.clear()
             await self._changed.wait()
             self._check_open()
@@ -214,6 +216,7 @@ class VLLMEngine:
                     await self._on_all(lambda server: self._weights.send(server, self._client))
                     for server in self._servers:
                         server.restarts = 0 if server.alive else server.restarts  # only failures in one step count
+                self._check_left()
                 self._check_open(weights=False)
                 self._version = version
             finally:
@@ -258,15 +261,22 @@ class VLLMEngine:
             await asyncio.wait([call.task for call in pending.values()], timeout=0.05)
 
     async def sleep(self) -> None:
-        """Free the servers' GPU memory until the next weights or request. Does nothing unless the engine sleeps."""
+        """Free the servers' GPU memory until the next weights. Does nothing unless the engine sleeps."""
         if self._sleeps and not self._asleep:
             await self._idle.wait()
-            await self._on_all(lambda server: server.sleep(self._client))
             self._asleep = True
+            if self._weights.are_all:  # the servers need not keep any
+                self._version = None
+            await self._on_all(self._put_to_sleep)
+
+    async def _put_to_sleep(self, server: Server) -> None:
+        await server.sleep(self._client, 2 if self._weights.are_all else 1)
 
     async def _wake(self) -> None:
         if self._asleep:
             self._asleep = False
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what the learner has freed, the servers need again
             await self._on_all(lambda server: server.wake(self._client))
 
     async def close(self) -> None:
@@ -308,8 +318,9 @@ class VLLMEngine:
             "%s failed: %s. Its %d requests are repeated on others; servers left: %d of %d",
             *(server, reason, len(calls), left, len(self._servers)),
         )
-        self._reviving.add(server)
-        self._spawn(self._revive(server))
+        if self._weights.are_kept:
+            self._reviving.add(server)
+            self._spawn(self._revive(server))
 
     async def _revive(self, server: Server) -> None:
         """Restart our server, or wait for somebody else's, and give it the current weights."""
@@ -325,6 +336,8 @@ class VLLMEngine:
                             await asyncio.to_thread(server.wait_until_ready, self._start_seconds)
                         server.adapter = None  # it may have been restarted
                         await in_time(self._weights.send(server, self._client), self._start_seconds)
+                        if self._asleep:
+                            await in_time(self._put_to_sleep(server), self._start_seconds)
                         server.alive = True
                     logger.warning("%s is back", server)
                 except (ServerDown, RolloutError, ConfigError) as error:
@@ -363,33 +376,16 @@ class VLLMEngine:
         if self._closed:
             raise RolloutError("this VLLMEngine has been closed")
         if weights and self._version is None:
-            raise RolloutError("this VLLMEngine has incomplete weights because load_weights failed: call it again")
+            raise RolloutError("this VLLMEngine has incomplete weights: it slept, or load_weights failed. Load them")
 
-    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
-        """Refuse a request that no server could answer. An id outside the vocabulary would end vLLM."""
-        self._check_open()
-        ids, size, longest = prompt.ids, self._wanted.vocabulary_size, self._wanted.max_context_tokens
-        if prompt.media:
-            raise DataError(f"the prompt has {len(prompt.media)} images or other media; VLLMEngine takes only text")
-        if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= size:
-            bad = next((token for token in ids if type(token) is not int or not 0 <= token < size), None)
-            raise DataError(f"the prompt contains {bad!r}; it must be one or more integers from 0 to {size - 1}")
-        if len(ids) + sampling.max_tokens > longest:
-            raise DataError(
-                f"a prompt of {len(ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
-                f"rollout.max_context_tokens ({longest}). Shorten the prompt or lower max_tokens."
-            )
-        if sampling.keep_support and sampling.top_k > self._wanted.top_k:
-            raise DataError(f"keep_support with top_k={sampling.top_k}: the servers return {self._wanted.top_k} ids")
+    def _check_left(self) -> None:
+        if not self._reviving and not any(server.alive for server in self._servers):
+            # Without a copy of the weights, a server cannot come back on its own.
+            hint = "" if self._weights.are_kept else ". With engine.transfer=file, servers are restarted"
+            raise RolloutError(f"no vLLM server is left: see the warnings above and the servers' logs{hint}")
 
 
-def _new_client() -> httpx.AsyncClient:
-    # No time limit: a long queue is not a fault, and health checks find servers that hang.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False)
-
-
-def _clean(servers: Sequence[Server], weights: SharedWeights) -> None:
+def _clean(servers: Sequence[Server], weights: SentWeights) -> None:
     """Also runs when the interpreter ends without `close`."""
     own = [server.process for server in servers if server.process is not None]
     for process in own:

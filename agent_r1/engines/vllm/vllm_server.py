@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from uuid import uuid4
 
 import httpx
 
+from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.vllm.answers import GENERATE, TIES
-from agent_r1.engines.vllm.server_process import ServerProcess, check_version
-from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, read_version
+from agent_r1.errors import ConfigError, DataError, RolloutError
 
 HEALTH_SECONDS = 10.0  # time limit of a health check
 UPDATE_SECONDS = 60.0  # to read weights, sleep or wake; engine.start_seconds if that is longer
@@ -42,19 +43,35 @@ class Wanted:
     lora_rank: int = 0  # of the adapters that are sent; 0: none are
     shape: Mapping[str, Any] = field(default_factory=dict)  # of the model, by name as in its config.json
 
-    def arguments(self) -> list[str]:
-        """Return the server's arguments, for those that we start and for messages."""
+    def arguments(self, version: tuple[int, int]) -> list[str]:
+        """Return the arguments of a server of this version, for those that we start and for messages."""
         untie = ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
         top = ["--max-logprobs", str(self.top_k + TIES)] if self.top_k else []
         lora = ["--enable-lora", "--max-lora-rank", str(self._max_rank())] if self.lora_rank else []
         return [
-            "--enable-scale-out",  # the endpoint that takes and returns token ids
+            *(["--enable-scale-out"] if version > OLD else []),  # the endpoint that takes and returns token ids
             *("--max-model-len", str(self.max_context_tokens)),
             *("--logprobs-mode", "processed_logprobs"),
             *top,
             *untie,
             *lora,
         ]
+
+    def check(self, prompt: Prompt, sampling: Sampling) -> None:
+        """Refuse a request that no server could answer. An id outside the vocabulary would end vLLM."""
+        ids, size, longest = prompt.ids, self.vocabulary_size, self.max_context_tokens
+        if prompt.media:
+            raise DataError(f"the prompt has {len(prompt.media)} images or other media; VLLMEngine takes only text")
+        if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= size:
+            bad = next((token for token in ids if type(token) is not int or not 0 <= token < size), None)
+            raise DataError(f"the prompt contains {bad!r}; it must be one or more integers from 0 to {size - 1}")
+        if len(ids) + sampling.max_tokens > longest:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
+                f"rollout.max_context_tokens ({longest}). Shorten the prompt or lower max_tokens."
+            )
+        if sampling.keep_support and sampling.top_k > self.top_k:
+            raise DataError(f"keep_support with top_k={sampling.top_k}: the servers return {self.top_k} ids")
 
     def _max_rank(self) -> int:
         """Return the smallest limit that vLLM takes."""
@@ -71,6 +88,7 @@ class Server:
     url: str
     headers: dict[str, str] = field(default_factory=dict)
     process: ServerProcess | None = None
+    version: tuple[int, int] = NEW  # known after `check`
     alive: bool = True
     adapter: str | None = None  # the one that it samples with
     sessions: int = 0  # that stay on it, for its cache
@@ -100,11 +118,11 @@ class Server:
                 raise ConfigError(f"{self} cannot be reached ({problem}): {hint}")
             time.sleep(POLL_SECONDS)
 
-    def check(self, wanted: Wanted) -> bool:
-        """Raise ConfigError if the server cannot serve this run. Returns whether its version was tested."""
+    def check(self, wanted: Wanted) -> None:
+        """Raise ConfigError if the server cannot serve this run."""
         with httpx.Client(base_url=self.url, headers=self.headers, timeout=120.0, trust_env=False) as client:
             try:
-                tested = check_version(str(client.get("/version").json()["version"]), str(self))
+                self.version = read_version(str(client.get("/version").json()["version"]), str(self))
                 answer = client.get("/server_info", params={"config_format": "json"})
                 if answer.status_code == httpx.codes.NOT_FOUND:
                     raise ConfigError(f"{self} does not take weight updates: set VLLM_SERVER_DEV_MODE=1 to start it")
@@ -122,9 +140,8 @@ class Server:
             or (wanted.tied and not untied)
             or (served.get("lora_config") or {"max_lora_rank": 0})["max_lora_rank"] < wanted.lora_rank
         ):
-            needed = " ".join(f"'{word}'" if word.startswith("{") else word for word in wanted.arguments())
+            needed = " ".join(f"'{word}'" if word.startswith("{") else word for word in wanted.arguments(self.version))
             raise ConfigError(f"{self} was started with other settings than this run needs: start it with {needed}")
-        return tested
 
     async def generate(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
         return await self._post(client, GENERATE, json=body)
@@ -133,6 +150,23 @@ class Server:
         """Replace the weights by those in a folder. Nothing may run."""
         await self._post(client, "/pause", params={"mode": "abort"})
         await self._post(client, "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._use_new_weights(client)
+
+    async def receive(self, client: httpx.AsyncClient, buckets: AsyncIterable[dict[str, Any]]) -> None:
+        """Replace the weights by those in buckets, each of which it has copied before the next is made. Nothing may
+        run."""
+        await self._post(client, "/pause", params={"mode": "abort"})
+        packed = {"packed": True}  # a bucket is one piece of memory; vLLM 0.26 wants to read that with each of them
+        start = packed if self.version > OLD else {}
+        await self._post(client, "/init_weight_transfer_engine", json={"init_info": start})
+        await self._post(client, "/start_weight_update")
+        async for bucket in buckets:
+            info = bucket if self.version > OLD else bucket | packed
+            await self._post(client, "/update_weights", json={"update_info": info})
+        await self._post(client, "/finish_weight_update")
+        await self._use_new_weights(client)
+
+    async def _use_new_weights(self, client: httpx.AsyncClient) -> None:
         await self._post(client, "/reset_prefix_cache")
         await self._post(client, "/resume")
 
@@ -147,8 +181,9 @@ class Server:
     async def abort(self, client: httpx.AsyncClient, request_ids: list[str]) -> None:
         await self._post(client, "/abort_requests", json={"request_ids": request_ids})
 
-    async def sleep(self, client: httpx.AsyncClient) -> None:
-        await self._post(client, "/sleep", params={"level": 1})  # keeps the weights on the host
+    async def sleep(self, client: httpx.AsyncClient, level: int) -> None:
+        """Free the GPU's memory. Level 1 keeps the weights on the host, level 2 drops them."""
+        await self._post(client, "/sleep", params={"level": level})
 
     async def wake(self, client: httpx.AsyncClient) -> None:
         await self._post(client, "/wake_up")
@@ -175,6 +210,12 @@ class Server:
         if answer.is_server_error and not await self.is_healthy(client):
             raise ServerDown(problem)
         raise RolloutError(f"{self} refused {path}: {problem}")
+
+
+def new_client() -> httpx.AsyncClient:
+    # No time limit: a long queue is not a fault, and health checks find servers that hang.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False)
 
 
 async def in_time(work: Coroutine[Any, Any, None], start_seconds: float) -> None:
