@@ -3,6 +3,7 @@
     python -m benchmarks.host_time --data FOLDER                  # alfworld, webshop and gsm8k_tool
     python -m benchmarks.host_time --data FOLDER --only alfworld --profile 40
     python -m benchmarks.host_time --histories 5,10,30            # synthetic, no data
+    python -m benchmarks.host_time --data FOLDER --gpu            # in real time, on a GPU
 
 FOLDER holds the released files as `data.path` takes them, in folders alfworld, webshop and gsm8k.
 
@@ -16,6 +17,9 @@ would have waited for a device with the pass times of an H200 and a model of 135
 and 1,024 decoding sequences are measured (`results/bench_engine.nvidia-h200.json`), the others are assumed. Time is CPU
 time plus waiting. A busy machine makes CPU time longer too, so compare only figures that took turns
 (`benchmarks.host_time_against`).
+
+With `--gpu`, the passes of a model of 135 million parameters with random weights run on the GPU, and the script
+replaces what they sampled. `seconds` are real then, and the first repeat warms the engine up.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +44,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.bench.models import LlamaShape
+from agent_r1.bench.models import SMOLLM2_135M, LlamaShape
 from agent_r1.build.collectors import train_collector
 from agent_r1.build.engine import GPU_BURST, GPU_RUNNING
 from agent_r1.build.recipe import recipe_path
@@ -49,7 +54,8 @@ from agent_r1.data.rows import Demo
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local import local_engine
 from agent_r1.engines.local.gpu import torch_kernels
-from agent_r1.engines.local.gpu.gpu_runner import GpuRunner
+from agent_r1.engines.local.gpu.gpu_runner import GpuRunner, Width
+from agent_r1.engines.local.gpu.gpu_state import in_order, put
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.request import Chunk, ReadDraws, Request
 from agent_r1.envs.text_env import Reply, TextEnv
@@ -159,6 +165,35 @@ class ScriptedRunner(GpuRunner):
         return lambda: read() if self.turn() >= done else None
 
 
+class ScriptedGpuRunner(GpuRunner):
+    """Runs every pass on the GPU, then replaces what random weights sampled by the script."""
+
+    script: Script
+
+    def launch(self, chunks: Sequence[Chunk]) -> ReadDraws:
+        drawing = [chunk for chunk in in_order(chunks) if chunk.count]
+        self._said = [(self.script.tokens(chunk), chunk) for chunk in drawing]
+        return super().launch(chunks)
+
+    def _load(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        ordered = super()._load(chunks)
+        self._state.stop_RE.fill_(-1)  # a stop token that the script does not have would leave a gap in the cache
+        return ordered
+
+    @torch.inference_mode()
+    def _reader(self, rows: int, width: Width) -> ReadDraws:
+        drawn_CR = np.full((self._burst, rows), -1)
+        for row, (tokens, _) in enumerate(self._said):
+            drawn_CR[: len(tokens), row] = tokens
+        last_R = [tokens[-1] if tokens else 0 for tokens, _ in self._said]
+        ended_R = [not tokens or tokens[-1] in chunk.request.sampling.stop_ids for tokens, chunk in self._said]
+        if rows:
+            put(self._state.drawn_CR[:, :rows], drawn_CR)
+            put(self._state.token_R[:rows], np.array(last_R))
+            put(self._state.ended_R[:rows], np.array(ended_R))
+        return super()._reader(rows, width)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
     """Rows, and how to play them."""
@@ -264,6 +299,19 @@ def synthetic_play(steps: int, *, rows: int, size: int) -> Play:
     return Play(rows=asked, collector=collector, said=said)
 
 
+def counts_of(groups: Sequence[Group]) -> dict[str, float]:
+    played = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = [trajectory.error for trajectory in played if trajectory.error]
+    assert not failed, failed[0]
+    calls = sum(len(trajectory.steps) for trajectory in played)
+    return {
+        "episodes": len(played),
+        "calls": calls,
+        "longest": max(len(trajectory.steps) for trajectory in played),
+        "tokens per call": sum(trajectory.num_response_tokens for trajectory in played) / calls,
+    }
+
+
 @dataclass(kw_only=True)
 class Bench:
     play: Play
@@ -304,20 +352,58 @@ class Bench:
             runner.run(engine.close())
         if self.profile:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(self.profile)
-        played = [trajectory for group in groups for trajectory in group.trajectories]
-        failed = [trajectory.error for trajectory in played if trajectory.error]
-        assert not failed, failed[0]
-        calls = sum(len(trajectory.steps) for trajectory in played)
+        figures = counts_of(groups)
         return {
-            "episodes": len(played),
-            "calls": calls,
-            "longest": max(len(trajectory.steps) for trajectory in played),
-            "tokens per call": sum(trajectory.num_response_tokens for trajectory in played) / calls,
-            "cpu ms per call": 1e3 * cpu / calls,
+            **figures,
+            "cpu ms per call": 1e3 * cpu / figures["calls"],
             "simulated seconds": seconds,
-            "episodes per simulated second": len(played) / seconds,
+            "episodes per simulated second": figures["episodes"] / seconds,
             "steps of the engine": steps,
             "passes": ScriptedRunner.passes,
+        }
+
+
+@dataclass(kw_only=True)
+class GpuBench:
+    """Plays on a GPU, in real time."""
+
+    engine: LocalEngine
+    runner: asyncio.Runner
+
+    @classmethod
+    def make(cls) -> GpuBench:
+        vars(local_engine)["GpuRunner"] = ScriptedGpuRunner
+        engine = LocalEngine(
+            SMOLLM2_135M.model().network(dtype=torch.bfloat16, device=torch.device("cuda")),
+            seed=0,
+            max_running=GPU_RUNNING,
+            max_batch_tokens=16_384,
+            max_cached_tokens=1_048_576,
+            burst=GPU_BURST,
+        )
+        return cls(engine=engine, runner=asyncio.Runner())
+
+    def __call__(self, play: Play, seed: int) -> dict[str, float]:
+        ScriptedGpuRunner.script = Script(play.said)
+        collect = play.collector(self.engine)
+        freeze_parts()  # as a run does
+        groups = list[Group]()
+
+        async def run() -> None:  # returns nothing: a runner prints what its task returns, to be thrown away
+            groups.extend(await collect(play.rows, seed=seed))
+
+        steps = self.engine.stats.steps
+        torch.cuda.synchronize()
+        began, cpu = time.perf_counter(), time.process_time()
+        self.runner.run(run())
+        cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
+        figures = counts_of(groups)
+        return {
+            **figures,
+            "cpu ms per call": 1e3 * cpu / figures["calls"],
+            "seconds": seconds,
+            "episodes per second": figures["episodes"] / seconds,
+            "steps of the engine": self.engine.stats.steps - steps,
         }
 
 
@@ -330,6 +416,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", type=int, default=0, help="print this many lines of a profile")
     parser.add_argument("--json", action="store_true", help="print every repeat as a line of JSON")
+    parser.add_argument("--gpu", action="store_true", help="run the passes of a model of 135M parameters, in real time")
     given = parser.parse_args()
     torch.set_num_threads(1)
     plays: dict[str, Play] = {}
@@ -338,8 +425,11 @@ def main() -> None:
     if given.data is not None:
         for name in given.only.split(",") if given.only else RECIPES:
             plays[name] = recipe_play(name, given.data, rows=given.rows)
+    gpu = GpuBench.make() if given.gpu else None
     for name, play in plays.items():
-        bench = Bench(play=play, profile=given.profile)
+        bench: Callable[[int], dict[str, float]] = (
+            Bench(play=play, profile=given.profile) if gpu is None else partial(gpu, play)
+        )
         repeats = [bench(seed) for seed in range(given.repeats)]
         if given.json:
             for repeat in repeats:

@@ -277,9 +277,9 @@ def test_a_context_of_few_blocks_is_enough() -> None:
 
 
 def test_undelivered_answers_survive_new_weights_cancelled_neighbours_and_the_end() -> None:
-    """80 responses complete in one step and are delivered in batches."""
+    """240 responses complete in one step and are delivered in batches."""
     model = tiny("llama")
-    asked = [[1 + index, 2] for index in range(80)]
+    asked = [[1 + index % 40, 2 + index // 40] for index in range(240)]
     sampling = Sampling(max_tokens=1, temperature=0.0)
     weights = {name: parameter.detach() + 0.1 for name, parameter in model.named_parameters()}
 
@@ -297,7 +297,7 @@ def test_undelivered_answers_survive_new_weights_cancelled_neighbours_and_the_en
 
     with engine(model, **CPU) as local:
         expected = generate(local, asked, sampling)
-    with engine(model, **GPU, max_running=80, max_batch_tokens=256) as local:
+    with engine(model, **GPU, max_running=240, max_batch_tokens=512, max_cached_tokens=2_048) as local:
         *answers, cancelled = asyncio.run(main(local))
         assert local.num_requests == 0
     assert isinstance(cancelled, asyncio.CancelledError)

@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 SETTLE_TURNS = 32
 POLL_SECONDS = 0.0005  # between checks whether the GPU is done; the next step is already launched, so nothing waits
 # Requests answered before the next step is planned, on a GPU. Each answer wakes an episode, whose parsing, tools and
-# rendering take about half a millisecond, while a burst takes about twenty. Answering all at once would leave the GPU
-# idle, and episodes would then stay in lockstep.
-ANSWERS_AT_ONCE = 32
+# rendering take 0.15 to 0.25 ms, so these take about as long as a burst. With fewer, steps of few rows cost the host
+# more than they gain; answering all at once would leave the GPU idle, and episodes would then stay in lockstep.
+ANSWERS_AT_ONCE = 96
 ANSWERS_PER_CHECK = 8  # requests answered between two checks whether the GPU is done
 
 InFlight = tuple[list[Chunk], ReadDraws]

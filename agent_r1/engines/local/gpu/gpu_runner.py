@@ -37,7 +37,9 @@ from agent_r1.vision.picture_format import PictureFormat
 FULL_GPU = 264
 MAX_SPLITS = 16
 FILTERED_ROWS = 64  # rows that top-k and top-p are applied to at once
-LARGEST_GRAPH = 4096  # tokens; a longer pass hides its launches
+# Numbers of a hidden state: 4,096 tokens of a width of 4,096. Without a graph, the host launches the kernels of a pass
+# for 24 ms with 30 layers, and longer passes than this take a GPU longer. Graphs of wider ones would take much memory.
+LARGEST_GRAPH = 4096 * 4096
 
 Pass = Callable[[], None]
 # Support ids returned per token; 0: top-k or top-p is used but no request keeps its support; None: neither is used.
@@ -126,6 +128,7 @@ class GpuRunner(ModelRunner):
             self._sight = GpuSight(pictures, tokens=tokens, rows=rows, device=self.device)
         self._places = torch.arange(rows, device=self.device)
         self._graphs = Graphs() if graphs else None
+        self._largest_graph = LARGEST_GRAPH // config.hidden_size  # tokens
         self._before: dict[Request, int] = {}  # rows of the previous step
 
     @torch.inference_mode()
@@ -184,14 +187,14 @@ class GpuRunner(ModelRunner):
         """Capture the graphs for sampling without top-k and top-p, largest first, so that one pool fits all."""
         if self._graphs is None:
             return
-        for size in [size for size in reversed(self._sizes) if size <= LARGEST_GRAPH]:
+        for size in [size for size in reversed(self._sizes) if size <= self._largest_graph]:
             self._first.clear(self._cache.trash)
             self._capture(("first", size, None), partial(self._sample_first, size, None))
         for rows in reversed(self._rows):
             self._capture(("decode", rows, None), partial(self._decode, rows, None))
 
     def _run(self, kind: str, size: int, width: Width, work: Pass) -> None:
-        if self._graphs is None or size > LARGEST_GRAPH:
+        if self._graphs is None or size > self._largest_graph:
             work()
             return
         self._capture((kind, size, width), work)
