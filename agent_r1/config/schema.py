@@ -275,7 +275,7 @@ class VLLMEngineConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)  # GPUs per server
     servers: int | None = Field(default=None, ge=1)  # number of servers on a CPU; None: 1
     args: list[str] = []  # further arguments of the servers, e.g. [--gpu-memory-utilization, "0.5"]
-    transfer: Literal["auto", "file", "ipc"] = "auto"  # how weights are sent; auto: ipc on the learner's GPU, else file
+    transfer: Literal["file", "ipc"] = "file"  # how weights are sent; ipc: without a file, within a GPU
     weights_dir: str = "/dev/shm"  # where weights are written; the servers must see it under the same path
     start_seconds: float = Field(default=900.0, gt=0)  # time limit for a server to start or to come back
     # largest mean difference between the log-probs of server and learner at the start; None: 1e-3, in bfloat16 0.1

@@ -183,34 +183,30 @@ def test_a_server_that_restarts_while_the_others_sleep_sleeps_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("transfer", "servers", "learner", "expected"),
     [
-        ("auto", [[0]], 0, True),
-        ("auto", [[1]], 0, False),  # another GPU
-        ("auto", [[0, 1]], 0, False),  # tensor parallel
-        ("auto", [[0], [1]], 0, False),  # two servers for one learner
-        ("auto", [()], None, False),  # on a CPU
-        ("auto", [], 0, False),  # running servers, named by their addresses
         ("file", [[0]], 0, False),
+        ("file", [()], None, False),  # on a CPU
+        ("file", [], 0, False),  # running servers, named by their addresses
         ("ipc", [[3]], 3, True),
     ],
 )
-def test_memory_is_shared_only_on_the_learners_gpu(
+def test_memory_is_shared_if_asked(
     transfer: str, servers: list[list[int]], learner: int | None, expected: bool
 ) -> None:
-    assert uses_ipc(transfer, servers, learner, (0, 32)) is expected
-
-
-def test_older_servers_share_memory_only_if_asked() -> None:
-    assert not uses_ipc("auto", [[0]], 0, (0, 26))
-    assert uses_ipc("ipc", [[0]], 0, (0, 26))
+    assert uses_ipc(transfer, servers, learner) is expected
 
 
 @pytest.mark.parametrize(
     ("servers", "learner", "message"),
-    [([[1]], 0, r"the learner's is 0 and the servers' are \[\[1\]\]"), ([[0]], None, "the learner's is not known")],
+    [
+        ([[1]], 0, r"the learner's is 0 and the servers' are \[\[1\]\]"),
+        ([[0, 1]], 0, "one vLLM server"),  # tensor parallel
+        ([[0], [1]], 0, "one vLLM server"),  # two servers for one learner
+        ([[0]], None, "the learner's is not known"),
+    ],
 )
-def test_ipc_between_different_gpus_is_refused(servers: list[list[int]], learner: int | None, message: str) -> None:
+def test_ipc_needs_one_server_on_the_learners_gpu(servers: list[list[int]], learner: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        uses_ipc("ipc", servers, learner, (0, 32))
+        uses_ipc("ipc", servers, learner)
 
 
 @pytest.mark.parametrize(

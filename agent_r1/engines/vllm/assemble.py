@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, free_ports, installed_version, read_version
+from agent_r1.engines.vllm.server_process import NEW, ServerProcess, free_ports, installed_version, read_version
 from agent_r1.engines.vllm.vllm_server import Server, Wanted
 from agent_r1.errors import ConfigError
 from agent_r1.ranks.rank_env import place_of_rank
@@ -78,7 +78,7 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     tensor_parallel: int,
     servers: int | None,
     args: Sequence[str],
-    transfer: Literal["auto", "file", "ipc"],
+    transfer: Literal["file", "ipc"],
     weights_dir: str,
     start_seconds: float,
     tolerance: float | None,
@@ -104,7 +104,7 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
     starting = [gpus[start : start + tensor_parallel] for start in range(0, len(gpus), tensor_parallel)]
     starting = own_share(starting, per_host=True) if gpus else [()] * (servers or 1)
     urls = own_share(urls, per_host=False) if urls else ()
-    gpu = device if uses_ipc(transfer, starting, gpu_number(device, os.environ), version) else None
+    gpu = device if uses_ipc(transfer, starting, gpu_number(device, os.environ)) else None
     weights = make_weights(weights_dir, model=network, dtype=dtype, adapters=adapters, gpu=gpu)
     arguments = [
         *("--model", str(weights.path), "--skip-tokenizer-init", "--generation-config", "vllm"),
@@ -181,17 +181,14 @@ def gpu_number(device: torch.device, environment: Mapping[str, str]) -> int | No
     return int(names[index]) if index < len(names) and names[index].strip().isdigit() else None
 
 
-def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | None, version: tuple[int, int]) -> bool:
-    """Whether a rank sends weights without a file: it has one server, on one GPU, which is its learner's."""
-    possible = learner is not None and [list(gpus) for gpus in servers] == [[learner]]
-    if transfer == "ipc" and not possible:
+def uses_ipc(transfer: str, servers: Sequence[Sequence[int]], learner: int | None) -> bool:
+    """Whether a rank sends weights without a file: it needs one server, on one GPU, which is its learner's."""
+    if transfer == "ipc" and (learner is None or [list(gpus) for gpus in servers] != [[learner]]):
         raise ConfigError(
             f"engine.transfer=ipc needs one vLLM server on each learner's GPU alone; here the learner's is "
             f"{'not known' if learner is None else learner} and the servers' are {servers}: set engine.gpus to the "
             "learners' GPUs, or leave engine.transfer out"
         )
-    if transfer == "auto":
-        return possible and version > OLD  # which reads memory only if ray is installed too
     return transfer == "ipc"
 
 
