@@ -29,6 +29,7 @@ import httpx
 
 from agent_r1.config import parse_config
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import COMPUTED
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 from benchmarks.browser import browser_or_none
 from benchmarks.machine import machine
@@ -89,10 +90,10 @@ def make_run(path: Path, *, files: int, per_file: int) -> None:
     for step in range(1, files + 1):
         random_ = random.Random(step)
         groups = [make_group(random_, f"row-{step}-{n}") for n in range(per_file // GROUP_SIZE)]
-        advantages = {
-            t.trajectory_id: [[0.5] * RESPONSE_TOKENS] * EPISODE_STEPS for g in groups for t in g.trajectories
-        }
-        run.write_trajectories("train", step, groups, advantages)
+        numbers = {name: [[0.5] * RESPONSE_TOKENS] * EPISODE_STEPS for name in COMPUTED}
+        run.write_trajectories(
+            "train", step, groups, {t.trajectory_id: numbers for g in groups for t in g.trajectories}
+        )
         run.append_metrics("train", step, {"reward/mean": random_.random(), "success": random_.random()})
     huge = make_step(random.Random(0), 0, result="lamp " * (HUGE // 5))
     episode = Trajectory(row_id="huge", trajectory_id="huge#0", steps=[huge], stop=StopReason.ANSWERED)
