@@ -25,7 +25,6 @@ from agent_r1.vision.picture_store import PICTURES, load_picture
 READ_SECONDS = 3600.0
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 24
-NEAR = math.log(1.2)  # as on the page: smaller log-ratios are drawn faint
 TEXT_CHARS = 4_000  # of a message; the page of `agent-r1 view` shows all
 CURVES = (
     ("eval", "success"), ("train", "reward/mean"), ("train", "success"), ("train", "episode/steps"),
@@ -104,7 +103,7 @@ def show_episode(path: Path, name: str, console: Console, *, tokens: str | None)
         console.print(_panel(message["role"], _clipped(message["text"]), "dim"))
         _show_pictures(run, message["pictures"], console)
     values = [value for step in page["steps"] for value in _numbers(step["tokens"]["values"].get(tokens))]
-    scale = max([abs(_signed_size(tokens, value)) for value in values] + [NEAR] * (tokens == "ratio"), default=0.0)
+    scale = math.log(2) if tokens == "ratio" else max(map(abs, values), default=0.0)
     for index, step in enumerate(page["steps"]):
         console.print(_step_panel(step, index, tokens, scale))
         _show_pictures(run, [name for call in step["calls"] for name in call["pictures"]], console)

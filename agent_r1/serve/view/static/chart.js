@@ -2,7 +2,7 @@
 import { download, h, number, replace, resolved, wholePercent } from "./dom.js";
 
 const HEIGHT = 190;
-const EDGE = { left: 46, right: 12, top: 10, bottom: 24 };
+const EDGE = { left: 50, right: 12, top: 10, bottom: 24 };
 const FONT = "11px system-ui, sans-serif";
 
 /** Exponential moving average that is not biased towards its start. */
@@ -113,7 +113,7 @@ export class Chart {
     pen.fillStyle = text;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of ticks(y0, y1, 4)) {
+    for (const tick of ticks(y0, y1, 5)) {
       pen.beginPath();
       pen.moveTo(EDGE.left, Math.round(y(tick)) + 0.5);
       pen.lineTo(width - EDGE.right, Math.round(y(tick)) + 0.5);

@@ -3,7 +3,6 @@ import { h, number, replace, signed } from "./dom.js";
 
 const LABELS = { logprob: "log-prob", ratio: "importance ratio", entropy: "entropy" };
 const PAGE = 2000;
-const NEAR = Math.log(1.2); // smaller log-ratios are drawn faint: a clip of 0.2 would not touch them
 
 /** The value that a colour shows: what is neutral is 0. */
 const signedSize = (name, value) => (name === "ratio" ? Math.log(value) : value);
@@ -26,14 +25,14 @@ export function shade(name, value, scale) {
 
 /** The largest size of a value over all steps, so that colours can be compared. */
 export function scaleOf(name, steps) {
-  const values = steps.flatMap((step) => (step.tokens.values[name] ?? []).filter((value) => typeof value === "number"));
-  return values.reduce((most, value) => Math.max(most, Math.abs(signedSize(name, value))), name === "ratio" ? NEAR : 0);
+  if (name === "ratio") return Math.log(2); // full at half and at twice the probability
+  return Math.max(0, ...steps.flatMap((step) => (step.tokens.values[name] ?? []).filter((value) => typeof value === "number").map(Math.abs)));
 }
 
 export function legendOf(name, scale) {
   if (name === "mask") return key(["--cool", 0.5, "sampled and trained"], [null, 0, "given to the model: no value"]);
   if (name === "logprob") return key(["--warm", 0.05, "certain"], ["--warm", 0.5, "p = 10 %"], ["--warm", 1, "p ≤ 1 %"]);
-  if (name === "ratio") return key(["--warm", 1, number(Math.exp(-scale))], ["--cool", 0, "1"], ["--cool", 1, number(Math.exp(scale))]);
+  if (name === "ratio") return key(["--warm", 1, "≤ 0.5"], ["--cool", 0, "1"], ["--cool", 1, "≥ 2"]);
   if (name === "entropy") return key(["--cool", 0, "0"], ["--cool", 1, `${number(scale)} nats`]);
   return key(["--warm", 1, number(-scale)], ["--cool", 0, "0"], ["--cool", 1, signed(scale)]);
 }
