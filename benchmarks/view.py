@@ -148,7 +148,7 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
                 "median_ms": _ms(median(seconds)), "worst_ms": _ms(max(seconds)), "cpu_ms": _ms(cpu),
                 "matches": taken[0][1]["matches"],
             }  # fmt: skip
-        opened = [ask(client, "episode", run=run, file="train_000200", n=str(n))[0] for n in range(0, 200, 20)]
+        opened = [ask(client, "episode", run=run, file="train_000001", n=str(n))[0] for n in range(0, 200, 20)]
         huge, page = ask(client, "episode", run=run, file="eval_000000", n="0")
         assert page["steps"][0]["calls"][0]["result"]["length"] == HUGE
         return {

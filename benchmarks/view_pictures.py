@@ -55,7 +55,6 @@ def main() -> None:
             ("episodes", f"{place}/episodes?kind=train&sort=-bad_calls", {}),
             ("episode", f"{place}/episode/{file}/{n}", {}),
             ("tokens-dark", f"{place}/episode/{file}/{n}?view=tokens&color=logprob", {"color_scheme": "dark"}),
-            ("entropy", f"{place}/episode/{file}/{n}?view=tokens&color=entropy", {}),
             ("group", f"{place}/group/{file}/{row}", {}),
             ("row-dark", f"{place}/row/test-0-0", {"color_scheme": "dark"}),
             ("batch", f"{place}/batch/{file}?sort=end", {}),

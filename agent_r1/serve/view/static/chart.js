@@ -21,7 +21,7 @@ export function smooth(values, weight) {
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw) ?? raw;
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= 0.95 * raw) ?? raw; // 0 to 1.02 is 0 to 1
   const found = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
   return found;
