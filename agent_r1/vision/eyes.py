@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from agent_r1.compiling import compile_each, repeated_layers
 from agent_r1.errors import DataError
+from agent_r1.flash import has_flash
 from agent_r1.vision.picture_format import IDEFICS, IntArray, PictureFormat
 from agent_r1.vision.pictures import INDEX_BITS, MAX_TOKENS, Picture
 
@@ -64,6 +66,7 @@ class Eyes:
         self.looked = 0  # pictures that went through the tower
         self.recalled = 0  # pictures whose features were still known
         self._model = model
+        self._at_once = False  # whether the tower attends to all pictures of a pass in one call
         self._known: OrderedDict[str, Tensor] = OrderedDict()
 
     @property
@@ -85,6 +88,21 @@ class Eyes:
     def freeze(self) -> None:
         for part in self.tower:
             part.requires_grad_(False)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the layers of the tower, which will compute in `dtype`. Layers that attend to one picture after the
+        other stay as they are: they would be compiled again for every number of pictures."""
+        if self.form.kind not in IDEFICS:
+            from agent_r1.vision.tower_attention import PICTURES_AT_ONCE  # imports transformers
+
+            visual = self._model.model.visual
+            head_dim = visual.config.hidden_size // visual.config.num_heads
+            if not has_flash(visual.device, dtype, head_dim):
+                return
+            # Its setter would look for the package flash-attn, because of the name.
+            visual.config._attn_implementation = PICTURES_AT_ONCE
+            self._at_once = True
+        compile_each(layer for part in self.tower for layer in repeated_layers(part))
 
     def forget(self) -> None:
         """Drop all features: the weights have changed."""
@@ -143,8 +161,9 @@ class Eyes:
         shapes = [self.form.shape(picture) for picture in seen]
         merge = self._model.config.vision_config.spatial_merge_size
         grid = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in shapes], device=weight.device)
-        output = self._model.model.get_image_features(torch.cat(values), grid)
         sizes = [rows * columns for rows, columns in shapes]
+        more = {"longest": torch.tensor([max(sizes) * merge**2] * 2)} if self._at_once else {}
+        output = self._model.model.get_image_features(torch.cat(values), grid, **more)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         # Releases of transformers differ in whether they split features by picture.
         split = [list(layer.split(sizes) if torch.is_tensor(layer) else layer) for layer in layers]

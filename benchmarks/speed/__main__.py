@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,15 @@ def make_bench(
     repeats: int,
     against: str | None = None,
     shape: LlamaShape | None = None,
+    pictures: tuple[int, ...] | None = None,
 ) -> Bench:
     shape = shape or (TINY if quick else SMOLLM2_135M)
     if name == "sizes":
         return SizesBench(grid=sizes_bench.QUICK if quick else sizes_bench.FULL, device=device, repeats=repeats)
     if name == "vision":
-        return VisionBench(sizes=vision.QUICK if quick else vision.FULL, device=device, repeats=repeats)
+        vision_sizes = vision.QUICK if quick else vision.FULL
+        vision_sizes = replace(vision_sizes, pictures=pictures or vision_sizes.pictures)
+        return VisionBench(sizes=vision_sizes, device=device, repeats=repeats)
     common: dict[str, Any] = {"model": shape.model(), "device": device, "repeats": repeats}
     if name == "engine" and against is not None:
         engine_sizes = engine_speed.sizes_for(engine_speed.QUICK if quick else engine_speed.FULL, common["model"])
@@ -76,10 +80,18 @@ def make_bench(
     return StepComparison(sizes=sizes, make_rival=find_rival(against), **common)
 
 
-def run(name: str, options: Options, console: Console, *, against: str | None = None) -> Path:
+def run(
+    name: str,
+    options: Options,
+    console: Console,
+    *,
+    against: str | None = None,
+    pictures: tuple[int, ...] | None = None,
+) -> Path:
     device, quick = pick_sizes(options)
     shape = pick_shape(options, quick=quick)
-    bench = make_bench(name, quick=quick, device=device, repeats=options.repeats, against=against, shape=shape)
+    sizes: dict[str, Any] = {"quick": quick, "device": device, "repeats": options.repeats, "shape": shape, "pictures": pictures}
+    bench = make_bench(name, against=against, **sizes)
     kind = name if against is None or name == "step" else f"{name}_{against}"
     path = (options.out or RESULTS) / file_name(kind, device, quick=quick, model=options.shape)
     return run_bench(bench, path, "python -m benchmarks.speed", options, console)
@@ -91,6 +103,10 @@ def show(path: Path, group: str | None) -> None:
         raise ConfigError(f"there is no {path}")
     for name in [group] if group is not None else dict.fromkeys(row.group for row in results.rows):
         print(f"\n{as_markdown(results.rows, name)}")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,20 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     verbs.choices["step"].add_argument("--against", help="another trainer to take turns with, such as trl")
     verbs.choices["engine"].add_argument("--against", help="another engine to take turns with, such as vllm")
     verbs.choices["engine"].add_argument("--shape", help="sizes of a common model: tiny, 135m, 1.5b, 4b, 8b, 14b")
+    verbs.choices["vision"].add_argument("--pictures", type=counts, help="pictures per prompt, separated by commas")
     verb = verbs.add_parser("show", help="print stored results as markdown tables")
     verb.add_argument("file", type=Path)
     verb.add_argument("--only", help="group of rows to show")
     verb = verbs.add_parser("page", help="write stored results into a page, between its markers")
     verb.add_argument("file", type=Path)
     given = vars(parser.parse_args(arguments))
-    verb_name, against = given.pop("verb"), given.pop("against", None)
+    verb_name, against, pictures = (given.pop(name, None) for name in ("verb", "against", "pictures"))
     if verb_name == "show":
         show(given["file"], given["only"])
     elif verb_name == "page":
         page: Path = given["file"]
         page.write_text(fill_page(page.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
     else:
-        run(verb_name, Options(**given), Console(), against=against)
+        run(verb_name, Options(**given), Console(), against=against, pictures=pictures)
 
 
 if __name__ == "__main__":

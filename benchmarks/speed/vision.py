@@ -1,11 +1,13 @@
 """What pictures cost: episodes per second and optimizer steps of a vision-language model, against transformers.
 
 python -m benchmarks.speed vision
+python -m benchmarks.speed vision --only episodes --pictures 8
 
 episodes    groups of attempts that look at 1, 4 or 8 pictures and get another one after every response; against
             `model.generate`, which has each step's whole conversation as its prompt
-updates     an optimizer step over such episodes, merged and packed, with the tower frozen and trained; against a padded
-            step of the whole model
+updates     an optimizer step over such episodes, merged and packed, with a frozen tower; against a padded step of the
+            whole model
+trained     the same with the tower trained, too, in smaller packs: both models are in memory at once
 
 Weights are random, in the shape of Qwen3-VL-2B; pictures of 448 x 448 pixels take 196 tokens. Attempts of a group begin
 with the same pictures, and later pictures are drawn from a few per group, as crops of one picture would be. `looked`
@@ -83,6 +85,7 @@ class VisionSizes:
     play: Play
     update_groups: int  # of an optimizer step
     tokens_per_pack: int
+    trained_tokens_per_pack: int  # with the tower trained
     cached_tokens: int
     generate_batch: int  # episodes that `model.generate` takes at once
 
@@ -104,6 +107,7 @@ FULL = VisionSizes(
     play=Play(groups=8, group_size=8, steps=3, text_tokens=64, response_tokens=64, side=448, later=4),
     update_groups=4,
     tokens_per_pack=32_768,
+    trained_tokens_per_pack=16_384,
     cached_tokens=655_360,
     generate_batch=64,
 )  # fmt: skip
@@ -124,6 +128,7 @@ QUICK = VisionSizes(
     play=Play(groups=2, group_size=2, steps=2, text_tokens=6, response_tokens=4, side=64, later=2),
     update_groups=1,
     tokens_per_pack=256,
+    trained_tokens_per_pack=128,
     cached_tokens=8_192,
     generate_batch=4,
 )  # fmt: skip
@@ -158,7 +163,11 @@ class VisionBench:
 
     @property
     def groups(self) -> dict[str, Callable[[], Iterator[Row]]]:
-        return {"episodes": self.episodes, "updates": self.updates}
+        return {
+            "episodes": self.episodes,
+            "updates": partial(self.updates, "updates", trains=False),
+            "trained": partial(self.updates, "trained", trains=True),
+        }
 
     def close(self) -> None:
         self._network = None
@@ -243,39 +252,38 @@ class VisionBench:
         engine.release(str(number))
         return shown
 
-    def updates(self) -> Iterator[Row]:
-        for trains in (False, True):
-            network = make_network(self.sizes, dtype=torch.float32, device=self.device)
-            form = read_format(network.config, None, ())
-            rival = make_network(self.sizes, dtype=torch.float32, device=self.device)
-            padded = PaddedPictures(rival, form, self._autocast, train_vision=trains)
-            learner = self._learner(network, form, trains)
-            for count in self.sizes.pictures:
-                batch = self._batch(count, form)
-                learner.update(batch)
-                micro_batch = max(1, padded.largest_micro_batch(batch) // 2)  # both sides stay on the GPU
-                sides: dict[str, Callable[[], Cost]] = {
-                    "packed": partial(self._cost, learner.zero_grad, partial(learner.update, batch)),
-                    "padded": partial(self._cost, padded.zero_grad, partial(padded.step, batch, micro_batch)),
-                }
-                yield Row(
-                    name=f"updates/{count} pictures, tower {'trained' if trains else 'frozen'}",
-                    settings=self._settings(count) | {"train_vision": trains, "groups": self.sizes.update_groups},
-                    headline="seconds",
-                    repeats=[
-                        {
-                            "seconds": each["packed"].seconds,
-                            "padded_seconds": each["padded"].seconds,
-                            "speed_ratio": each["padded"].seconds / each["packed"].seconds,
-                            "added_gib": each["packed"].added_bytes / GIB,
-                            "padded_added_gib": each["padded"].added_bytes / GIB,
-                        }
-                        for each in alternate(sides, self.repeats)
-                    ],
-                    once={"padded_micro_batch": micro_batch},
-                )
-            del learner, padded, network, rival
-            free_memory(self.device)
+    def updates(self, group: str, *, trains: bool) -> Iterator[Row]:
+        network = make_network(self.sizes, dtype=torch.float32, device=self.device)
+        form = read_format(network.config, None, ())
+        rival = make_network(self.sizes, dtype=torch.float32, device=self.device)
+        padded = PaddedPictures(rival, form, self._autocast, train_vision=trains)
+        tokens_per_pack = self.sizes.trained_tokens_per_pack if trains else self.sizes.tokens_per_pack
+        learner = self._learner(network, form, tokens_per_pack, trains)
+        for count in self.sizes.pictures:
+            batch = self._batch(count, form)
+            learner.update(batch)
+            micro_batch = max(1, padded.largest_micro_batch(batch) // 2)  # both sides stay on the GPU
+            sides: dict[str, Callable[[], Cost]] = {
+                "packed": partial(self._cost, learner.zero_grad, partial(learner.update, batch)),
+                "padded": partial(self._cost, padded.zero_grad, partial(padded.step, batch, micro_batch)),
+            }
+            more = {"train_vision": trains, "groups": self.sizes.update_groups, "tokens_per_pack": tokens_per_pack}
+            yield Row(
+                name=f"{group}/{count} pictures",
+                settings=self._settings(count) | more,
+                headline="seconds",
+                repeats=[
+                    {
+                        "seconds": each["packed"].seconds,
+                        "padded_seconds": each["padded"].seconds,
+                        "speed_ratio": each["padded"].seconds / each["packed"].seconds,
+                        "added_gib": each["packed"].added_bytes / GIB,
+                        "padded_added_gib": each["padded"].added_bytes / GIB,
+                    }
+                    for each in alternate(sides, self.repeats)
+                ],
+                once={"padded_micro_batch": micro_batch},
+            )
 
     @property
     def _autocast(self) -> torch.dtype | None:
@@ -285,7 +293,7 @@ class VisionBench:
         clear()
         return measure(work, self.device)
 
-    def _learner(self, network: Any, form: PictureFormat, train_vision: bool) -> Learner:
+    def _learner(self, network: Any, form: PictureFormat, tokens_per_pack: int, train_vision: bool) -> Learner:
         policy = PolicyModel(
             network,
             autocast_dtype=self._autocast,
@@ -293,7 +301,7 @@ class VisionBench:
             pictures=form,
             train_vision=train_vision,
         )
-        return make_learner(policy, tokens_per_pack=self.sizes.tokens_per_pack)
+        return make_learner(policy, tokens_per_pack=tokens_per_pack)
 
     def _batch(self, pictures: int, form: PictureFormat) -> list[CreditedTrajectory]:
         play = replace(self.sizes.play, groups=self.sizes.update_groups)

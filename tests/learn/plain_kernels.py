@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +66,16 @@ class PlainKernels:
         return tuple(total.to(query.dtype) for total in totals)
 
 
+@contextmanager
+def plain_kernels() -> Iterator[PlainKernels]:
+    """Put them where torch has no kernels: on the CPU."""
+    made = PlainKernels()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", made.forward, "CPU")
+        library.impl("_flash_attention_backward", made.backward, "CPU")
+        yield made
+
+
 def asked(  # noqa: PLR0913 (what the kernel takes)
     query: Tensor,
     key: Tensor,
@@ -83,12 +94,14 @@ def asked(  # noqa: PLR0913 (what the kernel takes)
     assert query_starts.dtype == key_starts.dtype == torch.int32
     assert [int(starts[-1]) for starts in (query_starts, key_starts)] == [len(query), len(key)]
     assert (type(longest_query), type(longest_key)) == (int, int)
-    assert (dropout, causal, debug_mask) == (0.0, True, False)
+    assert (dropout, debug_mask) == (0.0, False)
+    assert causal == (options.get("window_size_right") == 0)
     return {
         "dtypes": {each.dtype for each in (query, key, value)},
         "keys": len(key),
         "longest": (longest_query, longest_key),
         "window_size_left": None,
+        "window_size_right": None,
         **options,
     }
 
@@ -107,7 +120,9 @@ def scores(query_QHD: Tensor, key_KGD: Tensor, call: dict[str, Any]) -> Tensor:
     """-inf where a query may not look; the last query is at the place of the last key."""
     rows, past = len(query_QHD), len(key_KGD)
     distance = torch.arange(past - rows, past)[:, None] - torch.arange(past)
-    hidden = distance < -call["window_size_right"]
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if call["window_size_right"] is not None:
+        hidden |= distance < -call["window_size_right"]
     if call["window_size_left"] is not None:
         hidden |= distance > call["window_size_left"]
     scores_HQK: Tensor = torch.einsum("qhd,khd->hqk", query_QHD.float(), heads_of(key_KGD, query_QHD)) * call["scale"]

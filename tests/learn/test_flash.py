@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_r1.attention import Scoring, read_scoring
 from agent_r1.compiling import repeated_layers
+from agent_r1.flash import flash_runs, flash_runs_backward, sum_rows
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
 from agent_r1.learn.model import packed_attention
-from agent_r1.learn.model.flash import flash_runs, flash_runs_backward, sum_rows
 from agent_r1.learn.model.packed_attention import packed_attention_for, segments, varlen
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
-from tests.learn.plain_kernels import PlainKernels
+from tests.learn.plain_kernels import PlainKernels, plain_kernels
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,10 +36,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture
 def kernels() -> Iterator[PlainKernels]:
-    made = PlainKernels()
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", made.forward, "CPU")
-        library.impl("_flash_attention_backward", made.backward, "CPU")
+    with plain_kernels() as made:
         yield made
 
 
@@ -81,7 +78,7 @@ def computed(kernel: Any, tensors: list[Tensor], layout: PackLayout, window: int
 @pytest.fixture
 def in_single_precision(kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
     """Which the stand-ins can do and the real ones cannot."""
-    monkeypatch.setattr(packed_attention, "_FLASH_DTYPES", (torch.float32,))
+    monkeypatch.setattr(packed_attention, "FLASH_DTYPES", (torch.float32,))
     return kernels
 
 
@@ -214,7 +211,7 @@ def test_torch_takes_these_arguments_and_promises_the_shapes_that_the_operator_p
     meta = torch.device("meta")
     layout = PackLayout.flat([20, 11]).to(meta)
     query, key, value = (each.detach() for each in inputs(layout, dtype=torch.bfloat16, device=meta))
-    rest = (layout.query_starts, layout.key_starts, None, layout.longest, 0.3, 5)
+    rest = (layout.query_starts, layout.key_starts, None, layout.longest, 0.3, 5, True)
     kept, promised = (run(query, key, value, *rest) for run in (flash_runs._init_fn, flash_runs))
     assert described(kept) == described(promised)
     inner, outer = (
@@ -231,11 +228,13 @@ def described(tensors: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS.values(), PackLayout.flat([1])], ids=[*LAYOUTS, "one row"])
-@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize(("window", "causal"), [(0, True), (3, True), (0, False)])
 @pytest.mark.usefixtures("kernels")
-def test_the_operators_keep_the_promises_that_compilation_relies_on(layout: PackLayout, window: int) -> None:
+def test_the_operators_keep_the_promises_that_compilation_relies_on(
+    layout: PackLayout, window: int, causal: bool
+) -> None:
     tensors, starts = inputs(layout), (layout.query_starts, layout.key_starts)
-    rest = (*starts, layout.gather_K, layout.longest, 0.3, window)
+    rest = (*starts, layout.gather_K, layout.longest, 0.3, window, causal)
     torch.library.opcheck(flash_runs, (*tensors, *rest))
     output, logsumexp = flash_runs(*tensors, *rest)
     given_back = [each.detach() for each in (output, *tensors, output, logsumexp)]

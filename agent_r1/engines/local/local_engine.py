@@ -62,7 +62,7 @@ class LocalEngine(RequestEngine):
     max_cached_tokens: size of the cache, for running requests and idle sessions, in whole blocks.
     burst: most tokens that a GPU samples for each request before the host looks at them.
     threads: torch threads of the worker thread on a CPU; None leaves torch's setting.
-    compile_layers: whether to torch.compile the decoder layers; None compiles on a GPU.
+    compile_layers: whether to torch.compile the layers; None compiles on a GPU.
     kernels: run as on a GPU, with these kernels; None uses Triton's on a GPU.
     adapters: the only weights that `load_weights` will change; None: it changes all of them.
     pictures: how a model takes pictures that does; None: the prompts are text only.
@@ -141,8 +141,9 @@ class LocalEngine(RequestEngine):
         if adapters is not None:
             adapters.add_to(self._runner.model)
         if compiled:
-            # A tower's layers loop over pictures: compiled, they would be compiled again for every number of them.
             compile_each(repeated_layers(self._runner.decoder))
+            if self._runner.eyes is not None:
+                self._runner.eyes.compile(self._runner.model.dtype)
         try:
             self._on_worker(lambda: self._runner.verify(expected))
         except ConfigError as error:

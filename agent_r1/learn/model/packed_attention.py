@@ -21,12 +21,10 @@ from transformers import AttentionInterface
 
 from agent_r1.attention import Scoring, plain_attention, read_scoring
 from agent_r1.errors import ConfigError, UnsupportedModelError, did_you_mean
+from agent_r1.flash import FLASH_DTYPES, flash_runs, gather_rows, has_flash, sum_rows
 from agent_r1.learn.batch.tree import PackLayout
-from agent_r1.learn.model.flash import flash_runs, gather_rows, sum_rows
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_FLASH_MAX_HEAD_DIM = 256
 
 # (query_NHD, key_NGD, value_NGD, layout, scoring) -> output_NHD
 Kernel = Callable[[Tensor, Tensor, Tensor, PackLayout, Scoring], Tensor]
@@ -85,7 +83,7 @@ def varlen(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLa
         segmented: Tensor = segments(query_NHD, key_NGD, value_NGD, layout, scoring)
         return segmented
     dtype = value_NGD.dtype  # rotary embeddings and norms in fp32 may lift queries and keys above it
-    if dtype not in _FLASH_DTYPES:
+    if dtype not in FLASH_DTYPES:
         raise ConfigError(f"the packed attention 'varlen' cannot compute in {dtype}; use bfloat16 or 'segments'")
     output_NHD: Tensor = flash_runs(
         query_NHD.to(dtype),
@@ -97,6 +95,7 @@ def varlen(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLa
         layout.longest,
         scoring.scale,
         scoring.window or 0,
+        causal=True,
     )[0]
     return output_NHD
 
@@ -107,10 +106,7 @@ PACKED_ATTENTIONS: dict[str, Kernel] = {"segments": segments, "varlen": varlen}
 
 def packed_attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The fastest implementation for a model that computes in `dtype`."""
-    if device.type != "cuda" or torch.version.cuda is None or dtype not in _FLASH_DTYPES:
-        return "segments"
-    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # the first that FlashAttention supports
-    return "varlen" if is_ampere and head_dim % 8 == 0 and head_dim <= _FLASH_MAX_HEAD_DIM else "segments"
+    return "varlen" if has_flash(device, dtype, head_dim) else "segments"
 
 
 def _head_dim(config: Any) -> int:

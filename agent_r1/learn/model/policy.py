@@ -97,7 +97,7 @@ class PolicyModel:
         self._check(attention)
         if compiled:
             require_compiler(self.device)
-            compile_layers(self._body)
+            self._compile_layers()
 
     def checkpoint_activations(self) -> None:
         """From now on, keep only the input of each layer, and compute the layer twice."""
@@ -230,7 +230,7 @@ class PolicyModel:
         frozen = [p for p in self.model.parameters() if self.shares_base and not p.requires_grad]
         other = deepcopy(self, {id(parameter): parameter for parameter in frozen})
         if self.compiled:  # compiled code is not copied
-            compile_layers(other._body)
+            other._compile_layers()
         return other
 
     def without_adapters(self) -> PolicyModel:
@@ -239,6 +239,11 @@ class PolicyModel:
         other = copy(self)
         other._bare = True
         return other
+
+    def _compile_layers(self) -> None:
+        compile_layers(self._body)
+        if self._eyes is not None:
+            self._eyes.compile(self.autocast_dtype or self._head.weight.dtype)
 
     def _autocast(self, dtype: torch.dtype | None) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)

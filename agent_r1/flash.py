@@ -1,4 +1,5 @@
-"""torch's FlashAttention over runs of a pack, as an operator that `torch.compile` treats as one node.
+"""torch's FlashAttention over runs of rows, as an operator that `torch.compile` treats as one node. The learner's packs
+and the towers that look at pictures use it.
 
 Lengths reach the operator as tensors, so nothing that differs from pack to pack is compiled in. It calls the operator
 under `torch.nn.attention.varlen`, which has been stable since torch 2.11; `varlen` itself refuses grouped heads there.
@@ -15,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DROPOUT, _CAUSAL, _DEBUG_MASK = 0.0, True, False
+_DROPOUT, _DEBUG_MASK = 0.0, False
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    if device.type != "cuda" or torch.version.cuda is None or dtype not in FLASH_DTYPES:
+        return False
+    is_ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # the first that FlashAttention supports
+    return is_ampere and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
 @torch.library.custom_op("agent_r1::flash_runs", mutates_args=())
@@ -29,11 +39,13 @@ def flash_runs(  # noqa: PLR0913 (an operator takes tensors and numbers)
     longest: Tensor,
     scale: float,
     window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(output_NHD, logsumexp_HN), causal by the last query and key of each run.
+    """(output_NHD, logsumexp_HN) of queries that see the keys of their run.
 
     longest: the most queries and keys of a run, on the CPU.
     window: how many keys a query sees, itself included; 0: all.
+    causal: whether a query sees no later keys; the last query of a run is at the place of its last key.
     """
     output_NHD, logsumexp_HN, *_ = torch.ops.aten._flash_attention_forward(
         query_NHD,
@@ -43,9 +55,9 @@ def flash_runs(  # noqa: PLR0913 (an operator takes tensors and numbers)
         key_starts,
         *longest.tolist(),
         _DROPOUT,
-        _CAUSAL,
+        causal,
         _DEBUG_MASK,
-        **_options(scale, window),
+        **_options(scale, window, causal),
     )
     return output_NHD.contiguous(), logsumexp_HN
 
@@ -70,6 +82,7 @@ def flash_runs_backward(  # noqa: PLR0913 (an operator takes tensors and numbers
     longest: Tensor,
     scale: float,
     window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Deterministic if torch's deterministic mode is on."""
     # The random state of a dropout that is off.
@@ -86,10 +99,10 @@ def flash_runs_backward(  # noqa: PLR0913 (an operator takes tensors and numbers
         key_starts,
         *longest.tolist(),
         _DROPOUT,
-        _CAUSAL,
+        causal,
         seed_and_offset,
         unused,
-        **_options(scale, window),
+        **_options(scale, window, causal),
     )
     return (
         query_gradient.contiguous(),
@@ -104,21 +117,22 @@ def _(_gradient: Tensor, query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query_NHD, key_NGD, value_NGD, query_starts, key_starts, gather_K, longest, ctx.scale, ctx.window = inputs
+    query_NHD, key_NGD, value_NGD, query_starts, key_starts, gather_K, longest, *ctx.options = inputs
     ctx.save_for_backward(query_NHD, key_NGD, value_NGD, *output, query_starts, key_starts, gather_K, longest)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient_NHD: Tensor, _logsumexp_gradient: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = flash_runs_backward(gradient_NHD, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return (*gradients, None, None, None, None, None, None)
+    gradients = flash_runs_backward(gradient_NHD, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None, None, None, None, None)
 
 
 flash_runs.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _options(scale: float, window: int) -> dict[str, Any]:
-    return {"scale": scale, "window_size_left": window - 1 if window else None, "window_size_right": 0}
+def _options(scale: float, window: int, causal: bool) -> dict[str, Any]:
+    left, right = window - 1 if window else None, 0 if causal else None
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
 def gather_rows(rows_NGD: Tensor, gather_K: Tensor | None) -> Tensor:
