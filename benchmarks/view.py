@@ -29,6 +29,7 @@ import httpx
 
 from agent_r1.config import parse_config
 from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.trajectories import COMPUTED
 from agent_r1.types import Group, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 from benchmarks.browser import browser_or_none
 from benchmarks.machine import machine
@@ -89,10 +90,10 @@ def make_run(path: Path, *, files: int, per_file: int) -> None:
     for step in range(1, files + 1):
         random_ = random.Random(step)
         groups = [make_group(random_, f"row-{step}-{n}") for n in range(per_file // GROUP_SIZE)]
-        advantages = {
-            t.trajectory_id: [[0.5] * RESPONSE_TOKENS] * EPISODE_STEPS for g in groups for t in g.trajectories
-        }
-        run.write_trajectories("train", step, groups, advantages)
+        numbers = {name: [[0.5] * RESPONSE_TOKENS] * EPISODE_STEPS for name in COMPUTED}
+        run.write_trajectories(
+            "train", step, groups, {t.trajectory_id: numbers for g in groups for t in g.trajectories}
+        )
         run.append_metrics("train", step, {"reward/mean": random_.random(), "success": random_.random()})
     huge = make_step(random.Random(0), 0, result="lamp " * (HUGE // 5))
     episode = Trajectory(row_id="huge", trajectory_id="huge#0", steps=[huge], stop=StopReason.ANSWERED)
@@ -147,7 +148,7 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
                 "median_ms": _ms(median(seconds)), "worst_ms": _ms(max(seconds)), "cpu_ms": _ms(cpu),
                 "matches": taken[0][1]["matches"],
             }  # fmt: skip
-        opened = [ask(client, "episode", run=run, file="train_000200", n=str(n))[0] for n in range(0, 200, 20)]
+        opened = [ask(client, "episode", run=run, file="train_000001", n=str(n))[0] for n in range(0, 200, 20)]
         huge, page = ask(client, "episode", run=run, file="eval_000000", n="0")
         assert page["steps"][0]["calls"][0]["result"]["length"] == HUGE
         return {

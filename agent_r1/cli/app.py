@@ -300,7 +300,7 @@ def show_command(
     find: Annotated[list[str] | None, typer.Option("--find", help="Filter: step=4, stop=error, text=word ...")] = None,
     sort: Annotated[str, typer.Option(help="Sort by step, reward, calls ...; with - the highest first.")] = "-step",
     limit: Annotated[int, typer.Option(min=1, help="Episodes to list.")] = 15,
-    tokens: Annotated[str | None, typer.Option(help="Colour an episode's tokens: logprob or advantage.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Colour its tokens: logprob, advantage, ratio or entropy.")] = None,
 ) -> None:
     """Look at a run, or one of its episodes, in the terminal."""
     from agent_r1.serve.view.commands import run_show

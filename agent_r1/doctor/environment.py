@@ -123,12 +123,13 @@ def check_demonstrations(shown: Shown) -> list[Finding]:
     wanted = f"task.success_reward={shown.config.task.success_reward:g}"
     if each is None:
         return [green(name, "there are none (sft.demos), so nothing shows that the reward can be earned")]
+    part = earns_part(each, shown.unskilled)
     if not each.successes:
-        most = f"the highest of {len(each.episodes)} rewards is {max(each.rewards):g}"
-        return [
-            red(name, f"none earns {wanted}: {most}", "Correct task.reward or sft.demos, or lower task.success_reward")
-        ]
-    if each.success < FEW_GOOD:
+        most = max(each.rewards)
+        evidence = f"none earns {wanted}: the highest of {len(each.episodes)} rewards is {most:g}"
+        report = yellow if part and 2 * most >= shown.config.task.success_reward else red
+        return [report(name, evidence, "Correct task.reward or sft.demos, or lower task.success_reward")]
+    if each.success < FEW_GOOD and not part:
         share = f"{each.successes} of {len(each.episodes)} earn {wanted}"
         return [yellow(name, share, "Look at the others, unless they are imperfect on purpose")]
     if shown.plan.task.calls_tools and not each.calls:
@@ -143,7 +144,14 @@ def check_demonstrations(shown: Shown) -> list[Finding]:
     if 2 * len(bad) > len(each.calls):
         evidence = f"{len(bad)} of {len(each.calls)} of their calls fail, such as {bad[0].error!r:.120}"
         return [yellow("demonstrations call tools", evidence, "Correct the calls in sft.demos: they are imitated")]
-    return [green(name, f"{each.successes} of {len(each.episodes)} earn {wanted}")]
+    average = f", {fmean(each.rewards):.2g} on average" if part else ""
+    return [green(name, f"{each.successes} of {len(each.episodes)} earn {wanted}{average}")]
+
+
+def earns_part(demonstrated: Played, unskilled: Sequence[Played]) -> bool:
+    """Whether rewards are graded, and demonstrations earn clearly more than silence and chance."""
+    by_chance = max((fmean(each.rewards) for each in unskilled), default=0.0)
+    return len(set(demonstrated.rewards)) > 2 and fmean(demonstrated.rewards) > 2 * max(0.0, by_chance)
 
 
 def check_silence_and_chance(shown: Shown) -> list[Finding]:

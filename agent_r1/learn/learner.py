@@ -77,6 +77,7 @@ class Learner:
     eight_bit_optimizer: bool = False  # its state is kept in 8 bits between steps
     prefix_sharing: PrefixSharing = "off"
     ranks: OneProcess = field(default_factory=OneProcess)
+    noted: dict[str, dict[str, PerToken]] = field(default_factory=dict, init=False)  # `NOTES` of the last update
     updates: int = field(default=0, init=False)
     nonfinite_updates: int = field(default=0, init=False)
     _nonfinite_in_a_row: int = field(default=0, init=False)
@@ -127,10 +128,12 @@ class Learner:
         filled = [batch for batch in batches if batch.num_segments]
         planned = self._optimizer.planned + self.num_epochs * self.num_minibatches
         tally, skipped, dropped = Tally(), 0, 0
+        self.noted = {}
         for number, batch in enumerate(self._passes(credited, batches)):
             if not batch.num_segments:
                 continue
             outcome = self._optimize(batch, tally)
+            self.noted |= batch.noted()
             skipped += outcome == "nonfinite"
             if outcome == "too_far":
                 dropped = self.num_epochs * len(parts) - number
@@ -138,8 +141,8 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.planned = planned
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
-        packs = [part for batch in filled for part in batch.packs]
-        metrics |= layout_metrics(credited, self.ranks.gather(layout(packs)), self.max_tokens_per_pack)
+        laid_out = layout([part for batch in filled for part in batch.packs])
+        metrics |= layout_metrics(credited, self.ranks.gather(laid_out), self.max_tokens_per_pack)
         if report := value_report(credited):
             metrics |= report | {"critic_warming_up": float(self.is_warming_up)}
         self.updates += bool(filled)
@@ -330,10 +333,8 @@ class Learner:
         return self.kl_coef > 0 or self.entropy_coef > 0
 
     def _active_optimizers(self, batch: MiniBatch) -> dict[str, Optimizer]:
-        """The optimizers that take a step now; each key is the metric for the norm of the gradient.
-
-        The policy's is left out if there is nothing to learn from: Adam's momentum alone would move the weights.
-        """
+        """The optimizers that take a step now, by the metric for the norm of their gradient. The policy's is left out
+        if there is nothing to learn from: Adam's momentum alone would move the weights."""
         is_shared = self.critic is not None and self.critic.shared
         moves_policy = (batch.has_advantages or is_shared or self._regularizes) and not self.is_warming_up
         policy = {"grad_norm": self._optimizer} if moves_policy else {}
@@ -368,8 +369,8 @@ class Learner:
             hidden_TD, part, temperature=self.temperature, entropy_gradient=self.entropy_coef > 0
         )
         output = self.loss(columns.loss_inputs(logprobs_T, part.step_ids_T, batch.counts))
-        loss, maxima = output.loss, output.maxima
-        sums = output.sums | {"entropy": entropy_T.detach().sum()}
+        batch.note(part.columns_T, ratios=(logprobs_T - columns.old_logprobs_R).exp(), entropies=entropy_T)
+        loss, sums, maxima = output.loss, output.sums | {"entropy": entropy_T.detach().sum()}, output.maxima
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * entropy_T.sum() / batch.counts.tokens
         if self.kl_coef > 0:

@@ -107,9 +107,8 @@ def clipped_surrogate(
         bounded_T = (advantages_T < 0) & (objective_T < floor_T)
         objective_T = torch.where(advantages_T < 0, objective_T.maximum(floor_T), objective_T)
         sums["dual_clip_fraction"] = bounded_T.sum()
-    return LossOutput(
-        loss=-(weights_T * objective_T).sum(), sums=sums | {"clip_fraction": stopped_T.sum()}, maxima=maxima
-    )
+    sums["clip_fraction"] = stopped_T.sum()
+    return LossOutput(loss=-(weights_T * objective_T).sum(), sums=sums, maxima=maxima)
 
 
 def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor) -> Tensor:
@@ -261,12 +260,7 @@ def token_clip(
 
 
 def step_clip(
-    inputs: LossInputs,
-    *,
-    clip_low: Share,
-    clip_high: NonNegativeFloat,
-    aggregation: Aggregation,
-    horizon: PositiveInt,
+    inputs: LossInputs, *, clip_low: Share, clip_high: NonNegativeFloat, aggregation: Aggregation, horizon: PositiveInt
 ) -> LossOutput:
     """PPO-clip with one length-normalised ratio per step, shared by its tokens."""
     log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T

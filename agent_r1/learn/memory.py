@@ -324,10 +324,7 @@ def _credited(
 ) -> CreditedTrajectory:
     numbers = [1.0] * (len(ids) - prompt)
     step = Step(
-        prompt_ids=ids[:prompt],
-        response_ids=ids[prompt:],
-        response_logprobs=[-1.0] * len(numbers),
-        pictures=pictures,
+        prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_logprobs=[-1.0] * len(numbers), pictures=pictures
     )
     return CreditedTrajectory(
         trajectory=Trajectory(

@@ -37,7 +37,7 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import RunReader, is_run
-from agent_r1.runs.trajectories import JSON_ERRORS, Advantages, write_groups
+from agent_r1.runs.trajectories import JSON_ERRORS, Numbers, write_groups
 from agent_r1.types import Group
 
 if TYPE_CHECKING:
@@ -143,10 +143,10 @@ class RunDir(RunReader):
             file.write(line)
 
     def write_trajectories(
-        self, kind: str, step: int, groups: Iterable[Group], advantages: Advantages | None = None
+        self, kind: str, step: int, groups: Iterable[Group], numbers: Mapping[str, Numbers] | None = None
     ) -> Path:
         path = self.path / "trajectories" / f"{kind}_{step:06d}.jsonl"
-        write_groups(path, groups, advantages)
+        write_groups(path, groups, numbers)
         return path
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:

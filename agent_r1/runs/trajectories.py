@@ -1,6 +1,7 @@
 """Trajectories on disk: JSON Lines that can be followed while they grow, each with an index beside it.
 
-Ids, log-probs, rewards and advantages are stored exactly: floats round-trip. JSON has no NaN, so numbers that are not
+Ids, log-probs, rewards and advantages are stored exactly: floats round-trip. Ratios and entropies, which nothing reads
+again, are rounded, and missing where the learner had nothing to compute. JSON has no NaN, so numbers that are not
 finite are the strings "NaN", "Infinity" and "-Infinity". The ids that top-k and top-p kept are base64 of little-endian
 int32. Every record has the `format` that it was written in.
 
@@ -12,6 +13,7 @@ or was cut off by a kill, and does not count.
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from array import array
@@ -28,19 +30,20 @@ from agent_r1.data.files import dump_json, read_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
 from agent_r1.places import anchored
-from agent_r1.types import Failure, Group, Step, StopReason, Support, ToolCallRecord, Trajectory
+from agent_r1.types import Failure, Group, PerToken, Step, StopReason, Support, ToolCallRecord, Trajectory
 from agent_r1.vision.contents import picture_mark
 from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
-FORMAT = 3  # of a record; format 2 had no roles and no starts, format 1 no such field
+FORMAT = 4  # of a record; format 3 had no ratios and entropies, 2 no roles and no starts, 1 no such field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
-Advantages = Mapping[str, Sequence[Sequence[float]]]  # trajectory id -> [step][response token]
-Record = dict[str, Any]  # one trajectory as JSON, with its advantages and its row's prompt and ground truth
+Numbers = Mapping[str, PerToken]  # name -> [step][response token]
+COMPUTED = ("advantages", "ratios", "entropies")  # what a step's record may have beside the step, per token
+Record = dict[str, Any]  # one trajectory as JSON, with numbers per token and its row's prompt and ground truth
 
 
-def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[float]] | None = None) -> Record:
+def trajectory_to_json(trajectory: Trajectory, numbers: Numbers | None = None) -> Record:
     record = {"format": FORMAT, **_fields(trajectory)}
     record["steps"] = [_step_to_json(step) for step in trajectory.steps]
     for name in ("next_pictures", "counts", "log", "started"):
@@ -49,9 +52,12 @@ def trajectory_to_json(trajectory: Trajectory, advantages: Sequence[Sequence[flo
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
     record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
     record["error"] = trajectory.error
-    if advantages is not None:
-        for step, values in zip(record["steps"], advantages, strict=True):
-            step["advantages"] = list(values)
+    for name, per_token in (numbers or {}).items():
+        for step, values in zip(record["steps"], per_token, strict=True):
+            if name == "advantages":
+                step[name] = list(values)
+            elif not all(map(math.isnan, values)):  # computed, and to be looked at only
+                step[name] = [float(f"{value:.4g}") for value in values]
     return record
 
 
@@ -86,8 +92,9 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error
 
 
-def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | None = None) -> None:
-    """Write one line per trajectory, with its row's prompt and ground truth, and the index beside the file."""
+def write_groups(path: Path, groups: Iterable[Group], numbers: Mapping[str, Numbers] | None = None) -> None:
+    """Write one line per trajectory, with its row's prompt and ground truth, and the index beside the file. `numbers`
+    are by trajectory id."""
     path.parent.mkdir(parents=True, exist_ok=True)
     groups = list(groups)
     store_pictures(path.parent / PICTURES, chain.from_iterable(map(_pictures_of, groups)))
@@ -95,7 +102,7 @@ def write_groups(path: Path, groups: Iterable[Group], advantages: Advantages | N
         for group in groups:
             row = {"prompt": group.row.prompt, "ground_truth": group.row.ground_truth}
             for trajectory in group.trajectories:
-                record = trajectory_to_json(trajectory, (advantages or {}).get(trajectory.trajectory_id))
+                record = trajectory_to_json(trajectory, (numbers or {}).get(trajectory.trajectory_id))
                 line = dump_json({**record, "row": row}, default=str) + "\n"
                 file.write(line.encode("utf-8", JSON_ERRORS))
                 index.write(struct.pack("<Q", file.tell()))
@@ -319,7 +326,7 @@ def _pictures_of(group: Group) -> Iterator[Picture]:
 
 
 def _step_from_json(record: Mapping[str, Any], find: Callable[[Sequence[str]], tuple[Picture, ...]]) -> Step:
-    known = {key: value for key, value in record.items() if key != "advantages"}
+    known = {key: value for key, value in record.items() if key not in COMPUTED}
     known["response_logprobs"] = list(map(float, record["response_logprobs"]))
     version = known.pop("policy_version", 0)  # format 1 has one version for the whole step
     known["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))

@@ -208,8 +208,10 @@ class Trainer:
         metrics["tokens_per_second"] = count_tokens(groups) / metrics["time/collect"]
         if self.crew.ranks.is_main:
             if step % self.dump_every == 0:
-                advantages = {item.trajectory.trajectory_id: item.advantages for item in batch}
-                self.run.write_trajectories("train", step, groups, advantages)
+                numbers = {item.trajectory.trajectory_id: {"advantages": item.advantages} for item in batch}
+                for name, notes in self.learner.noted.items():
+                    numbers[name] |= notes
+                self.run.write_trajectories("train", step, groups, numbers)
             self.run.append_metrics("train", step, metrics)
         self._rng = None
         self.progress.step(step, metrics)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import agent_r1
+from benchmarks.browser import why_no_browser
 from tests.docs.test_docs import ROOT
 from website.__main__ import navigation, outside, write_sources
+from website.axe import barriers
 from website.check import problems
 from website.comments import comment_of
 from website.llms import entries, llms_texts, summary
@@ -177,3 +179,20 @@ def test_the_changelog_is_cut_by_version_with_the_newest_first() -> None:
     numbers = [tuple(map(int, version.split("."))) for version in versions]
     assert first == "Unreleased"
     assert numbers == sorted(numbers, reverse=True)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))
+def test_barriers_are_found_in_both_schemes(tmp_path: Path) -> None:
+    frame = "<!doctype html><html lang=en><head><title>x</title></head><body><main><h1>x</h1>{}</main></body></html>"
+    pale = (
+        "<style>p { background: #fff; color: #777 } @media (prefers-color-scheme: dark) { p { color: #111 } }</style>"
+    )
+    (tmp_path / "pale.html").write_text(frame.format(f"{pale}<p>Hard to read.</p>"), encoding="utf-8")
+    (tmp_path / "silent.html").write_text(frame.format('<img src="">'), encoding="utf-8")
+    found = list(barriers(tmp_path))
+    assert [one.partition(": <")[0] for one in found] == [
+        "pale.html (light): color-contrast",
+        "silent.html (light): image-alt",
+        "silent.html (dark): image-alt",
+    ]

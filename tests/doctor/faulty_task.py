@@ -84,6 +84,11 @@ def reward(row: TaskRow, trajectory: Trajectory) -> float:
     return float(trajectory.final_text == row.ground_truth)
 
 
+def graded(row: TaskRow, trajectory: Trajectory) -> float:
+    """From 0.3 for Anna to 1 for Emma and Frida."""
+    return reward(row, trajectory) * min(1.0, 0.3 + 0.2 * NAMES.index(str(row.row_id).removeprefix("train-")))
+
+
 # Rewards
 
 

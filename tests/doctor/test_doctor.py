@@ -73,6 +73,15 @@ def test_every_fault_is_named(
     assert all(each["fix"] for each in said.findings if each["level"] != "green")
 
 
+def test_demonstrations_may_earn_a_part_of_a_graded_reward(cli: Cli, sound: Path) -> None:
+    name = "demonstrations score high"  # the four earn 0.3, 0.5, 0.7 and 0.9
+    few = diagnose(cli, sound, ["task.reward=task.graded", "task.success_reward=0.9"])
+    none = diagnose(cli, sound, ["task.reward=task.graded", "task.success_reward=0.95"])
+    never = diagnose(cli, sound, ["task.reward=task.graded", "task.success_reward=2"])
+    assert [said.levels(name) for said in (few, none, never)] == [["green"], ["yellow"], ["red"]]
+    assert few.evidence(name) == "1 of 4 earn task.success_reward=0.9, 0.6 on average"
+
+
 TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(recipe) if preset.endswith("/tiny")]
 
 

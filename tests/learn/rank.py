@@ -102,6 +102,7 @@ def train(name: str, ranks: OneProcess, *, take: int | None = None, updates: int
         "kl": kl,
         "values": [item.values for item in credited],
         "sizes": sizes(learner),
+        "noted": [list(notes.values()) for notes in learner.noted.values()],
     }
 
 

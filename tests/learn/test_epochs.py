@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -225,3 +226,41 @@ def test_target_kl_needs_a_loss_that_reports_approx_kl() -> None:
 
     with pytest.raises(ConfigError, match="target_kl needs a loss that reports approx_kl"):
         learner_for("grpo", POLICY.copy(), loss=silent, num_epochs=2, target_kl=0.1).update(batch(4))
+
+
+def test_ratio_and_entropy_of_every_token_are_noted() -> None:
+    credited = batch()
+    # Log-probs of the sampler that are ln 2 below the policy's: every token became twice as likely.
+    lower = [
+        replace(s, response_logprobs=[logprob - math.log(2) for logprob in s.response_logprobs])
+        for item in sampled_by(POLICY, credited)
+        for s in item.trajectory.steps
+    ]
+    steps = iter(lower)
+    credited = [
+        replace(item, trajectory=replace(item.trajectory, steps=[next(steps) for _ in item.trajectory.steps]))
+        for item in credited
+    ]
+    learner = learner_for("grpo", POLICY.copy(), entropy_coef=0.01)  # so that tokens without advantage are computed too
+    metrics = learner.update(credited)
+    assert list(learner.noted) == [item.trajectory.trajectory_id for item in credited]
+    notes = [learner.noted[item.trajectory.trajectory_id] for item in credited]
+    ratios = [ratio for each in notes for row in each["ratios"] for ratio in row]
+    entropies = [entropy for each in notes for row in each["entropies"] for entropy in row]
+    assert ratios == pytest.approx([2.0] * len(ratios), rel=1e-4)
+    assert sum(entropies) / len(entropies) == pytest.approx(metrics["entropy"], rel=1e-4)
+    for item, each in zip(credited, notes, strict=True):
+        assert [len(row) for row in each["ratios"]] == [len(s.response_ids) for s in item.trajectory.steps]
+
+
+def test_the_last_pass_over_a_token_is_noted_and_none_where_nothing_is_learned() -> None:
+    first, *others = sampled_by(POLICY, batch())
+    idle = replace(first, advantages=[[0.0] * len(row) for row in first.advantages])
+    learner = learner_for("grpo", POLICY.copy(), num_minibatches=2, num_epochs=3, lr=1e-2)
+    learner.update([idle, *others])
+    notes = learner.noted.pop(first.trajectory.trajectory_id)
+    assert all(math.isnan(ratio) for row in notes["ratios"] for ratio in row)
+    known = [ratio for each in learner.noted.values() for row in each["ratios"] for ratio in row]
+    assert max(abs(ratio - 1) for ratio in known) > 0.01  # the first pass would have been within rounding of 1
+    learner.update([])
+    assert learner.noted == {}

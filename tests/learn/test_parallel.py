@@ -79,6 +79,7 @@ def test_all_ranks_report_the_metrics_of_one_process(runs: Any, world: int, name
         assert first[name]["metrics"] == other[name]["metrics"]
         assert first[name]["kl"] == other[name]["kl"]
         assert first[name]["values"] == other[name]["values"]
+        assert flat(first[name]["noted"]) == pytest.approx(flat(other[name]["noted"]), abs=0, nan_ok=True)
         for key, tensor in first[name]["weights"].items():
             assert torch.equal(tensor, other[name]["weights"][key])
     for got, expected in zip(first[name]["metrics"], one[name]["metrics"], strict=True):
@@ -87,6 +88,7 @@ def test_all_ranks_report_the_metrics_of_one_process(runs: Any, world: int, name
             assert got[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     assert flat(first[name]["values"]) == pytest.approx(flat(one[name]["values"]), abs=1e-5)
     assert flat(first[name]["kl"]) == pytest.approx(flat(one[name]["kl"]), abs=1e-5)
+    assert flat(first[name]["noted"]) == pytest.approx(flat(one[name]["noted"]), rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def flat(nested: Any) -> list[float]:

@@ -72,7 +72,7 @@ def refuse(constant: str) -> NoReturn:
 
 def test_a_trajectory_is_strict_json_and_comes_back_exactly(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    write_groups(path, [Group(row=ROW, trajectories=[TRAJECTORY])], {"r#0": [[0.1, NAN], [0.3, 0.4]]})
+    write_groups(path, [Group(row=ROW, trajectories=[TRAJECTORY])], {"r#0": {"advantages": [[0.1, NAN], [0.3, 0.4]]}})
     record = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     assert record["format"] == FORMAT
     assert record["steps"][0]["advantages"] == [0.1, "NaN"]
@@ -85,6 +85,17 @@ def test_a_trajectory_is_strict_json_and_comes_back_exactly(tmp_path: Path) -> N
     }  # what a tool returned is not interpreted
     expected = replace(TRAJECTORY, steps=[replace(STEP, calls=(replace(CALL, info=texts),)), TRAJECTORY.steps[1]])
     assert list(read_trajectories(path)) == [expected]
+
+
+def test_ratios_and_entropies_are_rounded_and_left_out_where_nothing_was_computed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    noted = {"ratios": [[1.23456789, math.inf], [NAN, NAN]], "entropies": [[0.000123456, NAN], [0.5, 0.25]]}
+    write_groups(path, [Group(row=ROW, trajectories=[TRAJECTORY])], {"r#0": noted})
+    record = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    assert record["steps"][0]["ratios"] == [1.235, "Infinity"]
+    assert "ratios" not in record["steps"][1]
+    assert [step["entropies"] for step in record["steps"]] == [[0.0001235, "NaN"], [0.5, 0.25]]
+    assert len(list(read_trajectories(path))) == 1
 
 
 def test_the_ids_that_top_p_kept_round_trip_in_few_bytes() -> None:

@@ -104,8 +104,10 @@ def make_run(path: Path, *, steps: int = 3, seed: int = 0) -> RunDir:
 
 def add_step(run: RunDir, step: int) -> None:
     groups = make_groups(step)
-    advantages = {t.trajectory_id: [[0.5, 0.25, -0.25, -0.5] for _ in t.steps] for g in groups for t in g.trajectories}
-    run.write_trajectories("train", step, groups, advantages)
+    of_a_step = {"advantages": [0.5, 0.25, -0.25, -0.5], "ratios": [1, 0.5, 1, 2], "entropies": [0, 0.1, 0.2, 0.4]}
+    episodes = [episode for each in groups for episode in each.trajectories]
+    per_token = {t.trajectory_id: {name: [row] * len(t.steps) for name, row in of_a_step.items()} for t in episodes}
+    run.write_trajectories("train", step, groups, per_token)
     measured = {
         "reward/mean": step / 10,
         "success": step / 20,

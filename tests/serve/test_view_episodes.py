@@ -72,7 +72,7 @@ VALUES = st.recursive(
 @given(arguments=st.dictionaries(NAMES, VALUES, max_size=3), text=st.text('"prompt_ids": [1, 2]\\{', max_size=40))
 def test_arguments_and_texts_that_look_like_lists_of_tokens_do_not_change_the_counts(arguments: Any, text: str) -> None:
     step = make_step(text=text + "{it}", call={"arguments": arguments, "text_span": (0, 1)})
-    record = trajectory_to_json(make_episode("row", 0, 1.0, step, step), [[0.5] * 4, [0.5] * 4])
+    record = trajectory_to_json(make_episode("row", 0, 1.0, step, step), {"advantages": [[0.5] * 4, [0.5] * 4]})
     for separators in ((", ", ": "), (",", ":")):
         summary, searched = summarize(json.dumps(record, separators=separators).encode())
         assert (summary.tokens, summary.prompt_tokens, summary.calls, summary.stop) == (8, 6, 2, "answered")

@@ -308,6 +308,14 @@ def test_only_sampled_tokens_are_coloured_and_each_says_its_id_and_text(open_pag
     assert "--cool" in shades[0]
     assert "--warm" in shades[3]
     assert view.hash().endswith("view=tokens&color=advantage")
+    view.page.get_by_label("Colour tokens by").select_option("ratio")
+    shades = backgrounds(view, "#step-0 .message.agent .token")  # ratios 1, 0.5, 1, 2: as strong below 1 as above it
+    assert "--warm" in shades[1]
+    assert shades[3] == shades[1].replace("--warm", "--cool") != shades[0] == shades[2]
+    assert view.texts(".key span") == ["≤ 0.5", "1", "≥ 2"]
+    view.page.get_by_label("Colour tokens by").select_option("entropy")
+    assert len(set(backgrounds(view, "#step-0 .message.agent .token"))) == 4  # 0, 0.1, 0.2, 0.4
+    assert view.texts(".key span") == ["0", "0.4 nats"]
     view.page.locator("#step-1 .prompt summary").click()
     view.page.wait_for_selector("#step-1 .prompt .token")
     assert set(backgrounds(view, "#step-1 .prompt .token")) == {""}

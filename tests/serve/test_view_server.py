@@ -175,7 +175,12 @@ def test_an_episode_has_its_tokens_and_what_was_recorded_for_them(client: TestCl
     assert first["tokens"]["ids"] == [1, 2, 5, 4]
     # Token 4 is two bytes of a three-byte character.
     assert first["tokens"]["texts"] == ["one", " two", "</script><b>x</b>", "\u2039e2\u203a\u203982\u203a"]
-    assert first["tokens"]["values"] == {"logprob": [-0.01, -0.5, -2.0, -5.0], "advantage": [0.5, 0.25, -0.25, -0.5]}
+    assert first["tokens"]["values"] == {
+        "logprob": [-0.01, -0.5, -2.0, -5.0],
+        "advantage": [0.5, 0.25, -0.25, -0.5],
+        "ratio": [1.0, 0.5, 1.0, 2.0],
+        "entropy": [0.0, 0.1, 0.2, 0.4],
+    }
     # The first prompt is 0 1 2 and its response 1 2 5 4; the second prompt is 0 1 2 3 4 5 6: three tokens are shared.
     assert (second["prompt_tokens"], second["shared_tokens"], second["kept_all"]) == (7, 3, False)
     prompt = client.get("/api/tokens", params={"run": "shop", "file": "train_000002", "n": "0", "step": "1"}).json()
@@ -188,11 +193,11 @@ def test_an_episode_has_its_tokens_and_what_was_recorded_for_them(client: TestCl
 def test_every_number_that_was_recorded_per_token_is_offered(run: RunDir, client: TestClient) -> None:
     path = run.trajectories_file("train", 1)
     record = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    record["steps"][0] |= {"entropy": [0.1, 0.2, 0.3, 0.4], "ratio": [1.0, 1.1, 0.9, 1.0], "other": [1, 2]}
+    record["steps"][0] |= {"novelty": [0.1, 0.2, 0.3, 0.4], "other": [1, 2]}
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     step = client.get("/api/episode", params={"run": "shop", "file": "train_000001", "n": "0"}).json()["steps"][0]
-    assert list(step["tokens"]["values"]) == ["logprob", "advantage", "entropy", "ratio"]
-    assert step["tokens"]["values"]["entropy"] == [0.1, 0.2, 0.3, 0.4]
+    assert list(step["tokens"]["values"]) == ["logprob", "advantage", "ratio", "entropy", "novelty"]
+    assert step["tokens"]["values"]["novelty"] == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_texts_are_cut_by_code_points(run: RunDir, client: TestClient) -> None:

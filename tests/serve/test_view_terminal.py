@@ -61,7 +61,7 @@ def test_an_episode_is_shown_with_calls_and_tokens(run: RunDir, cli: Cli) -> Non
         (["show", "RUN", "train_000009/0"], "has no episodes 'train_000009'"),
         (["show", "RUN", "train_000001/9"], "no episode 9 in train_000001"),
         (["show", "RUN", "milk#7"], "has no episode 'milk#7'"),
-        (["show", "RUN", "train_000001/0", "--tokens", "entropy"], "--tokens entropy: not recorded"),
+        (["show", "RUN", "train_000001/0", "--tokens", "surprise"], "--tokens surprise: not recorded"),
         (["show", "RUN", "--tokens", "logprob"], "colours one episode"),
         (["show", "RUN", "--find", "reward>1"], "write NAME=VALUE"),
         (["show", "RUN", "--find", "colour=red"], "Choose one of"),

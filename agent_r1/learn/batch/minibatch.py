@@ -21,16 +21,16 @@ from agent_r1.learn.batch.packs import (
     column,
     column_with_gaps,
     merge_steps,
+    nested,
     step_sizes,
     trajectory_sizes,
 )
 from agent_r1.learn.batch.share import Share, share_out
-from agent_r1.learn.batch.support import Supports
-from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
 from agent_r1.ranks.crew import OneProcess
-from agent_r1.types import CreditedTrajectory
-from agent_r1.vision.picture_format import PictureFormat
+from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
+
+NOTES = ("ratios", "entropies")  # of a token: new to old probability in the loss; entropy of its distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,12 @@ class MiniBatch:
     num_segments: int  # of all ranks
     num_targets: int  # tokens at which the critic is trained, of all ranks
     has_advantages: bool  # some token of some rank has one
-    trajectory_names: list[str]
+    trajectories: list[Trajectory]
+    notes: dict[str, Tensor]  # R: what the last pass computed at each token; NaN where there was none
+
+    @property
+    def trajectory_names(self) -> list[str]:
+        return [trajectory.trajectory_id for trajectory in self.trajectories]
 
     @property
     def packs(self) -> list[Pack]:
@@ -95,20 +100,28 @@ class MiniBatch:
     def with_columns(self, **columns: Any) -> MiniBatch:
         return replace(self, columns=replace(self.columns, **columns))
 
+    def note(self, columns_T: Tensor, **numbers_T: Tensor) -> None:
+        for name, values_T in numbers_T.items():
+            self.notes[name][columns_T] = values_T.detach().float()
 
-def prepare(  # noqa: PLR0913 (what a batch is made of, each once)
+    def noted(self) -> dict[str, dict[str, PerToken]]:
+        """Return the notes of all ranks by trajectory."""
+        found = {name: nested(self.share.exchange(notes_R), self.trajectories) for name, notes_R in self.notes.items()}
+        names = enumerate(self.trajectory_names)
+        return {name: {note: values[index] for note, values in found.items()} for index, name in names}
+
+
+def prepare(
     credited: Sequence[CreditedTrajectory],
     *,
     max_tokens: int,
     device: torch.device,
     ranks: OneProcess,
     keep_idle: bool,
-    prefix_sharing: PrefixSharing = "off",
-    supports: Supports | None = None,
-    pictures: PictureFormat | None = None,
+    **settings: Any,
 ) -> MiniBatch:
-    """Merge and pack. A segment without advantage adds exactly 0 to a policy loss, so it is counted but not computed,
-    unless something else (a KL, an entropy, a critic) needs it: `keep_idle`."""
+    """Merge and pack; `settings` are for `pack`. A segment without advantage adds exactly 0 to a policy loss, so it is
+    counted but not computed, unless something else (a KL, an entropy, a critic) needs it: `keep_idle`."""
     trajectories = [item.trajectory for item in credited]
     columns = _columns(credited)
     advantages = columns.advantages_R.tolist()
@@ -119,16 +132,7 @@ def prepare(  # noqa: PLR0913 (what a batch is made of, each once)
     segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
     rows = [trajectory.row_id for trajectory in trajectories]
     return MiniBatch(
-        share=share_out(
-            segments,
-            rows,
-            ranks,
-            max_tokens,
-            prefix_sharing=prefix_sharing,
-            device=device,
-            supports=supports,
-            pictures=pictures,
-        ),
+        share=share_out(segments, rows, ranks, max_tokens, device=device, **settings),
         columns=columns.to(device),
         counts=Counts(
             tokens=len(advantages),
@@ -138,7 +142,8 @@ def prepare(  # noqa: PLR0913 (what a batch is made of, each once)
         num_segments=len(segments),
         num_targets=0 if columns.targets_R is None else int((~columns.targets_R.isnan()).sum()),
         has_advantages=any(advantages),
-        trajectory_names=[trajectory.trajectory_id for trajectory in trajectories],
+        trajectories=trajectories,
+        notes={name: torch.full((len(advantages),), math.nan, device=device) for name in NOTES},
     )
 
 

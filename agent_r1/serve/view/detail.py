@@ -21,7 +21,7 @@ from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer
 TOKENS = 2_000  # of a list of tokens in one answer
-_NAMES = {"response_logprobs": "logprob", "advantages": "advantage"}
+_NAMES = {"response_logprobs": "logprob", "advantages": "advantage", "ratios": "ratio", "entropies": "entropy"}
 _PARTIAL = re.compile("[\udc80-\udcff]")  # bytes of a character, see agent_r1/tokens/vocabulary.py
 
 

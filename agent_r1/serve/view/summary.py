@@ -20,7 +20,9 @@ UNREADABLE = "unreadable"  # the stop reason of a record that cannot be read
 
 # A quote inside a JSON string is escaped, so these keys cannot be confused with text. A tool argument that has one of
 # these names and a bracket in its value makes the JSON invalid; such lines are parsed as they are.
-_LIST = re.compile(rb'(?<!\\)"(?:prompt_ids|response_ids|response_logprobs|advantages|next_prompt_ids)":\s*\[')
+_LIST = re.compile(
+    rb'(?<!\\)"(?:(?:prompt|response|next_prompt)_ids|response_logprobs|advantages|ratios|entropies)":\s*\['
+)
 
 
 class Summary(NamedTuple):

@@ -102,7 +102,8 @@ def show_episode(path: Path, name: str, console: Console, *, tokens: str | None)
     for message in page["messages"]:
         console.print(_panel(message["role"], _clipped(message["text"]), "dim"))
         _show_pictures(run, message["pictures"], console)
-    scale = max([0.0, *(abs(v) for s in page["steps"] for v in _numbers(s["tokens"]["values"].get(tokens)))])
+    values = [value for step in page["steps"] for value in _numbers(step["tokens"]["values"].get(tokens))]
+    scale = math.log(2) if tokens == "ratio" else max(map(abs, values), default=0.0)
     for index, step in enumerate(page["steps"]):
         console.print(_step_panel(step, index, tokens, scale))
         _show_pictures(run, [name for call in step["calls"] for name in call["pictures"]], console)
@@ -156,18 +157,23 @@ def _step_panel(step: Mapping[str, Any], index: int, tokens: str | None, scale: 
 
 
 def _coloured(step: Mapping[str, Any], name: str, scale: float) -> Text:
-    """Colour tokens by a value: blue above zero, orange below, stronger for larger values."""
+    """Colour tokens by a value: blue above zero, orange below, stronger for larger values. Ratios: above or below 1."""
     page, text = step["tokens"], Text()
     texts = page["texts"] or [f"#{token} " for token in page["ids"]]
     for piece, value in zip(texts, page["values"].get(name, [None] * len(texts)), strict=True):
         if not isinstance(value, int | float):
             text.append(piece)
             continue
-        strength = min(1.0, -value / 4.6 if name == "logprob" else abs(value) / scale if scale else 0.0)
-        tone = (240, 147, 63) if value < 0 else (86, 180, 233)
+        size = _signed_size(name, value)
+        strength = min(1.0, -value / 4.6 if name == "logprob" else abs(size) / scale if scale else 0.0)
+        tone = (240, 147, 63) if size < 0 else (86, 180, 233)
         mixed = ",".join(str(round(40 + strength * (part - 40))) for part in tone)
         text.append(piece, f"rgb(255,255,255) on rgb({mixed})")
     return text
+
+
+def _signed_size(name: str | None, value: float) -> float:
+    return math.log(max(value, 1e-9)) if name == "ratio" else value
 
 
 def _panel(title: str, content: RenderableType, style: str) -> Panel:

@@ -2,7 +2,7 @@
 import { download, h, number, replace, resolved, wholePercent } from "./dom.js";
 
 const HEIGHT = 190;
-const EDGE = { left: 46, right: 12, top: 10, bottom: 24 };
+const EDGE = { left: 50, right: 12, top: 10, bottom: 24 };
 const FONT = "11px system-ui, sans-serif";
 
 /** Exponential moving average that is not biased towards its start. */
@@ -21,7 +21,7 @@ export function smooth(values, weight) {
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw) ?? raw;
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= 0.95 * raw) ?? raw; // 0 to 1.02 is 0 to 1
   const found = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) found.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
   return found;
@@ -113,7 +113,7 @@ export class Chart {
     pen.fillStyle = text;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const tick of ticks(y0, y1, 4)) {
+    for (const tick of ticks(y0, y1, 5)) {
       pen.beginPath();
       pen.moveTo(EDGE.left, Math.round(y(tick)) + 0.5);
       pen.lineTo(width - EDGE.right, Math.round(y(tick)) + 0.5);

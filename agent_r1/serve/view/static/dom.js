@@ -47,7 +47,7 @@ export function number(value, digits = 3) {
   if (typeof value === "string") return value; // "NaN", "Infinity"
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
   if (Number.isInteger(value)) return value.toLocaleString("en");
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits)));

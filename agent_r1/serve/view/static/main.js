@@ -8,7 +8,7 @@ import { currentRoute, hrefTo } from "./router.js";
 import { runsPage } from "./runs.js";
 import { settingsPage } from "./settings.js";
 import { ask, exportNote, isExport } from "./source.js";
-import { poll, refreshRuns, runsState } from "./store.js";
+import { poll, refreshRuns, runsLoaded, runsState } from "./store.js";
 import { runTabs } from "./tabs.js";
 
 const KEYS = [
@@ -25,6 +25,7 @@ const KEYS = [
 
 async function evaluationsPage(root, run, signal) {
   const { evaluations } = await ask("evaluations", { run }, signal);
+  await runsLoaded(signal);
   const rows = evaluations.map((one) => (one.problem ? h("tr", {}, h("th", { scope: "row" }, one.name), h("td", { colspan: "5" }, one.problem)) : h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.model), h("td", {}, one.split), h("td.num", {}, number(one.rows)), h("td.num", {}, `${percent(one.success)} ± ${percent(one.stderr)}`), h("td", {}, one.panel))));
   const table = h("table.settings", {}, h("thead", {}, h("tr", {}, ["name", "model", "split", "rows", "success ± standard error", "panel"].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows));
   const none = empty("No evaluations yet", "Evaluations made while training are on the page of curves. To evaluate the newest checkpoint on held-out rows:", command(`agent-r1 eval ${runsState.runs.find((one) => one.id === run)?.path ?? run}`));

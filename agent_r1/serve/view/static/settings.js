@@ -3,13 +3,13 @@ import { empty, h, replace } from "./dom.js";
 import { currentRoute, setParams } from "./router.js";
 import { ask } from "./source.js";
 import { chosenRuns } from "./runs.js";
-import { runsState } from "./store.js";
+import { runsLoaded, runsState } from "./store.js";
 
 const spelled = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
 export async function settingsPage(root, signal) {
   replace(root, h("p.loading", {}, "Reading settings…"));
-  if (!runsState.loaded) await new Promise((done) => document.addEventListener("runs", done, { once: true, signal }));
+  await runsLoaded(signal);
   const chosen = chosenRuns(currentRoute().params);
   if (!chosen.length) {
     replace(root, empty("No run is chosen", "Choose runs on the first page, then press Compare settings."));

@@ -21,6 +21,11 @@ export async function refreshRuns() {
   document.dispatchEvent(new CustomEvent("runs"));
 }
 
+/** Waits for the first list of runs: a page may be opened by its own address. */
+export async function runsLoaded(signal) {
+  if (!runsState.loaded) await new Promise((done) => document.addEventListener("runs", done, { once: true, signal }));
+}
+
 /** The metric records and statistics of a run: asks only for what was added. */
 export async function refreshCurves(run) {
   const known = curves.get(run) ?? { generation: 0, records: [], statistics: {}, read: 0, total: -1, isLate: false };

@@ -1,8 +1,11 @@
 // Tokens, coloured by what was recorded for them. Only sampled tokens have values; the others are shown without.
 import { h, number, replace, signed } from "./dom.js";
 
-const LABELS = { logprob: "log-prob", advantage: "advantage", mask: "mask" };
+const LABELS = { logprob: "log-prob", ratio: "importance ratio", entropy: "entropy" };
 const PAGE = 2000;
+
+/** The value that a colour shows: what is neutral is 0. */
+const signedSize = (name, value) => (name === "ratio" ? Math.log(value) : value);
 
 export const labelOf = (name) => LABELS[name] ?? name.replaceAll("_", " ");
 
@@ -16,22 +19,25 @@ export function colourings(steps) {
 export function shade(name, value, scale) {
   if (typeof value !== "number") return null;
   if (name === "logprob") return ["--warm", Math.min(1, -value / 4.6)]; // full at a probability of 1 %
-  const strength = scale > 0 ? Math.abs(value) / scale : 0;
-  return [value < 0 ? "--warm" : "--cool", Math.min(1, strength)];
+  const size = signedSize(name, value);
+  return [size < 0 ? "--warm" : "--cool", scale > 0 ? Math.min(1, Math.abs(size) / scale) : 0];
 }
 
 /** The largest size of a value over all steps, so that colours can be compared. */
 export function scaleOf(name, steps) {
+  if (name === "ratio") return Math.log(2); // full at half and at twice the probability
   return Math.max(0, ...steps.flatMap((step) => (step.tokens.values[name] ?? []).filter((value) => typeof value === "number").map(Math.abs)));
 }
 
 export function legendOf(name, scale) {
-  if (name === "mask") return h("span.key", {}, swatch("--cool", 0.5), "sampled and trained", swatch(null, 0), "given to the model: no value");
-  if (name === "logprob") return h("span.key", {}, swatch("--warm", 0.05), "certain", swatch("--warm", 0.5), "p = 10 %", swatch("--warm", 1), "p ≤ 1 %");
-  return h("span.key", {}, swatch("--warm", 1), number(-scale), swatch("--cool", 0), "0", swatch("--cool", 1), signed(scale));
+  if (name === "mask") return key(["--cool", 0.5, "sampled and trained"], [null, 0, "given to the model: no value"]);
+  if (name === "logprob") return key(["--warm", 0.05, "certain"], ["--warm", 0.5, "p = 10 %"], ["--warm", 1, "p ≤ 1 %"]);
+  if (name === "ratio") return key(["--warm", 1, "≤ 0.5"], ["--cool", 0, "1"], ["--cool", 1, "≥ 2"]);
+  if (name === "entropy") return key(["--cool", 0, "0"], ["--cool", 1, `${number(scale)} nats`]);
+  return key(["--warm", 1, number(-scale)], ["--cool", 0, "0"], ["--cool", 1, signed(scale)]);
 }
 
-const swatch = (colour, strength) => h("i", { style: { background: colour ? mix(colour, strength) : "none" } });
+const key = (...entries) => h("span.key", {}, entries.map(([colour, strength, text]) => h("span", {}, h("i", { style: { background: colour ? mix(colour, strength) : "none" } }), text)));
 const mix = (colour, strength) => `color-mix(in srgb, var(${colour}) ${Math.round(6 + 44 * strength)}%, transparent)`;
 
 /** One page of tokens as spans. `part` is response or prompt. */
