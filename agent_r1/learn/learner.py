@@ -329,8 +329,7 @@ class Learner:
 
     @property
     def _regularizes(self) -> bool:
-        """Whether the loss has a term that does not depend on advantages."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        return self.kl_coef > 0 or self.entropy_coef > 0  # whether the loss depends on more than advantages
 
     def _active_optimizers(self, batch: MiniBatch) -> dict[str, Optimizer]:
         """The optimizers that take a step now, by the metric for the norm of their gradient. The policy's is left out
