@@ -129,10 +129,21 @@ TEMPLATES = ("plain", "qwen3", "r1")
         (f"<think>so: {CALL}", False, ""),  # the env refused this call
         (QUOTED_CALL, False, QUOTED_CALL),  # tags within a call are its own
         (f"so</think>{QUOTED_CALL}", True, QUOTED_CALL),
+        (f"so: {CALL}", True, CALL),  # nothing closed it, but the env runs this call
+        (f"so: {QUOTED_CALL}", True, QUOTED_CALL),
+        (f"so: {CALL} so</think>{CALL}", True, CALL),  # only the second one is run
     ],
 )  # fmt: skip
 def test_a_reply_is_shown_without_its_thinking(text: str, opened: bool, shown: str) -> None:
     assert strip_thinking(text, HERMES.for_prompt(thinks=opened)) == shown
+
+
+@pytest.mark.parametrize(("text", "opened"), [("<think>so {} more</think>go", False), ("so {} more</think>go", True)])
+def test_calls_that_a_format_runs_in_the_middle_of_thinking_stay(text: str, opened: bool) -> None:
+    retool = FORMATS["retool"].for_prompt(thinks=opened)
+    call = retool.write_call("python", {"code": "print('</think>')"})
+    assert len(retool.parse(text.format(call))[1]) == 1  # it is run
+    assert strip_thinking(text.format(call), retool) == f"{call}go"
 
 
 # Episodes
@@ -223,6 +234,23 @@ def test_replies_that_the_env_parses_are_never_extended() -> None:
     assert (segments(kept), prompts(renderer, kept)[-1].count("thought")) == (1, 2)
     stripped, _ = play(renderer, texts, StripReasoning(None, tool_format=format_named), make_env=make_env)
     assert (segments(stripped), prompts(renderer, stripped)[-1].count("thought")) == (3, 0)
+
+
+def test_what_a_reply_says_beside_its_calls_stays_when_the_env_has_parsed_its_thinking() -> None:
+    renderer = family_renderer("deepseek_v3")
+    deepseek = FORMATS["deepseek_v3"].for_prompt(thinks=True)
+    text = f"thought</think>I look it up. {deepseek.write_call('look', {'at': 'x'})}"
+    policy = StripReasoning(None, tool_format=deepseek)
+    trajectory, _ = play(
+        renderer, [text, "so</think>x"], policy, make_env=lambda _: ToolEnv(tools=[look], tool_format=deepseek)
+    )
+    [_, shown] = prompts(renderer, trajectory)
+    assert (shown.count("thought"), shown.count("I look it up.")) == (0, 1)
+    policy.begin(chatml.row().prompt)
+    for content, expected in {"pong": "pong", "so</think>pong": "pong"}.items():
+        reply: Message = {"role": "assistant", "content": content, "reasoning_content": "so"}
+        view = asyncio.run(policy.show([*chatml.row().prompt, reply]))
+        assert view.messages[-1] == {"role": "assistant", "content": expected}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -336,3 +364,4 @@ def test_calls_of_every_format_survive_the_stripping(each: ToolCallFormat) -> No
         pytest.skip("this format cannot write the call")
     assert strip_thinking(f"so</think>{call}", each.for_prompt(thinks=True)) == call.strip()
     assert strip_thinking(f"<think>so</think>{call}", each.for_prompt(thinks=False)) == call.strip()
+    assert strip_thinking(f"so {call}", each.for_prompt(thinks=True)) == call.strip()  # run, although nothing closed it
