@@ -7,6 +7,7 @@ which may hold examples, stays as it is.
 from __future__ import annotations
 
 import re
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 
@@ -25,6 +26,12 @@ class StripReasoning(ContextPolicy):
     def __init__(self, policy: ContextPolicy | None, *, tool_format: ToolCallFormat) -> None:
         self._policy = policy
         self._format = tool_format
+
+    def __copy__(self) -> StripReasoning:
+        """With a copy of the other policy, which may hold a summary of the conversation so far."""
+        other = object.__new__(type(self))
+        vars(other).update({**vars(self), "_policy": copy(self._policy)})
+        return other
 
     def begin(self, messages: list[Message]) -> None:
         super().begin(messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -274,6 +275,42 @@ def test_summaries_are_asked_for_by_the_length_that_is_shown() -> None:
     policy = Summary(max_tokens=200, summary_tokens=20, keep_turns=1, instruction="Sum up.")
     unstripped, _ = play(renderer, [*texts[:2], "what I know", texts[2]], policy)
     assert any(step.is_summary for step in unstripped.steps)
+
+
+class Dictated:
+    """A writer whose summaries are numbered."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def count_tokens(self, messages: list[Message]) -> int:
+        return 1000
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        self.written += 1
+        return f"summary {self.written}"
+
+
+def test_a_copy_keeps_the_summary_that_the_conversation_had() -> None:
+    # As a chat does, to go back after a question whose answer failed.
+    summary = Summary(max_tokens=1, summary_tokens=20, keep_turns=1, instruction="Sum up.")
+    policy, writer = StripReasoning(summary, tool_format=HERMES.for_prompt(thinks=False)), Dictated()
+    talk: list[Message] = [{"role": "user", "content": "Go."}]
+    policy.begin(talk)
+    for number in range(3):
+        said = {"role": "assistant", "content": f"<think>so</think>said {number}"}
+        talk = [*talk, said, {"role": "user", "content": f"Hall {number}."}]
+
+    async def main() -> tuple[str, str]:
+        await policy.prepare(talk[:5], writer)
+        kept = copy(policy)
+        await policy.prepare(talk, writer)
+        shown = [await each.show(messages) for each, messages in ((kept, talk[:5]), (policy, talk))]
+        old, new = (view.messages[0]["content"] for view in shown)
+        return old, new
+
+    old, new = asyncio.run(main())
+    assert ("summary 1" in old, "summary 2" in new) == (True, True)
 
 
 def test_examples_in_the_first_observation_stay_as_they_are() -> None:
