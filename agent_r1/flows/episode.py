@@ -99,11 +99,11 @@ class Episode:
         self._acting: set[asyncio.Task[Any] | None] = set()  # the tasks that wait for a response
         self._numbers: list[int] = []  # of each step: which call it was
         self._calls = 0
-        self._closed = False
+        self.is_closed = False  # the steps are those of a trajectory now, which may be scored already
 
     async def close(self) -> None:
         """Sample nothing more for this episode, and cancel calls that its flow has left behind."""
-        self._closed = True
+        self.is_closed = True
         left = {task for task in self._acting if task is not None}
         for task in left:
             task.cancel()
@@ -122,8 +122,8 @@ class Episode:
 
         One call at a time, because the steps of a trajectory are ordered.
         """
-        if self._closed or self._acting:
-            when = "after the episode had ended" if self._closed else "while another call runs; await that one first"
+        if self.is_closed or self._acting:
+            when = "after the episode had ended" if self.is_closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
         self._check_role(role)
         with _Call(self):
@@ -145,7 +145,7 @@ class Episode:
 
         Steps are in the order in which their calls began, whichever response comes first.
         """
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
         self._check_role(role)
         with _Call(self):
@@ -262,7 +262,7 @@ class Episode:
         if room < 1:
             reason = f"the prompt has {len(prompt.ids)} tokens, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
-        if self._closed:  # while a context policy was running
+        if self.is_closed:  # while a context policy was running
             raise RuntimeError("the episode had ended before anything was sampled")
         started = time.perf_counter()
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
@@ -322,7 +322,7 @@ class Episode:
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.
         """
-        if self._closed:  # the steps are those of a trajectory now, which may be scored already
+        if self.is_closed:
             raise RuntimeError("episode.observe was called after the episode had ended")
         place = -1 if to is None else self.position(to.number)
         last = self.steps[place]

@@ -42,6 +42,7 @@ class Scored:
     before_kl: PerToken | None = None  # the rewards without the KL penalty; None: there is no penalty
     values: Values | None = None
     baseline: float | None = None  # return of the greedy attempt at the same row
+    others_acted: bool = False  # the trajectory is the part of one role in an episode of several
 
     @property
     def total(self) -> float:
@@ -128,7 +129,10 @@ def assign_credit(
     own_values = values and [Values(per_token=[values[n].per_token[k] for k in steps]) for n, steps in places]
     own_kl = kl and [[kl[n][k] for k in steps] for n, steps in places]
     attempts = attempts_of(kept)
-    parts = _credit_batches(batches, algorithm, shaper, own_values, own_kl, num_attempts=len(attempts))
+    others_acted = [len(attempts[n].roles) > 1 for n, _ in places]
+    parts = _credit_batches(
+        batches, algorithm, shaper, own_values, own_kl, num_attempts=len(attempts), others_acted=others_acted
+    )
     return _join_roles(attempts, places, parts)
 
 
@@ -181,6 +185,7 @@ def _credit_batches(
     kl: Sequence[PerToken] | None,
     *,
     num_attempts: int | None = None,  # if the trajectories are parts of them
+    others_acted: Sequence[bool] | None = None,  # in the attempt that a trajectory is a part of; None: they are whole
 ) -> list[CreditedTrajectory]:
     """Place the rewards of all batches together, and credit each batch on its own."""
     groups = list(chain.from_iterable(batches))
@@ -193,12 +198,19 @@ def _credit_batches(
     baselines = dict(zip(greedy, map(total, rewards[len(attempts) :]), strict=True))
     scored = iter(
         [
-            Scored(trajectory=trajectory, rewards=own, before_kl=None if kl is None else unpenalized, values=known)
-            for trajectory, own, unpenalized, known in zip(
+            Scored(
+                trajectory=trajectory,
+                rewards=own,
+                before_kl=None if kl is None else unpenalized,
+                values=known,
+                others_acted=others,
+            )
+            for trajectory, own, unpenalized, known, others in zip(
                 attempts,
                 rewards[: len(attempts)],
                 before_kl[: len(attempts)],
                 [None] * len(attempts) if values is None else values,
+                [False] * len(attempts) if others_acted is None else others_acted,
                 strict=True,
             )
         ]

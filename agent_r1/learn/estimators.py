@@ -147,7 +147,8 @@ def _state(item: Scored, k: int, anchor: str) -> Hashable:
     steps = item.trajectory.steps
     observation = ""
     if anchor == "observation" and not steps[k].is_summary:
-        seen = "" if any(step.role for step in steps) else _answer_to_last_action(item.trajectory, k)
+        by_roles = item.others_acted or any(step.role for step in steps)
+        seen = "" if by_roles else _answer_to_last_action(item.trajectory, k)
         observation = str(steps[k].info.get("anchor", seen))
     return observation or tuple(steps[k].prompt_ids)
 

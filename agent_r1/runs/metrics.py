@@ -49,10 +49,13 @@ def _role_metrics(episodes: Sequence[Trajectory]) -> Metrics:
     for role in sorted({step.role for t in episodes for step in t.steps} - {""}):
         own = [[step for step in t.steps if step.role == role] for t in episodes]
         logprobs = [value for steps in own for step in steps if step.temperature for value in step.response_logprobs]
+        earned = [
+            [step.reward for step in steps if not t.stop.is_failure] for t, steps in zip(episodes, own, strict=True)
+        ]
         metrics |= {
             f"role/{role}/steps": fmean(map(len, own)),
             f"role/{role}/response_tokens": fmean(sum(len(step.response_ids) for step in steps) for steps in own),
-            f"role/{role}/reward": fmean(sum(step.reward for step in steps) for steps in own),
+            f"role/{role}/reward": fmean(map(sum, earned)),
             f"role/{role}/cut": fmean(any(step.is_cut for step in steps) for steps in own),
         }
         if logprobs:  # not of greedy episodes

@@ -90,6 +90,31 @@ def test_invalid_demonstrations_are_refused_with_their_index(tmp_path: Path, mad
         played("sft.demos=task.mine", recipe=str(recipe))
 
 
+IMPATIENT = """
+
+from agent_r1 import StopReason, Transition
+
+
+class Impatient(Endless):
+    async def step(self, action):
+        return Transition(terminated=True, stop=StopReason.MAX_STEPS)
+
+
+def mine(count, seed):
+    return [(row, ["a", "b"][:count]) for row in rows("train", 2)]
+"""
+
+
+def test_an_env_that_ends_a_demonstration_at_a_budget_of_its_own_has_reached_none_of_the_run_s(tmp_path: Path) -> None:
+    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
+    with (recipe / "task.py").open("a", encoding="utf-8") as file:
+        file.write(IMPATIENT)
+    mine = ["sft.demos=task.mine", "task.env=task.Impatient", "task.tools=[]"]
+    with pytest.raises(DataError, match="has 2 texts but its episode ended after 1 steps with 'max_steps'"):
+        played(*mine, "sft.count=2", recipe=str(recipe))
+    assert len(played(*mine, "sft.count=1", recipe=str(recipe))[0]) == 2
+
+
 WAITING = """
 
 class Waiting(Endless):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -129,10 +130,21 @@ TEMPLATES = ("plain", "qwen3", "r1")
         (f"<think>so: {CALL}", False, ""),  # the env refused this call
         (QUOTED_CALL, False, QUOTED_CALL),  # tags within a call are its own
         (f"so</think>{QUOTED_CALL}", True, QUOTED_CALL),
+        (f"so: {CALL}", True, CALL),  # nothing closed it, but the env runs this call
+        (f"so: {QUOTED_CALL}", True, QUOTED_CALL),
+        (f"so: {CALL} so</think>{CALL}", True, CALL),  # only the second one is run
     ],
 )  # fmt: skip
 def test_a_reply_is_shown_without_its_thinking(text: str, opened: bool, shown: str) -> None:
     assert strip_thinking(text, HERMES.for_prompt(thinks=opened)) == shown
+
+
+@pytest.mark.parametrize(("text", "opened"), [("<think>so {} more</think>go", False), ("so {} more</think>go", True)])
+def test_calls_that_a_format_runs_in_the_middle_of_thinking_stay(text: str, opened: bool) -> None:
+    retool = FORMATS["retool"].for_prompt(thinks=opened)
+    call = retool.write_call("python", {"code": "print('</think>')"})
+    assert len(retool.parse(text.format(call))[1]) == 1  # it is run
+    assert strip_thinking(text.format(call), retool) == f"{call}go"
 
 
 # Episodes
@@ -225,6 +237,23 @@ def test_replies_that_the_env_parses_are_never_extended() -> None:
     assert (segments(stripped), prompts(renderer, stripped)[-1].count("thought")) == (3, 0)
 
 
+def test_what_a_reply_says_beside_its_calls_stays_when_the_env_has_parsed_its_thinking() -> None:
+    renderer = family_renderer("deepseek_v3")
+    deepseek = FORMATS["deepseek_v3"].for_prompt(thinks=True)
+    text = f"thought</think>I look it up. {deepseek.write_call('look', {'at': 'x'})}"
+    policy = StripReasoning(None, tool_format=deepseek)
+    trajectory, _ = play(
+        renderer, [text, "so</think>x"], policy, make_env=lambda _: ToolEnv(tools=[look], tool_format=deepseek)
+    )
+    [_, shown] = prompts(renderer, trajectory)
+    assert (shown.count("thought"), shown.count("I look it up.")) == (0, 1)
+    policy.begin(chatml.row().prompt)
+    for content, expected in {"pong": "pong", "so</think>pong": "pong"}.items():
+        reply: Message = {"role": "assistant", "content": content, "reasoning_content": "so"}
+        view = asyncio.run(policy.show([*chatml.row().prompt, reply]))
+        assert view.messages[-1] == {"role": "assistant", "content": expected}
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_other_policies_work_on_the_stripped_conversation(name: str) -> None:
     renderer = renderer_named(name)
@@ -246,6 +275,42 @@ def test_summaries_are_asked_for_by_the_length_that_is_shown() -> None:
     policy = Summary(max_tokens=200, summary_tokens=20, keep_turns=1, instruction="Sum up.")
     unstripped, _ = play(renderer, [*texts[:2], "what I know", texts[2]], policy)
     assert any(step.is_summary for step in unstripped.steps)
+
+
+class Dictated:
+    """A writer whose summaries are numbered."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def count_tokens(self, messages: list[Message]) -> int:
+        return 1000
+
+    async def write(self, messages: list[Message], *, max_tokens: int) -> str:
+        self.written += 1
+        return f"summary {self.written}"
+
+
+def test_a_copy_keeps_the_summary_that_the_conversation_had() -> None:
+    # As a chat does, to go back after a question whose answer failed.
+    summary = Summary(max_tokens=1, summary_tokens=20, keep_turns=1, instruction="Sum up.")
+    policy, writer = StripReasoning(summary, tool_format=HERMES.for_prompt(thinks=False)), Dictated()
+    talk: list[Message] = [{"role": "user", "content": "Go."}]
+    policy.begin(talk)
+    for number in range(3):
+        said = {"role": "assistant", "content": f"<think>so</think>said {number}"}
+        talk = [*talk, said, {"role": "user", "content": f"Hall {number}."}]
+
+    async def main() -> tuple[str, str]:
+        await policy.prepare(talk[:5], writer)
+        kept = copy(policy)
+        await policy.prepare(talk, writer)
+        shown = [await each.show(messages) for each, messages in ((kept, talk[:5]), (policy, talk))]
+        old, new = (view.messages[0]["content"] for view in shown)
+        return old, new
+
+    old, new = asyncio.run(main())
+    assert ("summary 1" in old, "summary 2" in new) == (True, True)
 
 
 def test_examples_in_the_first_observation_stay_as_they_are() -> None:
@@ -336,3 +401,4 @@ def test_calls_of_every_format_survive_the_stripping(each: ToolCallFormat) -> No
         pytest.skip("this format cannot write the call")
     assert strip_thinking(f"so</think>{call}", each.for_prompt(thinks=True)) == call.strip()
     assert strip_thinking(f"<think>so</think>{call}", each.for_prompt(thinks=False)) == call.strip()
+    assert strip_thinking(f"so {call}", each.for_prompt(thinks=True)) == call.strip()  # run, although nothing closed it

@@ -176,6 +176,13 @@ def test_metrics_describe_each_role() -> None:
     }
 
 
+def test_rewards_of_a_role_in_a_failed_episode_count_as_0() -> None:
+    trajectory, _ = play(Interview, ["why", "so", "really", "yes"])
+    failed = replace(trajectory, stop=StopReason.ERROR)
+    metrics = rollout_metrics([Group(row=row(), trajectories=[trajectory, failed])], success_reward=1)
+    assert metrics["reward/mean"] == metrics["role/teller/reward"] == 0.25  # 0.5 in one of two episodes
+
+
 def test_episodes_without_roles_have_no_metrics_of_roles() -> None:
     plain = Trajectory(row_id="r", trajectory_id="t", steps=[], stop=StopReason.ANSWERED)
     metrics = rollout_metrics([Group(row=row(), trajectories=[plain])], success_reward=1)

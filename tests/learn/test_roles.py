@@ -162,6 +162,20 @@ def test_gigpo_does_not_take_the_answer_to_another_role_for_a_state() -> None:
     assert credit(group(*unnamed), name="gigpo", scale="none", by_role=False) == got
 
 
+@pytest.mark.parametrize("by_role", [False, True])
+def test_gigpo_compares_unnamed_steps_by_prompt_while_a_role_acts_between_them(by_role: bool) -> None:
+    # Both attempts begin in one state (+-0.5), get the same reply, and then see what their helpers said: other prompts,
+    # so their last steps have no comparison beside that of the episodes (+-0.5).
+    def attempt(prompt: int, outcome: float) -> Trajectory:
+        first, last = replace(step([7], [1]), feedback="noted"), step([prompt], [3])
+        helper = replace(step([prompt, 6], [2]), role="helper")
+        return trajectory(first, helper, last, reward=outcome, name=str(prompt))
+
+    groups = group(attempt(8, 1.0), attempt(9, 0.0))
+    got = credit(groups, name="gigpo", scale="none", anchor="observation", by_role=by_role)
+    assert got == [about([1.0], [0.5], [0.5]), about([-1.0], [-0.5], [-0.5])]
+
+
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"remax"}))
 @given(batch=batches())
 @budget(max_examples=10, deadline=None)

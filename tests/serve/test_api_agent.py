@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from agent_r1.types import TaskRow
-from tests.serve.api_server import CALL, ECHO, HI, ask, serving_agent
+from agent_r1.engines.scripted import ScriptedEngine
+from agent_r1.flows.episode import Episode
+from agent_r1.flows.flow import AgentFlowBase
+from agent_r1.serve.api.agent_mode import AgentMode
+from agent_r1.serve.api.app import Server
+from agent_r1.serve.api.limits import ServeLimits
+from agent_r1.types import Observation, StopReason, TaskRow
+from tests.chatml import collector, row, tokenizer
+from tests.serve.api_server import CALL, ECHO, HI, ask, scripted_model, serving, serving_agent
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -108,6 +116,26 @@ def test_what_an_agent_cannot_do_is_refused(fields: dict[str, Any], param: str) 
     with serving_agent([]) as (url, _):
         answer = ask(url, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+class Review(AgentFlowBase):
+    roles: ClassVar[tuple[str, ...]] = ("writer", "reviewer")
+
+    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
+        for role in self.roles:
+            await episode.act(Observation(messages=row.prompt), role=role)
+        return StopReason.ANSWERED
+
+
+def test_what_a_request_asks_for_holds_for_roles_with_settings_of_their_own() -> None:
+    engine = ScriptedEngine(["a", "b"], tokenizer=tokenizer())
+    played = collector(engine, make_flow=lambda _: Review(lambda _: NotImplemented))
+    played = replace(played, role_sampling={"reviewer": replace(played.sampling, max_tokens=7, temperature=0.5)})
+    served = scripted_model(engine)
+    with serving(Server(AgentMode(served, played, [row()]), served, limits=ServeLimits())) as url:
+        assert ask(url, temperature=0.0, top_p=0.25).status_code == 200
+    asked = [(call.sampling.temperature, call.sampling.top_p, call.sampling.max_tokens) for call in engine.calls]
+    assert asked == [(0.0, 0.25, 64), (0.0, 0.25, 7)]
 
 
 def test_text_completions_belong_to_the_bare_model() -> None:

@@ -266,6 +266,31 @@ def test_a_batch_of_an_older_run_is_drawn_without_a_clock(run: RunDir, client: T
     assert (len(batch["episodes"]), batch["episodes"][4]["steps"]) == (5, [])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 3},
+        {"format": 99},
+        {"started": "yesterday"},
+        {"seconds": float("nan")},
+        {"steps": [{"calls": [], "start_seconds": float("inf")}]},
+    ],
+)
+def test_an_episode_without_readable_times_does_not_change_those_of_the_others(
+    run: RunDir, client: TestClient, change: dict[str, Any]
+) -> None:
+    lines = run.trajectories_file("train", 1).read_text(encoding="utf-8").splitlines()
+    damaged = {**json.loads(lines[3]), **change}
+    text = "\n".join([*lines[:3], json.dumps(damaged)])
+    (run.path / "trajectories" / "train_000008.jsonl").write_text(f"{text}\n", encoding="utf-8")
+    batch = client.get("/api/batch", params={"run": "shop", "file": "train_000008"}).json()
+    assert (batch["recorded"], batch["seconds"]) == (True, 3.0)
+    assert [(one["start"], one["seconds"], len(one["steps"])) for one in batch["episodes"]] == [
+        (0.0, 2.0, 2), (1.0, 2.0, 1), (0.0, 2.0, 1), (0.0, 0.0, 0),
+    ]  # fmt: skip
+    assert batch["spent"]["\0ended"] == 2.0  # of the two that ended a second before the third
+
+
 def test_a_run_without_episodes_has_no_time_line(run: RunDir, client: TestClient) -> None:
     shutil.rmtree(run.path / "trajectories")
     assert "has kept no episodes" in client.get("/api/batch", params={"run": "shop"}).json()["error"]

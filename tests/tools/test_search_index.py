@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,21 @@ def test_a_failed_build_keeps_the_old_index(tmp_path: Path) -> None:
     build(tmp_path / "i")
     with pytest.raises(DataError):
         Index.build([], tmp_path / "i", lexical=LexicalSettings())
+    assert [path.name for path in tmp_path.iterdir()] == ["i"]
+    assert titles(Index.open(tmp_path / "i").search(["moon"], 1)[0]) == ["Moon"]
+
+
+def test_an_index_that_cannot_reach_the_disk_does_not_replace_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "i")
+
+    def fail(_: int) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        build(tmp_path / "i")
     assert [path.name for path in tmp_path.iterdir()] == ["i"]
     assert titles(Index.open(tmp_path / "i").search(["moon"], 1)[0]) == ["Moon"]
 

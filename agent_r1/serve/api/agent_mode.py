@@ -46,7 +46,7 @@ class AgentMode:
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         name, seed = new_id("agent"), request.sampling.seed
         watched = WatchedSampler(self.model, events.put_nowait)
-        collector = replace(self._collector, sampler=watched, sampling=self._sampling(request))
+        collector = replace(self._collector, sampler=watched, **self._samplings(request))
         episode = collector.episode(WatchedEpisode, name, secrets.randbits(32) if seed is None else seed)
         episode.tell = events.put_nowait
         watched.episode = episode
@@ -69,10 +69,15 @@ class AgentMode:
         yield Finished(index=0, choice=choice)
         yield Ended(usage=usage, extra=end)
 
-    def _sampling(self, request: ChatRequest) -> Sampling:
-        options = request.sampling
-        given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-        return replace(self._collector.sampling, **{name: value for name, value in given.items() if value is not None})
+    def _samplings(self, request: ChatRequest) -> dict[str, Any]:
+        """What the request asks for holds for every role; their token limits stay."""
+        options, collector = request.sampling, self._collector
+        asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {
+            "sampling": replace(collector.sampling, **given),
+            "role_sampling": {role: replace(own, **given) for role, own in collector.role_sampling.items()},
+        }
 
     def _row(self, request: ChatRequest) -> TaskRow:
         """The row whose environment is played, with the client's conversation."""

@@ -122,8 +122,9 @@ class Session:
             self.counts["gateway/undelivered"] += reply.task.done() and not _failed(reply) and not reply.delivered
             if not reply.task.done() and reply.task is not asyncio.current_task():
                 reply.task.cancel()
-        for turn in self._turns.values():
-            self._attach(turn)
+        if not self._episode.is_closed:  # else an agent has outlived its episode
+            for turn in self._turns.values():
+                self._attach(turn)
 
     def _check_open(self) -> None:
         if self.is_sealed:

@@ -16,7 +16,7 @@ from agent_r1.runs.reader import RunReader
 from agent_r1.runs.trajectories import FORMAT, Record, RecordFile
 from agent_r1.serve.view.library import NotFound, OpenRun
 from agent_r1.serve.view.picture_names import names_added, names_in, spell_pictures
-from agent_r1.serve.view.summary import EpisodeTimes, opening_messages, times
+from agent_r1.serve.view.summary import UNREADABLE, EpisodeTimes, opening_messages, times
 from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer
@@ -147,15 +147,17 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
     """Return when every episode of a file was sampled and when it waited, on one clock.
 
     An episode has steps [start, seconds of sampling, seconds of waiting, number of what it waited for, number of its
-    role]; the numbers are indices into `names`.
+    role]; the numbers are indices into `names`. One that cannot be read takes no time, and changes nothing for others.
     """
-    rows = run.episodes.require(name).rows
-    read = [times(line) for line in open_file(run.reader, name).lines()][: len(rows)]
-    recorded = bool(read) and all(each.started is not None for each in read)
-    first = min((each.started or 0.0 for each in read), default=0.0)
+    rows, lines = run.episodes.require(name).rows, open_file(run.reader, name).lines()
+    read = [None if row.stop == UNREADABLE else times(line) for row, line in zip(rows, lines, strict=False)]
+    known = [each for each in read if each is not None]
+    recorded = bool(known) and all(each.started is not None for each in known)
+    first = min((each.started or 0.0 for each in known), default=0.0)
     names = {"": 0}
     episodes = list[dict[str, Any]]()
-    for n, (row, each) in enumerate(zip(rows, read, strict=False)):
+    for n, (row, found) in enumerate(zip(rows, read, strict=False)):
+        each = found or EpisodeTimes(first, 0.0, [])
         episodes.append(
             {
                 "n": n, "row": row.row, "stop": row.stop,
@@ -168,14 +170,14 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
                 ],
             }
         )  # fmt: skip
-    ends = [one["start"] + one["seconds"] for one in episodes]
+    ends = [one["start"] + one["seconds"] for one, each in zip(episodes, read, strict=True) if each is not None]
     files = [file.path.name.split(".")[0] for file in run.reader.files()]
     kind, _, step = name.rpartition("_")
     alike = [each for each in files if each.rpartition("_")[0] == kind]
     at = alike.index(name)
     return {
         "file": name, "kind": kind, "step": int(step) if step.isdecimal() else 0, "recorded": recorded,
-        "seconds": max(ends, default=0.0), "names": list(names), "episodes": episodes, "spent": _spent(read, ends),
+        "seconds": max(ends, default=0.0), "names": list(names), "episodes": episodes, "spent": _spent(known, ends),
         "before": alike[at - 1] if at else None, "after": alike[at + 1] if at + 1 < len(alike) else None,
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ length before the JSON is parsed, which is several times as fast.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -159,16 +160,24 @@ class EpisodeTimes(NamedTuple):
     steps: list[StepTimes]
 
 
-def times(line: bytes) -> EpisodeTimes:
-    """Return the times of a record. Steps of older records, which have no start, follow each other without a gap."""
+def times(line: bytes) -> EpisodeTimes | None:
+    """Return the times of a record, or None if they cannot be read. Steps of older records, which have no start, follow
+    each other without a gap."""
     try:
         record, end, found = _parse(line), 0.0, list[StepTimes]()
         for step in record["steps"]:
-            start = end if step.get("start_seconds") is None else float(step["start_seconds"])
-            sampling, waiting = float(step.get("generate_seconds", 0.0)), float(step.get("env_seconds", 0.0))
-            tools = dict.fromkeys(str(call["name"]) for call in step["calls"])
-            found.append(StepTimes(start, sampling, waiting, ", ".join(tools) or "environment", step.get("role", "")))
+            start = end if step.get("start_seconds") is None else _seconds(step["start_seconds"])
+            sampling, waiting = (_seconds(step.get(f"{name}_seconds", 0.0)) for name in ("generate", "env"))
+            what = ", ".join(dict.fromkeys(str(call["name"]) for call in step["calls"])) or "environment"
+            found.append(StepTimes(start, sampling, waiting, what, str(step.get("role", ""))))
             end = start + sampling + waiting
-        return EpisodeTimes(record.get("started"), float(record["seconds"]), found)
+        started = None if record.get("started") is None else _seconds(record["started"])
+        return EpisodeTimes(started, _seconds(record["seconds"]), found)
     except (ValueError, TypeError, KeyError, AttributeError):
-        return EpisodeTimes(None, 0.0, [])  # the table of episodes says why it cannot be read
+        return None  # the table of episodes says why
+
+
+def _seconds(value: Any) -> float:
+    if not math.isfinite(seconds := float(value)):
+        raise ValueError(f"{seconds} is not a time")
+    return seconds

@@ -117,8 +117,9 @@ class Index:
         place = Path(directory).expanduser()
         if place.exists() and not (place / MANIFEST).is_file() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigError(f"{place} exists and is not a search index; choose another folder, or remove it")
-        old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
-        with write_atomically(place) as work:
+        # On its way, in folders that `disk.remove_leftovers` knows.
+        new, old = (place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part") for _ in range(2))
+        with write_atomically(new) as work:
             work.mkdir()
             digest = write_corpus(passages, work / PASSAGES, report)
             corpus = Corpus.open(work / PASSAGES)
@@ -130,8 +131,9 @@ class Index:
                 num_passages=len(corpus), corpus_sha256=digest, lexical=lexical, dense=dense, files=_file_sizes(work)
             )
             (work / MANIFEST).write_bytes(TypeAdapter(Manifest).dump_json(manifest, indent=1))
-            if place.exists():
-                place.rename(old)  # processes that have it open keep its files until they close them
+        if place.exists():  # not before the new index has reached the disk: that takes long, and may fail
+            place.rename(old)  # processes that have it open keep its files until they close them
+        new.rename(place)
         shutil.rmtree(old, ignore_errors=True)
         return cls.open(place)
 

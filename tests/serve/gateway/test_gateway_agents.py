@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent_r1 import guard
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import write_groups
@@ -18,7 +21,7 @@ from agent_r1.serve.gateway.command import CommandAgent, split_command
 from agent_r1.serve.gateway.flow import agent_reward
 from agent_r1.serve.view.detail import episode_page
 from agent_r1.types import Group, StopReason, TaskRow, Trajectory
-from tests.serve.gateway.agent_runs import ASK, chat, play
+from tests.serve.gateway.agent_runs import ASK, chat, play, play_async
 from tests.serve.small_runs import CONFIG
 
 # A program with nothing but the standard library, as an agent in any language would be.
@@ -263,3 +266,24 @@ def test_keys_of_the_users_own_account_are_not_sent_along(monkeypatch: pytest.Mo
     [trajectory] = play(program("ask('?'); print([v for v in os.environ.values() if v == 'private'])"), ["one"])
     assert result(trajectory) == "[]\n"
     assert os.environ["OPENAI_API_KEY"] == "private"
+
+
+def test_an_agent_that_outlives_its_episode_does_not_change_its_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CANCEL_SECONDS", 0.05)
+    is_over = asyncio.Event()
+
+    async def stubborn(row: TaskRow, client: ClientSettings) -> str:
+        await chat(client, [ASK])
+        while not is_over.is_set():
+            with suppress(asyncio.CancelledError):
+                await is_over.wait()
+        return "late"
+
+    async def main() -> Trajectory:
+        [trajectory] = await play_async(stubborn, ["a"], episode_seconds=1.0)  # its session is sealed at the end
+        is_over.set()
+        return trajectory
+
+    trajectory = asyncio.run(main())
+    assert trajectory.stop is StopReason.TIMEOUT
+    assert [(step.action_text, step.info) for step in trajectory.steps] == [("a", {})]
