@@ -115,7 +115,7 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         if name not in (None, _value(old, "algorithm.name")) and _value(old, "algorithm.settings"):
             below.algorithm.settings = {}
         policy, other = _value(new, "context.policy"), _value(old, "context.policy")
-        if policy is not None and policy != (other or DEFAULT_CONTEXT):
+        if None not in (policy, other) and policy != other:
             reasoning = _value(old, "context.reasoning")
             below.context = {} if reasoning is None else {"reasoning": reasoning}  # which every policy has
         kind = _value(new, "engine.kind")

@@ -47,8 +47,8 @@ def test_completions_lead_to_tasks_and_runs_in_folders(tmp_path: Path, monkeypat
     for folder, file in (("tasks/shop", "base.yaml"), ("runs/a", "metrics.jsonl"), (".hidden", "base.yaml")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / file).touch()
-    assert complete_recipe("quick") == ["quickstart", "quickstart/gateway"]
-    assert complete_recipe("ta") == ["tasks/"]
+    assert complete_recipe("quick") == ["quickstart", "quickstart/gateway", "quickstart/thinking"]
+    assert complete_recipe("tas") == ["tasks/"]
     assert complete_recipe("tasks/s") == ["tasks/shop"]
     assert ".hidden" not in complete_recipe("")
     assert complete_recipe(".h") == [".hidden"]

@@ -198,11 +198,11 @@ def test_a_warm_start_with_another_policy_is_another_warm_start(recipe: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["context.turns=2"], r"context\.policy is missing; choose one of: append, window, drop_results, summary"),
+        (["context.turns=2"], r"context \(policy append\) has no field 'turns'"),
         (["context.policy=windo"], r"unknown context\.policy 'windo'\. Did you mean 'window'\?"),
         (
             ["context.policy=window", "context.keep=2"],
-            r"context \(policy window\) has no field 'keep'\. Fields: policy",
+            r"context \(policy window\) has no field 'keep'\. Fields: .*policy, turns",
         ),
         (["context.policy=window", "context.turn=2"], r"has no field 'turn'\. Did you mean 'turns'\?"),
         (["context.policy=append", "context.turns=2"], r"context \(policy append\) has no field 'turns'"),
@@ -345,18 +345,26 @@ def test_a_row_that_asks_for_a_flow_without_the_policy_is_refused_too(recipe: st
 
 def test_a_preset_or_override_with_another_policy_does_not_inherit_settings(recipe: str) -> None:
     preset = Path(recipe) / "narrow.yaml"
+
+    def context(*overrides: str) -> dict[str, Any]:
+        return load_config(str(preset), overrides).context.model_dump(exclude={"reasoning"})
+
     preset.write_text("base: base.yaml\ncontext: {policy: window, turns: 3}\n", encoding="utf-8")
-    assert load_config(str(preset)).context.model_dump() == {"policy": "window", "turns": 3}
-    same = load_config(str(preset), ["context.policy=window"]).context
-    assert same.model_dump() == {"policy": "window", "turns": 3}
-    assert load_config(str(preset), ["context.turns=5"]).context.model_dump() == {"policy": "window", "turns": 5}
-    assert load_config(str(preset), ["context.policy=append"]).context.model_dump() == {"policy": "append"}
-    notes = load_config(str(preset), ["context.policy=notes"]).context
-    assert notes.model_dump() == {"policy": "notes", "turns": 4, "notes": 4, "note_chars": 400}
+    assert context() == {"policy": "window", "turns": 3}
+    assert context("context.policy=window") == {"policy": "window", "turns": 3}
+    assert context("context.turns=5") == {"policy": "window", "turns": 5}
+    assert context("context.policy=append") == {"policy": "append"}
+    assert context("context.policy=notes") == {"policy": "notes", "turns": 4, "notes": 4, "note_chars": 400}
     preset.write_text("base: base.yaml\ncontext: {turns: 3}\n", encoding="utf-8")  # of whatever policy is chosen
-    assert load_config(str(preset), ["context.policy=window"]).context.model_dump() == {"policy": "window", "turns": 3}
+    assert context("context.policy=window") == {"policy": "window", "turns": 3}
     with pytest.raises(ConfigError, match=r"context \(policy drop_results\) has no field 'turns'"):
-        load_config(str(preset), ["context.policy=drop_results"])
+        context("context.policy=drop_results")
+
+
+def test_another_policy_inherits_what_is_shown_of_reasoning(recipe: str) -> None:
+    preset = Path(recipe) / "stripped.yaml"
+    preset.write_text("base: base.yaml\ncontext: {policy: window, turns: 3, reasoning: strip}\n", encoding="utf-8")
+    assert load_config(str(preset), ["context.policy=append"]).context.reasoning == "strip"
 
 
 # The engine: what it keeps of a session serves prompts that were rewritten as well as those that grew.
