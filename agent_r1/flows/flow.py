@@ -41,6 +41,8 @@ class AgentFlowBase(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if isinstance(cls.roles, str):  # `role in roles` would look for a part of the text
+            raise TypeError(f"{cls.__name__}.roles must be a tuple: write roles = ({cls.roles!r},)")
         first = next(each for each in cls.__mro__ if {"run", "uses_context"} & vars(each).keys())
         if "uses_context" not in vars(first):  # the class, or a mixin, defines `run` without setting it
             cls.uses_context = False

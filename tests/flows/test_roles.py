@@ -113,6 +113,11 @@ class Drafts(AgentFlowBase):
         return StopReason.ANSWERED
 
 
+def test_roles_without_the_comma_of_a_tuple_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"roles = \('planner',\)"):
+        type("Alone", (AgentFlowBase,), {"roles": "planner"})
+
+
 def test_a_reward_goes_to_the_response_that_it_names() -> None:
     trajectory, _ = play(Drafts, lambda call: f"draft {call.turn}")
     assert [(step.role, step.action_text, step.reward) for step in trajectory.steps] == [
