@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -51,9 +51,7 @@ def pair(name: str, *, workers: int = 2, **overrides: Any) -> tuple[Learner, Ver
         weight_decay=ours.weight_decay,
         eps=ours.adam_eps,
     )
-    own = {name: getattr(ours, name) for name in Learner.__dataclass_fields__ if not name.startswith("_")}
-    for gone in ("policy", "updates", "nonfinite_updates"):
-        own.pop(gone)
+    own = {each.name: getattr(ours, each.name) for each in fields(Learner) if each.init and each.name != "policy"}
     own["reference"] = None if ours.reference is None else RemoteModel()
     if critic is not None:
         own["critic"] = RemoteCritic(

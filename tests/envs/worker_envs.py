@@ -250,7 +250,7 @@ async def _liar(env: Counting) -> Any:
 
 def _write_to_sockets(data: bytes) -> None:
     """Write to all sockets, as code that guesses descriptors would."""
-    for fd in range(3, 64):
+    for fd in map(int, os.listdir("/proc/self/fd")):  # the number may be high: it is that of the parent
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 os.write(fd, data)

@@ -164,7 +164,7 @@ def seen(pictures: tuple[Picture, ...], *, by_call: bool) -> Any:
     ids = [-1 - (each.key << 15) for each in pictures]
     second = Step(prompt_ids=[1, 2, *ids], response_ids=[3], response_logprobs=[0.0], pictures=pictures)
     made = Trajectory(row_id="r", trajectory_id="t", steps=[first, second], stop=StopReason.ANSWERED)
-    return SimpleNamespace(trajectory=made)
+    return SimpleNamespace(trajectory=made, others_acted=False)
 
 
 @pytest.mark.parametrize("by_call", [True, False])
