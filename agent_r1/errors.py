@@ -50,7 +50,7 @@ def import_extra(module: str, what: str, extra: str, otherwise: str = "") -> Any
 
 
 def at_least(least: float, owner: str, **values: float) -> None:
-    """Raise ConfigError for a setting of a class below its least value."""
+    """Raise ConfigError if a value is below the minimum."""
     for name, value in values.items():
         if not value >= least:  # refuses NaN too
             raise ConfigError(f"{owner}: {name}={value} must be at least {least:g}")

@@ -95,7 +95,7 @@ class Observation:
                 f"Observation needs exactly one of messages, text, token_ids: got {given or 'none'}. "
                 "They are alternatives."
             )
-        check_type("Observation.text", self.text, str | None, "a text")
+        check_type("Observation.text", self.text, str | None, "a string")
         check_type("Observation.token_ids", self.token_ids, list | None, "a list of ids")
         if self.messages is not None:
             check_messages(self.messages)
@@ -120,8 +120,8 @@ def check_messages(messages: list[Message], start: int = 0) -> None:
             continue  # nearly every message
         name = f"Observation.messages[{index}]"
         check_type(name, message, MAPPING, "a dict with a role and a content")
-        check_type(f"{name}['role']", message.get("role"), str, "a text")
-        check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a text or a list")
+        check_type(f"{name}['role']", message.get("role"), str, "a string")
+        check_type(f"{name}['content']", message.get("content"), str | list | tuple | None, "a string or a list")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class Transition:
         if self.observation is not None:
             check_type("Transition.observation", self.observation, Observation, "an Observation")
         check_reward("Transition.reward", self.reward)
-        check_type("Transition.feedback", self.feedback, str, "a text")
+        check_type("Transition.feedback", self.feedback, str, "a string")
         check_type("Transition.info", self.info, MAPPING, "a dict")
         check_type("Transition.calls", self.calls, tuple | list, "a tuple of ToolCallRecord")
         for index, call in enumerate(self.calls):

@@ -90,9 +90,9 @@ def options(
 
 @app.command("init")
 def init_command(
-    directory: Annotated[Path, typer.Argument(help="Where to write it: a directory that is new or empty.")],
+    directory: Annotated[Path, typer.Argument(help="The directory to write; it must be new or empty.")],
 ) -> None:
-    """Write a small task of your own to start from: tools, rows, reward, demonstrations, tests."""
+    """Write a small task to start from: tools, rows, reward, demonstrations, tests."""
     from agent_r1.cli.commands.init import write_task
 
     write_task(directory, console)
@@ -104,7 +104,7 @@ def check_command(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 32,
 ) -> None:
-    """Play a task without a model: do demonstrations earn the reward, and do silence and chance not?"""
+    """Play a task without a model: demonstrations should earn the reward, empty and random agents should not."""
     config = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_plan
@@ -129,10 +129,10 @@ def train_command(
         ),
     ] = None,
     may_continue: Annotated[
-        bool, typer.Option("--continue", help="Continue the run in --run DIR if there is one, else start it.")
+        bool, typer.Option("--continue", help="Continue the run in --run DIR if there is one, or start it.")
     ] = False,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Train with as many processes, each on its own GPU (or on the CPU).")
+        int | None, typer.Option(min=1, help="Number of processes, one per GPU (or all on the CPU).")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -166,7 +166,7 @@ def plan_command(  # noqa: PLR0913 (each is an option)
     tool_seconds: Annotated[float, typer.Option(min=0, help="Mean time that tools take in a step.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate memory, speed and GPU hours of a run from measured constants, and say how to run it."""
+    """Estimate memory, speed and GPU hours of a run from measured constants, and recommend a setup."""
     from agent_r1.plan.report import run_plan
 
     options: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "model": model, "like": like, "tool_seconds": tool_seconds}
@@ -201,10 +201,10 @@ def collect_command(
     recipe: RecipeArg,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="Sample from this model or run, not from where training starts.")
+        str | None, typer.Option(help="Sample from this model or run instead of the model that training starts from.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Training rows to play, from the first; by default all.")
+        int | None, typer.Option(min=1, help="Number of training rows to play, from the first (default: all).")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes per row; by default rollout.group_size.")] = None,
     run: RunOption = None,
@@ -237,7 +237,7 @@ def eval_command(
     split: Annotated[str | None, typer.Option(help="Evaluate on this split; by default task.test_split.")] = None,
     name: Annotated[str | None, typer.Option(help="Keep the result as RUN/evals/NAME.json.")] = None,
 ) -> None:
-    """Evaluate a run's newest checkpoint on held-out rows: mean, standard error, pass@k; kept for compare."""
+    """Evaluate a run's newest checkpoint on held-out rows: mean, standard error, pass@k. Stored for `compare`."""
     from agent_r1.runs.run_dir import RunDir
 
     directory = RunDir.open(run)
@@ -263,12 +263,12 @@ def compare_command(
     ],
     step: Annotated[
         str | None,
-        typer.Option(help="Evaluations made while training: first, last or a step; one, or one each: 0,last."),
+        typer.Option(
+            help="Evaluation made while training: first, last or a step. One for all runs, or one each: 0,last."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Evaluations made by eval: RUN/evals/NAME.json of each run.")] = None,
-    measure: Annotated[
-        str, typer.Option(help="What the verdict is on: success, reward or reward_part/NAME.")
-    ] = "success",
+    measure: Annotated[str, typer.Option(help="Compare by success, reward or reward_part/NAME.")] = "success",
 ) -> None:
     """Is B better than A? Their difference on the same rows, with a 95 % interval, and the rows won and lost."""
     from agent_r1.runs.compare import find_sides, show_comparisons
@@ -282,10 +282,10 @@ def view_command(
         list[Path] | None,
         typer.Argument(help="Run directories, or folders of them; by default runs/.", autocompletion=complete_run),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than localhost need a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; any but localhost requires a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8200,
     export: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file and exit.")] = None,
-    episodes: Annotated[int, typer.Option(min=0, help="Episodes in that file.")] = 300,
+    episodes: Annotated[int, typer.Option(min=0, help="Maximum number of episodes in that file.")] = 300,
 ) -> None:
     """Look at runs in the browser: curves, episodes, tokens. Live while they train."""
     from agent_r1.serve.view.commands import run_view
@@ -298,7 +298,7 @@ def show_command(
     run: RunArg,
     episode: Annotated[str | None, typer.Argument(help="FILE/N as listed, such as eval_000010/0, or an id.")] = None,
     find: Annotated[list[str] | None, typer.Option("--find", help="Filter: step=4, stop=error, text=word ...")] = None,
-    sort: Annotated[str, typer.Option(help="Sort by step, reward, calls ...; with - the highest first.")] = "-step",
+    sort: Annotated[str, typer.Option(help="Sort by step, reward, calls ...; prefix with - for descending.")] = "-step",
     limit: Annotated[int, typer.Option(min=1, help="Episodes to list.")] = 15,
     tokens: Annotated[str | None, typer.Option(help="Colour its tokens: logprob, advantage, ratio or entropy.")] = None,
 ) -> None:

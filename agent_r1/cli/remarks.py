@@ -42,7 +42,7 @@ def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, t
 
 def _continue(run: RunDir, *, start: int, steps: int, total: int) -> list[str]:
     if steps < total:
-        left = f"trainer.max_minutes is over, {total - steps} steps are left"
+        left = f"trainer.max_minutes was reached with {total - steps} steps left"
         return [f"continue    {program()} train --resume {run} ({left})"]
     if 0 < start == steps:
         return [f"continue    all {total} steps were done already; add trainer.steps=N for more"]

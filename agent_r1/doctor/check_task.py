@@ -74,7 +74,7 @@ def _judge(played: Sequence[Played], config: RunConfig, found: Findings) -> None
             found.errors.append(f"no demonstration earns {wanted}: the highest reward is {max(each.rewards):g}")
         elif each.agent == DEMOS and each.success < 1:
             found.warnings.append(
-                f"only {share} demonstrations earn {wanted}. Intended, if they are imperfect on purpose"
+                f"only {share} demonstrations earn {wanted}. This is fine if they are imperfect on purpose"
             )
         elif each.agent == "empty" and each.successes:
             found.warnings.append(f"saying nothing earns {wanted} in {share} episodes: check the reward")

@@ -138,7 +138,7 @@ def check_settings(cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> No
 
 
 _CHECKED = frozenset({bool, int, float, str, NoneType, list, dict})  # numpy's numbers, for example, are not
-_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+_IN_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "null"}
 
 
 @cache

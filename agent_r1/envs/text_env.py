@@ -44,7 +44,7 @@ class Reply:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_type("Reply.text", self.text, str, "a text")
+        check_type("Reply.text", self.text, str, "a string")
         check_type("Reply.images", self.images, list | tuple, "a list of pictures")
         check_reward("Reply.reward", self.reward)
         check_bool("Reply.done", self.done)
@@ -69,7 +69,7 @@ class TextEnv(AgentEnv):
         shown = self.begin(row)
         first = await shown if inspect.isawaitable(shown) else shown
         source = f"what {type(self).__name__}.begin returns"
-        check_type(source, first, str | Reply, "a text or a Reply")
+        check_type(source, first, str | Reply, "a string or a Reply")
         given = first if isinstance(first, Reply) else Reply(text=first)
         if given.reward or given.done or given.info:
             raise ValueError(f"{source} is shown before the first action: it has no reward, done or info")

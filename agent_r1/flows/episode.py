@@ -388,7 +388,7 @@ class _Writer:
 
 
 class _SummaryPrompt(Exception):
-    """Carries the prompt of a summary that is not sampled."""
+    """Raised instead of sampling a summary; carries the prompt it would have had."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__()

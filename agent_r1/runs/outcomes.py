@@ -50,7 +50,7 @@ class Subject:
 
     @classmethod
     def of(cls, run: Mapping[str, Any], *, model: str, panel: str, dtype: str | None = None) -> Subject:
-        """`run` is the content of a `config.json`; `dtype` is the sampler's number format, where that says auto."""
+        """`run` is the content of a `config.json`; `dtype`: the resolved number format, if it says auto."""
         settings = {
             name: run[section][name] for section, names in _SETTINGS.items() for name in names if name in run[section]
         }

@@ -54,7 +54,7 @@ class Evaluation:
 
 
 class RunDir(RunReader):
-    """A run directory that is written."""
+    """A run directory open for writing."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

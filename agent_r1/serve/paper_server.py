@@ -207,7 +207,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise _Refusal(400, f"{name} must be a whole number")
+        raise _Refusal(400, f"{name} must be an integer")
     return int(text)
 
 

@@ -219,7 +219,7 @@ def make_config(index: Index, limits: ServerLimits) -> uvicorn.Config:
             seconds=limits.seconds, max_connections=max(1, min(limits.max_connections, open_files - FILES_RESERVED))
         ),
         ws="none",
-        log_level="error",  # no log line for every invalid request
+        log_level="error",  # do not log each invalid request
         access_log=False,
         timeout_graceful_shutdown=math.ceil(limits.seconds),
     )
@@ -254,7 +254,7 @@ def serve(
 def _bind(host: str, port: int) -> socket.socket:
     """Return a bound socket, so that a taken address fails before the index is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only for sockets of this protocol does asyncio turn off the delay of small packets.
+    # asyncio turns off the delay of small packets (Nagle's algorithm) only for this protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows an immediate restart

@@ -1,7 +1,7 @@
 """Pictures in a terminal, where it can show them: with kitty's protocol or iTerm2's. Elsewhere, a mark stands for them.
 
 What a terminal can do is read from the environment; asking the terminal itself would mean to read its answer from the
-keyboard's input. Inside tmux and screen, which would have to pass pictures on, none are shown.
+keyboard's input. No pictures are shown inside tmux and screen, which do not pass them through.
 
 https://sw.kovidgoyal.net/kitty/graphics-protocol, https://iterm2.com/documentation-images.html
 """

@@ -48,7 +48,7 @@ class ToolResult:
     images: Sequence[Any] = ()  # shown after the text: PIL images, arrays, bytes, paths or data URLs
 
     def __post_init__(self) -> None:
-        check_type("ToolResult.text", self.text, str, "a text")
+        check_type("ToolResult.text", self.text, str, "a string")
         check_type("ToolResult.images", self.images, list | tuple, "a list of pictures")
         check_type("ToolResult.info", self.info, Mapping, "a dict")
         if self.reward is not None:
@@ -192,7 +192,7 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
     for attribute, kind, lowest, wanted in (
         ("timeout", int | float, math.ulp(0), "positive seconds"),
-        ("max_batch", int | None, 1, "a whole number of at least 1, or None"),
+        ("max_batch", int | None, 1, "an integer of at least 1, or None"),
         ("max_wait", int | float, 0, "seconds, 0 or more"),
     ):
         value = getattr(tool, attribute)

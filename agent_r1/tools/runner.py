@@ -25,7 +25,7 @@ from agent_r1.vision.pictures import MAX_PER_MESSAGE, Picture, as_picture, check
 
 
 class _TimedOut(ToolError):
-    """Not the tool's own ToolError: a batch that timed out is not run again call by call."""
+    """Our timeout, not a ToolError of the tool. A batch that timed out is not retried one call at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,6 @@ class _ExpertContext(ContextPolicy):
         made = self._write_summary(deepcopy(self._conversation))
         text = await made if inspect.isawaitable(made) else made
         if not isinstance(text, str):
-            raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a text")
+            raise DataError(f"context.demo_summary returned {text!r:.80}; it must return a string")
         self._replay.say_next(text)
         return await self._writer.write(messages, max_tokens=max_tokens)

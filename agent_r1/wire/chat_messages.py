@@ -79,7 +79,7 @@ def _read_content(fields: Fields, *, pictures: bool) -> Any:
     if isinstance(content, str):
         return sanitize(content)
     if not isinstance(content, list):
-        raise invalid(f"{name} must be a text or a list of parts", name, code="invalid_type")
+        raise invalid(f"{name} must be a string or a list of parts", name, code="invalid_type")
     parts = [_read_part(Fields(part, f"{name}[{i}]"), pictures=pictures) for i, part in enumerate(content)]
     shown = sum(part["type"] == "image" for part in parts)
     if shown > MAX_PER_MESSAGE:

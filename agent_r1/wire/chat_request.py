@@ -161,7 +161,7 @@ def _read_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
     stops = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise fields.wrong("stop", "a text or a list of texts", value)
+        raise fields.wrong("stop", "a string or a list of strings", value)
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise fields.refuse("stop", f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters")
     return tuple(dict.fromkeys(stops))

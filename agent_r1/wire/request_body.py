@@ -64,7 +64,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 
 
 def _kind(value: Any) -> str:
@@ -99,7 +99,7 @@ class Fields:
         if value is None:
             raise self.missing(key)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text", value)
+            raise self.wrong(key, "a string", value)
         if choices and value not in choices:
             raise self.refuse(key, f"must be one of {', '.join(choices)}, got {value[:80]!r}")
         return value

@@ -68,7 +68,9 @@ def _read_prompts(fields: Fields) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(each) is int for each in value)):
         value = [value]
     if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPTS:
-        raise fields.refuse("prompt", f"must be a text, a list of token ids, or a list of up to {MAX_PROMPTS} of these")
+        raise fields.refuse(
+            "prompt", f"must be a string, a list of token ids, or a list of up to {MAX_PROMPTS} of these"
+        )
     prompts: list[str | list[int]] = []
     for each in value:
         if isinstance(each, str):
@@ -76,7 +78,7 @@ def _read_prompts(fields: Fields) -> list[str | list[int]]:
         elif isinstance(each, list) and each and all(type(token) is int and token >= 0 for token in each):
             prompts.append(each)
         else:
-            raise invalid("every prompt must be a text or a list of token ids", "prompt", code="invalid_type")
+            raise invalid("every prompt must be a string or a list of token ids", "prompt", code="invalid_type")
     return prompts
 
 

@@ -184,7 +184,7 @@ def demonstrated(chosen: RunConfig) -> list[Trajectory]:
 
 
 def test_invalid_expert_summaries_are_errors(recipe: str) -> None:
-    with pytest.raises(DataError, match=r"failed when played: .*demo_summary returned 7; it must return a text"):
+    with pytest.raises(DataError, match=r"failed when played: .*demo_summary returned 7; it must return a string"):
         demonstrated(config(recipe, "summary", "context.demo_summary=task.nonsense"))
     with pytest.raises(DataError, match=r"demo_summary wrote 7 tokens, and 3 are allowed: 'seen"):
         demonstrated(config(recipe, "summary", "context.summary_tokens=3"))

@@ -41,7 +41,7 @@ def _read(file: Path) -> tuple[Metadata, torch.dtype]:
     _check_positions(metadata, {tensor.name for tensor in reader.tensors}, file)
     wide = {gguf.GGMLQuantizationType[name] for name in ("F64", "F32", "F16")}
     matrices = [tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1]
-    # bfloat16 loses nothing of a weight that was packed into 8 bits or fewer.
+    # bfloat16 represents weights that were packed into 8 bits or fewer exactly.
     return metadata, torch.float32 if wide.intersection(matrices) else torch.bfloat16
 
 

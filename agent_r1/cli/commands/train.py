@@ -163,7 +163,7 @@ async def _train(
 
 @asynccontextmanager
 async def _engine_closed(trainer: Trainer) -> AsyncIterator[None]:
-    """Close the engine, also if training fails or is interrupted: in a notebook, the process lives on."""
+    """Close the engine even if training fails or is interrupted: in a notebook, the process stays alive."""
     try:
         yield
     except BaseException:

@@ -278,7 +278,7 @@ class EnvPool:
     def _empty(self, host: Host, hosted: HostedEnv, refused: Call) -> bool:
         """Move replayable episodes off a full process; False if the one that was refused memory cannot move.
 
-        Each time, one episode gets its own process for good or has used up a replay, so this ends.
+        Terminates: each round gives one episode its own process for good, or uses up one replay.
         """
         host.is_retired = True
         if not hosted.can_replay or hosted.host is not host:

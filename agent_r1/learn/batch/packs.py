@@ -53,8 +53,8 @@ from agent_r1.vision.pictures import Picture, by_key
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
 
-# Keys and values of a tree are gathered along its paths, layer by layer. Beyond this multiple of the pack's rows, they
-# would take more memory than packs of that size should.
+# Keys and values of a tree are gathered along its paths, layer by layer. More than this multiple
+# of the pack's rows would exceed the memory that a pack may take.
 MAX_KEYS_PER_ROW = 8
 
 

@@ -100,7 +100,7 @@ class PolicyModel:
             self._compile_layers()
 
     def checkpoint_activations(self) -> None:
-        """From now on, keep only the input of each layer, and compute the layer twice."""
+        """Turn on activation checkpointing: keep each layer's input, and recompute the layer in the backward pass."""
         checkpoint_layers(self._body)
 
     def shard(self, mesh: DeviceMesh) -> None:

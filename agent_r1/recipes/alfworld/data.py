@@ -128,7 +128,7 @@ def _made_of(path: str) -> Path:
     if source is None:
         what = "is not an archive, or a damaged one" if given.is_file() else "has no ALFWorld games"
         raise DataError(
-            f"data.path={path!r} {what}: neither a folder with {FILE}, nor a tree of {RELEASED}, nor one archive of it"
+            f"data.path={path!r} {what}: expected a folder with {FILE}, an unpacked {RELEASED}, or its archive"
         )
     made = data_dir(FOLDER) / f"{_signature(source)}.sqlite"
     if not made.is_file():

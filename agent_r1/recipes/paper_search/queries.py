@@ -1,7 +1,7 @@
 """Questions and their gold papers, and training questions made from the papers themselves.
 
-Two kinds, in the words of the published evaluation sets. A topic asks for all papers whose titles have a phrase that
-two to eight titles share. A claim asks for one paper by a statement from its abstract. A question is kept if
+There are two kinds, named as in the published evaluation sets. A topic asks for all papers whose titles have a phrase
+that two to eight titles share. A claim asks for one paper by a statement from its abstract. A question is kept if
 searching for it finds all gold papers, but not among the first ten, and if none of them is gold in an evaluation set.
 """
 

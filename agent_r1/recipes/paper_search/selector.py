@@ -48,7 +48,7 @@ class Selector(Resource):
 
 
 class LexicalSelector(Selector):
-    """The share of the question's stems that the paper has, weighted by rarity; those of the title count extra.
+    """The share of the question's stems found in the paper, weighted by rarity; stems in the title count extra.
 
     coverage = 0.65 * share in title and abstract + 0.35 * share in the title (without an abstract: the latter)
     score = coverage squared

@@ -172,7 +172,7 @@ def judged(folder: Path) -> set[str]:
 
 
 def clean(found: Sequence[tuple[str, Problem]], taboo: set[str]) -> list[tuple[str, Problem]]:
-    """Remove duplicates and problems with a mark in `taboo`."""
+    """Remove duplicates and any problem that shares a fingerprint with `taboo`."""
     seen, kept = set(taboo), []
     for source, problem in found:
         own = marks(problem)

@@ -113,7 +113,7 @@ def _check_supported(request: ChatRequest) -> None:
 
 
 class WatchedEpisode(Episode):
-    """Reports the environment's answers. `tell` is set before it is played."""
+    """Reports the environment's answers. Set `tell` before playing the episode."""
 
     tell: Tell
     offered: Sequence[Mapping[str, Any]] = ()  # the tools of the last call

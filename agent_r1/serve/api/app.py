@@ -243,7 +243,7 @@ def make_config(server: Server, *, key: str | None, limits: ServeLimits) -> uvic
         ),
         timeout_keep_alive=math.ceil(limits.idle_seconds) + 1,  # ours comes first
         ws="none",
-        log_level="error",  # no log line for every invalid request
+        log_level="error",  # do not log each invalid request
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=min(SHUTDOWN_SECONDS, math.ceil(limits.request_seconds)),

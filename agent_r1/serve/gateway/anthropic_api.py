@@ -85,7 +85,7 @@ class AnthropicMessages:
 def _system(value: Any) -> str:
     blocks = [{"type": "text", "text": value}] if isinstance(value, str) else value or []
     if not isinstance(blocks, list) or not all(isinstance(each, Mapping) for each in blocks):
-        raise invalid("system must be a text or a list of text blocks", "system", code="invalid_type")
+        raise invalid("system must be a string or a list of text blocks", "system", code="invalid_type")
     texts = [str(block.get("text") or "") for block in blocks]
     return "\n\n".join(text for text in texts if text and not text.startswith(BILLING))
 
@@ -96,7 +96,7 @@ def _messages(fields: Fields) -> Iterator[dict[str, Any]]:
     name = fields.name("content")
     fields.finish()
     if content is not None and not isinstance(content, str | list):
-        raise invalid(f"{name} must be a text or a list of blocks", name, code="invalid_type")
+        raise invalid(f"{name} must be a string or a list of blocks", name, code="invalid_type")
     given = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     blocks = [Fields(block, f"{name}[{index}]") for index, block in enumerate(given)]
     if role == "assistant":

@@ -145,7 +145,7 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
-        raise Fields({"input": given}).wrong("input", "a text or a list of items", given)
+        raise Fields({"input": given}).wrong("input", "a string or a list of items", given)
     open_reply: dict[str, Any] | None = None  # an assistant message that further items may belong to
     for index, value in enumerate(items):
         fields = Fields(value, f"input[{index}]")

@@ -33,7 +33,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A response of the policy, read."""
+    """A parsed policy response."""
 
     said: Said
     entry: Entry  # as the client will repeat it

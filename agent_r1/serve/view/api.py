@@ -134,7 +134,7 @@ def _text(params: Params, name: str) -> str:
 def _whole(params: Params, name: str, default: int = 0) -> int:
     text = params.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise ConfigError(f"{name} must be a whole number, got {text[:40]!r}")
+        raise ConfigError(f"{name} must be an integer, got {text[:40]!r}")
     return int(text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_r1.vision.pictures import index_of, key_of
 
-KEY_DIGITS = 12  # of a picture's name, in its token ids
+KEY_DIGITS = 12  # hex digits of the picture's name that its token ids encode
 
 
 def names_in(content: Any) -> list[str]:

@@ -81,7 +81,7 @@ def reward(row: TaskRow, trajectory: Trajectory) -> float:
 
 # 4. Demonstrations: rows, each with the texts that an expert would write. They teach the model to call tools.
 #    Ours are imperfect on purpose: the demonstrator is often in a hurry and prices only the first item. The model
-#    imitates that, until reinforcement learning shows that only complete orders pay.
+#    imitates that, until reinforcement learning shows that only complete orders earn the reward.
 
 
 def demos(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:

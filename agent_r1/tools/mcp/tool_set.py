@@ -162,7 +162,7 @@ class MCPTools(ToolSet):
 
     async def call(self, name: str, arguments: Mapping[str, Any], episode: str | None) -> ToolResult:
         """Call a tool of the server by the name it has there. Raises ToolError for whatever the model should read, and
-        ServerError if the server died before and does not come back."""
+        ServerError if the server died and cannot be restarted."""
         from mcp import MCPError
 
         connection = await self._connection(self._key(episode))
@@ -256,7 +256,7 @@ class MCPTool(BaseTool):
         return await self._owner.call(self._remote, args, self._episode)
 
 
-_TEXT, _SECONDS, _TABLE = (str | None, "a text"), (int | float, "a number of seconds"), (Mapping | None, "a mapping")
+_TEXT, _SECONDS, _TABLE = (str | None, "a string"), (int | float, "a number of seconds"), (Mapping | None, "a mapping")
 _KINDS: dict[str, tuple[Any, str]] = {
     "command": (str | list | tuple | None, "a list of words"),
     "url": _TEXT,
@@ -264,8 +264,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "cwd": (str | Path | None, "a path"),
     "headers": _TABLE,
     "only": (list | tuple | None, "a list of names"),
-    "prefix": (str, "a text"),
-    "connections": (int, "a whole number"),
+    "prefix": (str, "a string"),
+    "connections": (int, "an integer"),
     "timeout": _SECONDS,
     "start_seconds": _SECONDS,
     "parallel": (bool, "true or false"),
@@ -292,7 +292,7 @@ def _check_place(command: str | Sequence[str] | None, url: str | None, **setting
         wrong = {key: value for key, value in (settings[name] or {}).items() if not isinstance(value, str)}
         if wrong:
             key = next(iter(wrong))
-            raise ConfigError(f"{name}.{key} of an MCP server must be a text; put the value in quotes")
+            raise ConfigError(f"{name}.{key} of an MCP server must be a string; put the value in quotes")
     if url is not None and not url.startswith(("http://", "https://", "$")):
         raise ConfigError(f"the url of an MCP server must start with http:// or https://, got {url!r}")
     words = tuple(command.split() if isinstance(command, str) else command or ())

@@ -76,7 +76,7 @@ class Sandbox:
         cores = len(os.sched_getaffinity(0))
         slots = cores if slots is None else slots
         if not isinstance(slots, int) or slots < 1:
-            raise ConfigError(f"slots of a sandbox must be a whole number of at least 1, got {slots!r}")
+            raise ConfigError(f"slots of a sandbox must be an integer of at least 1, got {slots!r}")
         if isinstance(libraries, str) or not isinstance(libraries, Sequence):
             raise ConfigError(f"libraries of a sandbox must be a list of names such as [numpy], got {libraries!r}")
         check_level(level)

@@ -71,7 +71,7 @@ def find_packages(libraries: Sequence[str]) -> list[Path]:
                     f"the sandbox cannot offer {name!r}, which is not installed: pip install {name}, or remove it from "
                     "libraries"
                 ) from None
-            continue  # a requirement of other platforms
+            continue  # required only on other platforms
         for file in distribution.files or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".egg-info", ".pth")):

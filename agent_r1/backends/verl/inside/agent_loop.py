@@ -105,7 +105,7 @@ class RemoteCollector:
     ) -> AsyncGenerator[tuple[int, Group], None]:
         """Yield (ticket, group) as soon as a row has been played and scored."""
         running: set[asyncio.Task[tuple[int, Group]]] = set()
-        # More rows than can play wait here, where they cost nothing, and go to the loop that is free first.
+        # Surplus rows wait here, where they cost nothing, and go to the first loop that is free.
         room = max(len(self.loops), 2 * self.max_concurrent // self.group_size)
         try:
             while True:

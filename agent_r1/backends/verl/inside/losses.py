@@ -94,7 +94,7 @@ class ValueLoss:
 
 
 def _as_share(output: LossOutput, numbers_N: Tensor, data: Any) -> tuple[Tensor, Metrics]:
-    """The loss to call backward on, and metrics by how they are joined."""
+    """Return the loss to backpropagate, and the metrics by how they are reduced."""
     metrics = {f"{SUM}{name}": float(value) for name, value in output.sums.items()}
     metrics |= {f"{MAX}{name}": float(value) for name, value in output.maxima.items()}
     metrics |= {f"{SHARE}{name}": float(value) for name, value in output.shares.items()}
