@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -54,6 +55,13 @@ def at_least(least: float, owner: str, **values: float) -> None:
     for name, value in values.items():
         if not value >= least:  # refuses NaN too
             raise ConfigError(f"{owner}: {name}={value} must be at least {least:g}")
+
+
+def check_limits(limits: Any) -> None:
+    """Raise ConfigError unless every field of a dataclass with slots is positive and finite."""
+    for name in limits.__slots__:
+        if not 0 < getattr(limits, name) < math.inf:
+            raise ConfigError(f"{name} must be positive and finite, got {getattr(limits, name)}")
 
 
 def brief(value: object) -> str:

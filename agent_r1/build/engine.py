@@ -151,7 +151,7 @@ BUILDERS: dict[str, Callable[[RunConfig, Model, Path | None, LoRA | None], Engin
 def merges_adapters(config: RunConfig) -> bool:
     """Whether the engine loads weights with the adapters merged into them, instead of the adapters alone."""
     shared = config.lora is not None and config.lora.share_base
-    return not shared and not getattr(config.engine, "send_adapters", False)
+    return not shared and not (config.engine.kind == "vllm" and config.engine.send_adapters)
 
 
 def max_episodes(config: RunConfig) -> int:

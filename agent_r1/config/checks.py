@@ -137,7 +137,7 @@ def _check_training(config: RunConfig) -> None:
         raise ConfigError(
             "lora.share_base needs engine.kind=local without engine.device: it shares the learner's memory"
         )
-    if getattr(config.engine, "send_adapters", False) and config.lora is None:
+    if config.engine.kind == "vllm" and config.engine.send_adapters and config.lora is None:
         raise ConfigError("engine.send_adapters needs a section lora: without adapters, all weights are sent")
     chunk, pack = config.learner.mlp_chunk_tokens, config.learner.max_tokens_per_pack
     if chunk is not None and pack is not None and chunk >= pack:

@@ -246,7 +246,7 @@ def papers_command(
         Path | None, typer.Option(help="A folder that `agent-r1 data recipe paper_search` has filled.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8200,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8210,
     rate: Annotated[float | None, typer.Option(help="Requests per second; more are refused with 429.")] = None,
     seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 20.0,
 ) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import ValidationError
 
 from agent_r1.batching import Batcher
-from agent_r1.errors import AgentR1Error, ConfigError
+from agent_r1.errors import AgentR1Error, ConfigError, check_limits
 from agent_r1.tools.search.index import Hit, Index, Kind, check_kind
 from agent_r1.tools.search.wire import Health, SearchRequest, write_results
 
@@ -52,9 +52,7 @@ class ServerLimits:
     max_connections: int = 2048  # one more closes the connection that has been idle longest
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_limits(self)
 
 
 class Refusal(Exception):

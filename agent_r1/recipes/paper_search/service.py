@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +27,7 @@ from agent_r1.recipes.paper_search.papers import Paper, PaperSource, Related, So
 from agent_r1.rollout.rewards.attempts import Attempts, OutOfAttempts, TransientError
 from agent_r1.serve.listening import is_loopback
 from agent_r1.text import sanitize
+from agent_r1.tools.search.client import certificates, retry_after
 
 GRAPH = "/graph/v1"
 FIELDS = "paperId,title,abstract,year,venue,authors"
@@ -80,7 +79,7 @@ class ServicePapers(PaperSource):
             timeout=None,
             limits=limits,
             headers=self._headers,
-            verify=_certificates(),
+            verify=certificates(),
             trust_env=not is_loopback(httpx.URL(self.url).host),  # no proxy leads to this machine
         )
         try:
@@ -161,7 +160,7 @@ class ServicePapers(PaperSource):
             raise SourceError("unknown_paper", "the service does not know this paper")
         if answer.status_code not in BUSY:
             raise SourceError("refused", f"the service answered {answer.status_code}: {said}")
-        wait = _retry_after(answer)
+        wait = retry_after(answer)
         if wait > self._max_wait:
             raise SourceError("unavailable", f"the service answered {answer.status_code} and asks to wait {wait:g} s")
         raise TransientError(f"it answered {answer.status_code}: {said}", wait_seconds=wait)
@@ -183,11 +182,6 @@ class ServicePapers(PaperSource):
             begin = max(now, self._next_request)
             self._next_request = begin + self._gap
             await asyncio.sleep(begin - now)
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes longer than a search
 
 
 def _json(answer: httpx.Response) -> Json:
@@ -238,13 +232,6 @@ def _line(value: Any) -> str:
     return " ".join(sanitize(value).split()) if isinstance(value, str) else ""
 
 
-def _retry_after(answer: httpx.Response) -> float:
-    try:
-        return max(0.0, float(answer.headers.get("Retry-After", "0")))
-    except ValueError:  # a date, which is rare: use the backoff
-        return 0.0
-
-
 def _read_key(variable: str) -> str:
     """Keys stay out of settings, which are written into the run."""
     key = os.environ.get(variable, "").strip()
@@ -260,5 +247,5 @@ def _check_url(url: str) -> str:
     except httpx.InvalidURL:
         valid = False
     if not valid or parsed.path.rstrip("/").endswith("/paper"):
-        raise ConfigError(f"{url!r} is not the address of a paper service; expected one like http://localhost:8200")
+        raise ConfigError(f"{url!r} is not the address of a paper service; expected one like http://localhost:8210")
     return url.rstrip("/")

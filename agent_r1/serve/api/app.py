@@ -44,6 +44,7 @@ from agent_r1.serve.api.events import Mode
 from agent_r1.serve.api.limits import Admission, ServeLimits
 from agent_r1.serve.api.served_model import ServedModel
 from agent_r1.serve.connections import bounded_protocol
+from agent_r1.serve.headers import adding_headers
 from agent_r1.serve.listening import LOOPBACK_NAMES, bind, is_loopback, link_name
 from agent_r1.serve.view.server import HEADERS, TYPES
 from agent_r1.wire.api_error import ApiError, unsupported
@@ -194,18 +195,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
-        async def send_guarded(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
-            await send(message)
-
+        send = adding_headers(send, HEADERS)
         try:
             self._check(Request(scope))
         except ApiError as error:  # the body is not read, so the connection cannot be used again
-            await send_json(send_guarded, error.as_json(), error.status, {**error.headers, "Connection": "close"})
+            await send_json(send, error.as_json(), error.status, {**error.headers, "Connection": "close"})
             return
-        await self._app(scope, receive, send_guarded)
+        await self._app(scope, receive, send)
 
     def _check(self, request: Request) -> None:
         path = request.url.path

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import check_limits
 from agent_r1.wire.api_error import overloaded
 
 
@@ -27,9 +26,7 @@ class ServeLimits:
     stall_seconds: float = 30.0  # a client that reads nothing for so long is disconnected
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        check_limits(self)
 
 
 class Admission:

@@ -27,6 +27,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from agent_r1.errors import AgentR1Error
+from agent_r1.serve.headers import adding_headers
 from agent_r1.serve.listening import LOOPBACK_NAMES, bind, is_loopback, link_name
 from agent_r1.serve.view.api import Api
 from agent_r1.serve.view.library import Library, NotFound
@@ -76,14 +77,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
-        async def send_guarded(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
-            await send(message)
-
         refusal = self._refuse(Request(scope))
-        await (refusal or self._app)(scope, receive, send_guarded)
+        await (refusal or self._app)(scope, receive, adding_headers(send, HEADERS))
 
     def _refuse(self, request: Request) -> Response | None:
         if self._token is None:

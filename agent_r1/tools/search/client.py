@@ -72,7 +72,7 @@ class SearchClient:
             base_url=self.url,
             timeout=seconds_per_attempt,
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-            verify=_certificates(),
+            verify=certificates(),
             trust_env=False,  # search servers run in the local network, behind no proxy
         )
 
@@ -121,7 +121,7 @@ class SearchClient:
         if answer.status_code == 200:
             return answer
         reply = f"{self.url}/search answered {answer.status_code}: {answer.text[:MAX_REPLY_CHARS]!r}"
-        wait = _retry_after(answer)
+        wait = retry_after(answer)
         if answer.status_code in BUSY and wait <= self._max_wait:
             raise _Temporary(reply, wait)
         raise SearchRefused(reply)
@@ -131,7 +131,7 @@ def check_server(url: str, *, top_k: int, kind: str | None) -> Health:
     """Check that a server runs at `url` and supports these settings. Raises SearchError or ConfigError."""
     url = check_url(url)
     try:
-        answer = httpx.get(f"{url}/health", timeout=HEALTH_SECONDS, verify=_certificates(), trust_env=False)
+        answer = httpx.get(f"{url}/health", timeout=HEALTH_SECONDS, verify=certificates(), trust_env=False)
         health = Health.model_validate_json(answer.raise_for_status().content)
     except (httpx.HTTPError, ValueError) as error:
         raise SearchUnavailable(
@@ -155,7 +155,8 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _retry_after(answer: httpx.Response) -> float:
+def retry_after(answer: httpx.Response) -> float:
+    """Return the seconds that the server asks to wait, or 0."""
     try:
         return max(0.0, float(answer.headers.get("Retry-After", "0")))
     except ValueError:  # a date, which is rare: use the backoff
@@ -163,5 +164,5 @@ def _retry_after(answer: httpx.Response) -> float:
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # takes longer than a search, so all clients share it
