@@ -134,8 +134,8 @@ def test_only_get_is_answered(client: TestClient) -> None:
     [
         ("/api/nothing", "unknown question"),
         ("/api/metrics", "run is missing"),
-        ("/api/metrics?run=shop&since=-1", "since must be a whole number"),
-        ("/api/episodes?run=shop&limit=many", "limit must be a whole number"),
+        ("/api/metrics?run=shop&since=-1", "since must be an integer"),
+        ("/api/episodes?run=shop&limit=many", "limit must be an integer"),
         ("/api/episodes?run=shop&sort=color", "cannot sort by 'color'"),
         ("/api/episode?run=shop&file=eval_000000&n=99", "no episode 99 in eval_000000"),
         ("/api/tokens?run=shop&file=eval_000000&n=0&step=9", "step 9 of episode 0"),
