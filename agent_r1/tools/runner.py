@@ -68,7 +68,8 @@ async def run_tool(tool: BaseTool, arguments: Mapping[str, Any], context: Mappin
             if isinstance(returned, BaseException):
                 raise returned
     except ToolError as error:
-        return ToolOutcome(text=str(error), fault="failed", seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return ToolOutcome(text=str(error), reward=error.reward, fault="failed", seconds=seconds)
     result = _as_result(tool.name, returned)
     try:
         pictures = await asyncio.to_thread(_read_pictures, result.images) if result.images else ()

@@ -6,8 +6,11 @@ import asyncio
 import gzip
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,10 +39,14 @@ from agent_r1.recipes.retool.data import (
     reduced,
     split_problems,
 )
+from agent_r1.recipes.retool.paid import PaidPythonTool
 from agent_r1.recipes.retool.task import reward, rows
+from agent_r1.tokens.formats.table import FORMATS
+from agent_r1.tools.base import ToolError
 from agent_r1.tools.python.levels import LEVELS, Guarantee, what_is_missing
+from agent_r1.tools.python.limits import KilledBy, Outcome
 from agent_r1.tools.python.tool import PythonTool
-from agent_r1.types import Step, StopReason, TaskRow, Trajectory
+from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 SHARED = os.environ.get("AGENT_R1_SHARED_DATA")
 NATALIA = (
@@ -330,6 +337,70 @@ def test_the_reward_is_correctness_and_format_is_reported_separately() -> None:
     assert parts("It is \\boxed{35}.") == (0, 0, 1)
     assert parts("It is 34.") == (0, 0, 0)
     assert parts("It is \\boxed{34}.", StopReason.MAX_TOKENS) == (0, 0, 0), "an episode that we cut gave no answer"
+
+
+# -- process rewards --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def paid() -> Iterator[PaidPythonTool]:
+    tool = PaidPythonTool(libraries=[], level="process", output_chars=200, ran=0.25, raised=-0.5, stopped=-1)
+    yield tool
+    asyncio.run(tool.sandbox.close())
+
+
+def played(python: PythonTool, *responses: list[str]) -> list[tuple[ToolCallRecord, ...]]:
+    """The calls of an episode, whose responses call these programs."""
+
+    async def play() -> list[tuple[ToolCallRecord, ...]]:
+        env = PythonEnv(tools=[python])
+        await env.reset(row_with("42"))
+        texts = ["\n".join(FORMATS["hermes"].write_call("python", {"code": code}) for code in each) for each in responses]
+        calls = [(await env.step(Action(text=text, token_ids=[]))).calls for text in texts]
+        await env.close()
+        return calls
+
+    return asyncio.run(play())
+
+
+def test_programs_earn_process_rewards(paid: PaidPythonTool) -> None:
+    loud = "print('x' * 500)"  # exceeds a limit; nothing waits for a time limit here
+    episode = played(paid, ["x = 6", "1 / 0"], ["x * 7", "x * 7"], [loud, "import os; os._exit(3)"])
+    assert [[call.reward for call in calls] for calls in episode] == [[0, -0.5], [0.25, 0], [-1, -0.5]]
+    assert [[call.fault for call in calls] for calls in episode] == [[None, "failed"], [None, None], ["failed"] * 2]
+    [[first]] = played(paid, ["6 * 7"])
+    assert (first.result, first.reward) == ("42", 0.25), "each episode has a first program"
+
+
+def test_a_program_that_runs_out_of_time_was_stopped(paid: PaidPythonTool) -> None:
+    for killed_by, cost in ((KilledBy.TIME, -1), (KilledBy.CPU, -1), (KilledBy.SIGNAL, -1), (None, -0.5)):
+        with pytest.raises(ToolError) as error:
+            paid.result(Outcome(stdout="so far\n", error="ended", killed_by=killed_by))
+        assert (str(error.value), error.value.reward) == ("so far\nended", cost)
+
+
+def test_process_rewards_are_reported_beside_the_outcome(paid: PaidPythonTool) -> None:
+    # 0.25 for 6 * 7, -0.5 for 1 / 0
+    trajectory = ended("It is \\boxed{42}.")
+    calls = [call for calls in played(paid, ["6 * 7", "1 / 0", "7 * 6"]) for call in calls]
+    with_calls = replace(trajectory, steps=[replace(trajectory.steps[0], calls=calls), *trajectory.steps[1:]])
+    parts = asyncio.run(reward(row_with("42"), with_calls))
+    assert parts == {"reward": 1, "correct": 1, "format": 1, "ran": 2, "failed": 1, "earned": -0.25}
+
+
+@pytest.mark.parametrize("settings", [{"ran": -0.1}, {"raised": 0.1}, {"stopped": float("nan")}, {"ran": "0.1"}])
+def test_process_rewards_of_the_wrong_sign_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        PaidPythonTool(libraries=[], level="process", **settings)
+
+
+def test_the_preset_process_combines_with_the_others() -> None:
+    for presets in ("process", "gsm8k+process", "tiny+process"):
+        config = load_config(f"retool/{presets}", ["task.tool_kwargs.python.ran=0.05"])
+        assert (config.task.tools, config.rewards.process) == (["task.PaidPythonTool"], "raw")
+    assert load_config("retool/gsm8k+process").task.train_split == "gsm8k_train"
+    plan = build_plan(load_config("retool/tiny+process", ["task.tool_kwargs.python.level=process"]))
+    assert len(plan.train_rows) == 16
 
 
 # -- demonstrations ---------------------------------------------------------------------------------------------------

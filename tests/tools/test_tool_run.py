@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -80,6 +81,18 @@ def test_a_tool_error_is_text_and_any_other_exception_propagates(kind: str) -> N
         run(failing, {"how": "exit"})
     with pytest.raises(TimeoutError, match="upstream"):  # what the tool waited for, not our limit
         run(failing, {"how": "own timeout"})
+
+
+def test_a_tool_error_may_cost_a_process_reward() -> None:
+    @tool
+    def fail(cost: float) -> str:
+        """Fail."""
+        raise ToolError("no such page", reward=-cost)
+
+    outcome = run(fail, {"cost": 0.5})
+    assert (outcome.text, outcome.fault, outcome.reward) == ("no such page", "failed", -0.5)
+    with pytest.raises(TypeError, match="ToolError.reward"):
+        ToolError("no such page", reward=math.nan)
 
 
 def test_a_tool_that_hangs_times_out() -> None:

@@ -1,8 +1,11 @@
 """Mathematics with a Python interpreter: rows and reward. See README.md; `data.py` has the data.
 
-The reward is `correct`; both components are reported:
+The reward is `correct`; all components are reported:
 correct   1 if the answer in \\boxed{} is the same as the true one (`answers.py`)
 format    1 if the episode ended with a message that holds an answer in \\boxed{}
+ran       programs that ran
+failed    programs that raised or were stopped
+earned    the sum of their process rewards (`paid.py`); 0 without the preset `process`
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from agent_r1.data.downloads import data_folder
 from agent_r1.envs.python_env import PythonEnv as PythonEnv
 from agent_r1.recipes.retool.answers import require_math_verify, same_answer
 from agent_r1.recipes.retool.data import FOLDER, boxed, split_problems
+from agent_r1.recipes.retool.paid import PaidPythonTool as PaidPythonTool
 from agent_r1.tools.python.tool import PythonTool as PythonTool
 from agent_r1.types import StopReason, TaskRow, Trajectory
 
@@ -39,4 +43,12 @@ def as_row(text: str, answer: str, row_id: str, source: str) -> TaskRow:
 async def reward(row: TaskRow, trajectory: Trajectory) -> dict[str, float]:
     answer = boxed(trajectory.final_text) if trajectory.stop is StopReason.ANSWERED else None
     correct = float(bool(answer) and await same_answer(str(row.ground_truth), answer or ""))
-    return {"reward": correct, "correct": correct, "format": float(bool(answer))}
+    calls = [call for step in trajectory.steps for call in step.calls]
+    return {
+        "reward": correct,
+        "correct": correct,
+        "format": float(bool(answer)),
+        "ran": float(sum(call.fault is None for call in calls)),
+        "failed": float(sum(call.fault == "failed" for call in calls)),
+        "earned": sum(call.reward for call in calls),
+    }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent_r1.tools.base import BaseTool, ToolError, ToolResult
-from agent_r1.tools.python.limits import Limits
+from agent_r1.tools.python.limits import Limits, Outcome
 from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
 
 QUEUE_SECONDS = 600.0  # a call may wait this long for its turn; its own time starts when it runs
@@ -48,7 +48,10 @@ class PythonTool(BaseTool):
         )
 
     async def execute(self, args: dict[str, Any], session: str | None = None) -> ToolResult:  # type: ignore[override]
-        outcome = await self.sandbox.run(args["code"], session=session)
+        return self.result(await self.sandbox.run(args["code"], session=session))
+
+    def result(self, outcome: Outcome) -> ToolResult:
+        """What the model reads of a run. Raises ToolError if the program failed."""
         printed = outcome.stdout.rstrip("\n")
         if outcome.error is not None:
             raise ToolError(f"{printed}\n{outcome.error}" if printed else outcome.error)
