@@ -15,6 +15,7 @@ from benchmarks.seed_statistics import MeanInterval, crossed_mean
 Evaluation = Mapping[str, Any]
 Choice = Callable[[Mapping[str, Any]], Evaluation]  # one of a run's evaluations
 FIRST, LAST = 0, -1
+ERRORS = ("mase",)  # measures that RL should make smaller
 
 
 def at_equal_steps(runs: Sequence[Mapping[str, Any]]) -> tuple[str, Choice]:
@@ -90,25 +91,28 @@ def interval_cell(found: MeanInterval | None, measure: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def seeds_table(results: Mapping[str, Any], measure: str = "success") -> str:
-    """Markdown, one part per view; empty if no algorithm has several seeds, or the rows were not stored."""
+def seeds_table(results: Mapping[str, Any], measures: Sequence[str] = ("success",)) -> str:
+    """Markdown, one part per measure and view; empty if no algorithm has several seeds, or rows were not stored."""
     runs = results["runs"]
-    named = by_name(runs)
-    if not has_rows(runs) or max(map(len, named.values())) < 2:
+    if not has_rows(runs) or max(map(len, by_name(runs).values())) < 2:
         return ""
-    first, *_ = named
-    parts = []
-    for title, choose in views(runs):
-        lines = [f"| {title} | seeds | {measure} | gain | against `{first}` |", "| --- | ---: | ---: | ---: | ---: |"]
-        for name, own in named.items():
-            values = [value for run in own for value in outcomes(choose(run), measure)]
-            mean = sum(values) / len(values)
-            shown = f"{mean:.1%}" if measure == "success" else f"{mean:.3f}"
-            against = None if name == first else difference(own, named[first], choose, measure)
-            cells = [interval_cell(gain(own, choose, measure), measure), interval_cell(against, measure)]
-            lines.append(f"| `{name}` | {len(own)} | {shown} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+    parts = [_one_table(runs, measure, title, choose) for measure in measures for title, choose in views(runs)]
     return "\n\n".join([*parts, HOW_SURE])
+
+
+def _one_table(runs: Sequence[Mapping[str, Any]], measure: str, title: str, choose: Choice) -> str:
+    named = by_name(runs)
+    first, *_ = named
+    gained = "change (lower is better)" if measure in ERRORS else "gain"
+    lines = [f"| {title} | seeds | {measure} | {gained} | against `{first}` |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, own in named.items():
+        values = [value for run in own for value in outcomes(choose(run), measure)]
+        mean = sum(values) / len(values)
+        shown = f"{mean:.1%}" if measure == "success" else f"{mean:.3f}"
+        against = None if name == first else difference(own, named[first], choose, measure)
+        cells = [interval_cell(gain(own, choose, measure), measure), interval_cell(against, measure)]
+        lines.append(f"| `{name}` | {len(own)} | {shown} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 HOW_SURE = (

@@ -374,28 +374,30 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--splits", default="", help="other splits to be judged on at the end")
     parser.add_argument("--start", type=Path, help="a run of `agent-r1 sft` to begin from, instead of a new one")
     parser.add_argument("--measures", default="", help="what the table shows too: reward (its mean), or parts of it")
-    parser.add_argument("--gain", default="success", help="the measure whose paired difference the table shows")
+    gain = "the measure whose paired difference the table shows, and others whose means over seeds are shown"
+    parser.add_argument("--gain", default="success", help=gain)
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
     parser.add_argument("--add", action="store_true", help="keep the runs that the results file has, and add these")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"{name}.json"
     measures = [measure for measure in options.measures.split(",") if measure]
+    gains = options.gain.split(",")
     if options.draw:
         results = json.loads(out.read_text(encoding="utf-8"))
-        written, picture = table(results, measures, options.gain), ROOT / "docs" / f"{out.stem}.png"
+        written, picture = table(results, measures, gains[0]), ROOT / "docs" / f"{out.stem}.png"
         print(written)
         draw(results, picture, options.recipe)
         shown = f"![Held-out success over RL steps](../../../docs/{picture.name})"
         page = RECIPES / options.recipe.partition("/")[0] / "README.md"
-        parts = [seeds_table(results, options.gain), written, HOW_SURE, shown, kinds_table(results), setting(results)]
+        parts = [seeds_table(results, gains), written, HOW_SURE, shown, kinds_table(results), setting(results)]
         fill(page, out.name, "\n" + "\n\n".join(part for part in parts if part) + "\n")
         return
     facts = facts_of("recipes", words)
     earlier = json.loads(out.read_text(encoding="utf-8")) if options.add and out.exists() else None
     for results in measure(options, new_folder(options.runs, name)):
         keep(out, facts | results if earlier is None else add(earlier, facts | results))
-        print(table(results, measures, options.gain), flush=True)
+        print(table(results, measures, gains[0]), flush=True)
 
 
 if __name__ == "__main__":

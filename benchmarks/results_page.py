@@ -26,7 +26,8 @@ class Task:
     recipe: str
     what: str
     file: str  # of the results
-    measure: str = "success"
+    measures: tuple[str, ...] = ("success",)  # compared over seeds
+    note: str = ""  # how to read the tables
 
     @property
     def picture(self) -> str:
@@ -40,7 +41,13 @@ class Task:
 TASKS = (
     Task(recipe="quickstart", what="looks two people up and adds their coins", file="quickstart"),
     Task(recipe="vision_quickstart", what="finds two marked cards in a picture", file="vision_quickstart"),
-    Task(recipe="forecast", what="chooses a forecasting model for a series with tools", file="forecast"),
+    Task(
+        recipe="forecast",
+        what="chooses a forecasting model for a series with tools",
+        file="forecast",
+        measures=("success", "mase"),
+        note="`mase` is the mean absolute error, divided by the mean absolute seasonal difference of the known part.",
+    ),
     Task(recipe="gridworld", what="crosses a frozen lake that only pictures show", file="gridworld"),
     Task(recipe="gsm8k", what="solves school mathematics in one step", file="gsm8k"),
     Task(recipe="gsm8k_tool", what="solves school mathematics with a calculator", file="gsm8k_tool"),
@@ -125,13 +132,14 @@ def write_page(tasks: Sequence[Task] = TASKS) -> str:
 def section(task: Task, results: Mapping[str, Any]) -> str:
     table = [["algorithm", "seeds", "before RL", "after RL", "gain, points", "the interval covers"]]
     table += [[f"`{line.name}`", str(line.seeds), *line.cells()] for line in lines_of(results)]
-    over_seeds = seeds_table(results, task.measure) if "start" in results else ""
+    over_seeds = seeds_table(results, task.measures) if "start" in results else ""
     parts = [
         f"## {task.recipe}",
         f"The agent {task.what}. [Task, data, settings and commands]({task.readme}#results)",
         f"![Held-out success of {task.recipe} over RL steps]({task.picture})",
         markdown(table),
         over_seeds,
+        task.note,
     ]
     return "\n\n".join(part for part in parts if part)
 

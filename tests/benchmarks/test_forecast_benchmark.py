@@ -9,6 +9,9 @@ import pytest
 from agent_r1.config import RECIPES
 from agent_r1.recipes.forecast import synthetic, task
 from benchmarks.forecast import OUT, measure, policies, table
+from benchmarks.machine import RESULTS
+from benchmarks.over_seeds import at_equal_steps, by_name, gain, seeds_table
+from benchmarks.recipes import ROOT
 
 
 def test_the_baseline_earns_a_half_and_hindsight_is_not_beaten() -> None:
@@ -33,3 +36,14 @@ def test_the_page_shows_the_recorded_scores() -> None:
     page = (RECIPES / "forecast" / "README.md").read_text(encoding="utf-8")
     assert table(recorded["results"]) in page
     assert recorded["commit"] in page
+
+
+def test_the_pages_show_the_error_over_seeds_and_it_falls_with_both_algorithms() -> None:
+    runs = json.loads((RESULTS / "forecast.json").read_text(encoding="utf-8"))["runs"]
+    for page in (RECIPES / "forecast" / "README.md", ROOT / "docs" / "results.md"):
+        assert seeds_table({"runs": runs}, ["mase"]).rpartition("\n\n")[0] in page.read_text(encoding="utf-8")
+    choose = at_equal_steps(runs)[1]
+    assert {name: gain(own, choose, "mase").high < 0 for name, own in by_name(runs).items()} == {
+        "grpo": True,
+        "ppo": True,
+    }

@@ -54,6 +54,23 @@ def test_the_table_has_a_view_for_steps_and_one_for_time() -> None:
     assert "seeds" in how
 
 
+def test_an_error_that_falls_is_a_change_below_zero() -> None:
+    def of(seed: int, before: str, after: str) -> dict[str, Any]:
+        rows = [
+            {"step": step, "seconds": step, "by_row": {"reward_part/mase": row}}
+            for step, row in ((0, before), (9, after))
+        ]
+        return run("grpo", seed, *rows)
+
+    # seed 0: -0.5, -0.5, 0 of 3 rows; seed 1: -0.5, -0.25, -0.25: -1/3 each; after: (0.5 + 1 + 1) / 3 and the same
+    runs = [of(0, "1 1.5 1", "0.5 1 1"), of(1, "1 1.25 1.25", "0.5 1 1")]
+    table, how = seeds_table({"runs": runs}, ["mase"]).split("\n\n")
+    head, _, line = table.splitlines()
+    assert head == "| after 9 steps | seeds | mase | change (lower is better) | against `grpo` |"
+    assert line.startswith("| `grpo` | 2 | 0.833 | -0.333 (")
+    assert how in seeds_table({"runs": SLOW}, ["success", "recall"])
+
+
 def test_there_is_one_view_if_steps_and_time_agree_and_none_for_single_seeds_or_older_results() -> None:
     assert len(seeds_table({"runs": SLOW}).split("\n\n")) == 2  # a table and how to read it
     assert seeds_table({"runs": [SLOW[0], FAST[0]]}) == ""

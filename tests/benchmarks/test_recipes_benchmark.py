@@ -13,7 +13,7 @@ import pytest
 
 from agent_r1.config import RECIPES
 from benchmarks.machine import RESULTS
-from benchmarks.over_seeds import outcomes
+from benchmarks.over_seeds import outcomes, seeds_table
 from benchmarks.recipes import (
     Job,
     algorithms_by_name,
@@ -138,6 +138,8 @@ def test_pages_show_the_recorded_results(page: Path) -> None:
         if "start" not in results:  # of another benchmark, which has a test of its own
             continue
         assert setting(results) in shown
+        by_measure = [seeds_table(results, [measure]).split("\n\n")[0] for measure in ("success", "reward")]
+        assert any(each in shown for each in by_measure), "the tables over seeds"
         for run in results["runs"]:
             [line] = [line for line in shown.splitlines() if line.startswith(f"| `{run['name']}` | {run['seed']} |")]
             assert success_cell(run["held_out"][-1]) in line

@@ -355,7 +355,9 @@ def played(python: PythonTool, *responses: list[str]) -> list[tuple[ToolCallReco
     async def play() -> list[tuple[ToolCallRecord, ...]]:
         env = PythonEnv(tools=[python])
         await env.reset(row_with("42"))
-        texts = ["\n".join(FORMATS["hermes"].write_call("python", {"code": code}) for code in each) for each in responses]
+        texts = [
+            "\n".join(FORMATS["hermes"].write_call("python", {"code": code}) for code in each) for each in responses
+        ]
         calls = [(await env.step(Action(text=text, token_ids=[]))).calls for text in texts]
         await env.close()
         return calls

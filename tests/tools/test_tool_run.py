@@ -91,7 +91,7 @@ def test_a_tool_error_may_cost_a_process_reward() -> None:
 
     outcome = run(fail, {"cost": 0.5})
     assert (outcome.text, outcome.fault, outcome.reward) == ("no such page", "failed", -0.5)
-    with pytest.raises(TypeError, match="ToolError.reward"):
+    with pytest.raises(TypeError, match=r"ToolError\.reward"):
         ToolError("no such page", reward=math.nan)
 
 
