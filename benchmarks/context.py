@@ -4,11 +4,11 @@
     python -m benchmarks.context alfworld/summary --draw         # picture and table into docs/context.md
 
 Every run is `agent-r1 train RECIPE context.policy=NAME` with the same seeds; `append+strip` is `append` with
-`context.reasoning=strip`. `--set` changes settings of all runs,
-`--for` of one. A warm start uses the policy too, so that it learns from the prompts that RL will show; `--set
-model.path=... --set sft.demos=null` starts all runs from one model instead. Tokens are those of the last evaluation
-(the same rows for all), seconds those of training steps. With more than one of `--workers`, runs share the machine, so
-compare their times only with each other.
+`context.reasoning=strip`. `--set` changes settings of all runs, `--for` of one. A warm start uses the policy
+too, so that it learns from the prompts that RL will show; `--set model.path=... --set sft.demos=null` starts all runs
+from one model instead. `--add` keeps the runs that the results file already has. Tokens are those of the last
+evaluation (the same rows for all), seconds those of training steps. With more than one of `--workers`, runs share the
+machine, so compare their times only with each other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.track.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, drawn
 from benchmarks.machine import RESULTS
+from benchmarks.over_seeds import HOW_SURE, at_equal_steps, by_name, has_rows, one_table
 from benchmarks.recipes import (
     ROOT,
     Job,
+    add,
     as_they_end,
+    commands,
     facts_of,
     fill,
     gain_cell,
@@ -39,6 +42,7 @@ from benchmarks.recipes import (
     own_overrides,
     parser_of,
     success_cell,
+    where,
 )
 
 TITLES = ("policy", "seed", "before", "after", "gain (95 % interval)", "shown", "sampled", "computed", "summaries", "s")
@@ -114,11 +118,18 @@ def setting(results: Mapping[str, Any]) -> str:
     """Hardware, commit, rows and command, as one line."""
     first = results["runs"][0]
     rows = f"{first['held_out'][0]['rows']:.0f} held-out rows, panel `{first['panel']}`"
-    shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
     return (
-        f"{results['accelerator']}{shared}, commit `{results['commit']}`, {rows}. Tokens shown and sampled: per "
-        f"episode; tokens computed, and seconds: per training step. `{results['command']}`"
+        f"{where(results)}, {rows}. Tokens shown and sampled: per episode; tokens computed, and seconds: per training "
+        f"step. {commands(results)}"
     )
+
+
+def over_seeds(results: Mapping[str, Any]) -> str:
+    """Markdown: means over seeds, against the first policy; empty for one seed, or if rows were not stored."""
+    runs = results["runs"]
+    if not has_rows(runs) or max(map(len, by_name(runs).values())) < 2:
+        return ""
+    return f"{one_table(runs, 'success', *at_equal_steps(runs))}\n\n{HOW_SURE}"
 
 
 def draw(results: Mapping[str, Any], picture: Path) -> None:
@@ -157,6 +168,7 @@ def main(words: Sequence[str]) -> None:
     parser = parser_of("context", compared="policy")
     parser.add_argument("--policies", default="append,window,drop_results,notes,summary")
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the docs")
+    parser.add_argument("--add", action="store_true", help="keep the runs that the results file has, and add these")
     options = parser.parse_args(words)
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"context_{name}.json"
@@ -165,12 +177,15 @@ def main(words: Sequence[str]) -> None:
         picture = ROOT / "docs" / f"{out.stem}.png"
         draw(results, picture)
         shown = f"![Success, tokens and seconds of each policy]({picture.name})"
-        fill(ROOT / "docs" / "context.md", out.name, f"\n{table(results)}\n\n{shown}\n\n{setting(results)}\n")
+        parts = [over_seeds(results), table(results), shown, setting(results)]
+        fill(ROOT / "docs" / "context.md", out.name, "\n" + "\n\n".join(part for part in parts if part) + "\n")
         return
     facts = facts_of("context", words)
+    earlier = json.loads(out.read_text(encoding="utf-8")) if options.add and out.exists() else None
     for results in measure(options, new_folder(options.runs, f"context-{Path(name).name}")):
-        keep(out, facts | results)
-        print(f"{table(facts | results)}\n\n{setting(facts | results)}", flush=True)
+        kept = facts | results if earlier is None else add(earlier, facts | results)
+        keep(out, kept)
+        print(f"{table(kept)}\n\n{setting(kept)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def views(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Choice]]:
-    """Equal steps and equal time; only the first if both take the same evaluations."""
+    """Equal steps and equal time; only the first for one algorithm, or if both take the same evaluations."""
     steps, time = at_equal_steps(runs), at_equal_time(runs)
-    same = all(steps[1](run)["step"] == time[1](run)["step"] for run in runs)
+    same = len(by_name(runs)) == 1 or all(steps[1](run)["step"] == time[1](run)["step"] for run in runs)
     return [steps] if same else [steps, time]
 
 
@@ -96,22 +96,25 @@ def seeds_table(results: Mapping[str, Any], measures: Sequence[str] = ("success"
     runs = results["runs"]
     if not has_rows(runs) or max(map(len, by_name(runs).values())) < 2:
         return ""
-    parts = [_one_table(runs, measure, title, choose) for measure in measures for title, choose in views(runs)]
+    parts = [one_table(runs, measure, title, choose) for measure in measures for title, choose in views(runs)]
     return "\n\n".join([*parts, HOW_SURE])
 
 
-def _one_table(runs: Sequence[Mapping[str, Any]], measure: str, title: str, choose: Choice) -> str:
+def one_table(runs: Sequence[Mapping[str, Any]], measure: str, title: str, choose: Choice) -> str:
     named = by_name(runs)
-    first, *_ = named
-    gained = "change (lower is better)" if measure in ERRORS else "gain"
-    lines = [f"| {title} | seeds | {measure} | {gained} | against `{first}` |", "| --- | ---: | ---: | ---: | ---: |"]
+    first, *others = named
+    titles = [title, "seeds", measure, "change (lower is better)" if measure in ERRORS else "gain"]
+    titles += [f"against `{first}`"] if others else []
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
     for name, own in named.items():
         values = [value for run in own for value in outcomes(choose(run), measure)]
         mean = sum(values) / len(values)
         shown = f"{mean:.1%}" if measure == "success" else f"{mean:.3f}"
-        against = None if name == first else difference(own, named[first], choose, measure)
-        cells = [interval_cell(gain(own, choose, measure), measure), interval_cell(against, measure)]
-        lines.append(f"| `{name}` | {len(own)} | {shown} | {' | '.join(cells)} |")
+        cells = [f"`{name}`", str(len(own)), shown, interval_cell(gain(own, choose, measure), measure)]
+        if others:
+            against = None if name == first else difference(own, named[first], choose, measure)
+            cells.append(interval_cell(against, measure))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -176,11 +176,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 def add(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
     """The runs of both, on the same panel. A run that was repeated replaces the earlier one."""
-    if earlier["start"]["panel"] != results["start"]["panel"]:
-        raise SystemExit(
-            f"--add: the runs there were evaluated on panel {earlier['start']['panel']}, these on "
-            f"{results['start']['panel']}"
-        )
+    there, here = (each["runs"][0]["panel"] for each in (earlier, results))
+    if there != here:
+        raise SystemExit(f"--add: the runs there were evaluated on panel {there}, these on {here}")
     repeated = {(run["name"], run["seed"]) for run in results["runs"]}
     kept = [run for run in earlier["runs"] if (run["name"], run["seed"]) not in repeated]
     names = list(dict.fromkeys(run["name"] for run in [*earlier["runs"], *results["runs"]]))
@@ -295,11 +293,19 @@ HOW_SURE = (
 def setting(results: Mapping[str, Any]) -> str:
     start = results["start"]["held_out"][0]
     rows = f"{start['rows']:.0f} rows, panel `{results['start']['panel']}`"
+    return f"{where(results)}, {rows}, greedy: {commands(results)}"
+
+
+def where(results: Mapping[str, Any]) -> str:
+    """Hardware and commits."""
     shared = f", {results['workers']} runs at once" if results["workers"] > 1 else ""
     found = dict.fromkeys([results["commit"], *(run.get("commit", results["commit"]) for run in results["runs"])])
-    commits = ", ".join(f"`{each}`" for each in found)
-    commands = " ; ".join(f"`{each}`" for each in [*results.get("earlier", []), results["command"]])
-    return f"{results['accelerator']}{shared}, commit {commits}, {rows}, greedy: {commands}"
+    return f"{results['accelerator']}{shared}, commit {', '.join(f'`{each}`' for each in found)}"
+
+
+def commands(results: Mapping[str, Any]) -> str:
+    """Those that measured, the first one first."""
+    return " ; ".join(f"`{each}`" for each in [*results.get("earlier", []), results["command"]])
 
 
 def draw(results: Mapping[str, Any], picture: Path, title: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.context import main, setting, table
+from benchmarks.context import main, over_seeds, setting, table
 from benchmarks.machine import RESULTS
 from benchmarks.recipes import ROOT, marks
 
@@ -61,3 +61,4 @@ def test_the_page_shows_the_recorded_results(recorded: str) -> None:
     shown = page.partition(begin)[2].partition(end)[0]
     assert table(results) in shown
     assert setting(results) in shown
+    assert over_seeds(results) in shown

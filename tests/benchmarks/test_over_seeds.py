@@ -66,7 +66,7 @@ def test_an_error_that_falls_is_a_change_below_zero() -> None:
     runs = [of(0, "1 1.5 1", "0.5 1 1"), of(1, "1 1.25 1.25", "0.5 1 1")]
     table, how = seeds_table({"runs": runs}, ["mase"]).split("\n\n")
     head, _, line = table.splitlines()
-    assert head == "| after 9 steps | seeds | mase | change (lower is better) | against `grpo` |"
+    assert head == "| after 9 steps | seeds | mase | change (lower is better) |"
     assert line.startswith("| `grpo` | 2 | 0.833 | -0.333 (")
     assert how in seeds_table({"runs": SLOW}, ["success", "recall"])
 
@@ -80,7 +80,7 @@ def test_there_is_one_view_if_steps_and_time_agree_and_none_for_single_seeds_or_
 
 def test_runs_are_added_to_earlier_ones_and_replace_those_they_repeat() -> None:
     def results(command: str, runs: list[dict[str, Any]], panel: str = "p") -> dict[str, Any]:
-        return {"command": command, "start": {"panel": panel}, "runs": runs}
+        return {"command": command, "runs": [{**each, "panel": panel} for each in runs]}
 
     again = {**SLOW[1], "again": True}
     both = add(results("first", SLOW), results("second", [FAST[0], again]))
