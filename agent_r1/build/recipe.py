@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -21,6 +22,9 @@ from agent_r1.errors import ConfigError
 from agent_r1.guard import is_library
 from agent_r1.places import anchored
 from agent_r1.runs.reader import is_run
+
+if TYPE_CHECKING:
+    from agent_r1.tools.search.dense import DenseSettings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = PACKAGE / "templates"
@@ -59,19 +63,24 @@ def data_name(recipe: str) -> str | None:
 
 
 def prepare_data(
-    recipe: str, directory: Path | None, report: Callable[[str], None], source: Path | None = None
+    recipe: str,
+    directory: Path | None,
+    report: Callable[[str], None],
+    source: Path | None = None,
+    dense: DenseSettings | None = None,
 ) -> Path:
     """Call the recipe's `data.prepare` and return the data directory, by default the one the recipe reads."""
     if not (recipe_folder(recipe) / "data.py").is_file():
         raise ConfigError(f"{recipe} has no data to fetch: there is no data.py in {recipe_folder(recipe)}")
     chosen = data_dir(resolve("data.FOLDER", recipe=recipe)) if directory is None else directory
     prepare = resolve("data.prepare", recipe=recipe)
-    if source is None:
-        prepare(chosen, report)
-    elif "source" in inspect.signature(prepare).parameters:
-        prepare(chosen, report, source=source)
-    else:
+    given = {key: value for key, value in (("source", source), ("dense", dense)) if value is not None}
+    missing = given.keys() - inspect.signature(prepare).parameters.keys()
+    if "source" in missing:
         raise ConfigError(f"--from {source}: {recipe} reads its data unchanged; use data.path={source}")
+    if "dense" in missing:
+        raise ConfigError(f"--encoder: {recipe} builds no index. Remove the option")
+    prepare(chosen, report, **given)
     return chosen
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,7 +43,7 @@ def build_command(
 ) -> None:
     """Build an index from files of passages (title, text, optionally id)."""
     from agent_r1.tools.search.corpus import read_passages
-    from agent_r1.tools.search.dense import ENCODERS, DenseSettings
+    from agent_r1.tools.search.dense import DenseSettings, encoder_settings
     from agent_r1.tools.search.index import RANKERS, Index
     from agent_r1.tools.search.lexical import LexicalSettings
 
@@ -54,8 +53,7 @@ def build_command(
             raise ConfigError(f"--kind {kind}: cannot build {name!r}.{did_you_mean(name, RANKERS)}")
     _refuse_without("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
     _refuse_without("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
-    chosen = ENCODERS[encoder or "minilm"]
-    dense = DenseSettings(encoder=replace(chosen, model=encoder_path or chosen.model), method=method or "flat")
+    dense = DenseSettings(encoder=encoder_settings(encoder, encoder_path), method=method or "flat")
     index = Index.build(
         read_passages(corpus),
         to,

@@ -43,6 +43,7 @@ from agent_r1.tools.base import ToolError, ToolResult
 from agent_r1.tools.search.dense import DenseSettings, EncoderSettings
 from agent_r1.tools.search.index import KINDS, Kind
 from agent_r1.types import Action, Observation, Step, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
+from tests.conftest import Cli
 
 
 def paper(number: int, **fields: Any) -> Paper:
@@ -330,14 +331,18 @@ def test_a_model_scores_in_batches_what_it_scores_alone(kind: str, labels: int, 
     assert len(set(together)) == 3
 
 
-def test_a_library_with_an_encoder_is_searched_by_meaning_or_both(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("encoder")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    vocabulary = save_tokenizer(tmp_path / "encoder")
-    BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **sizes)).save_pretrained(
-        tmp_path / "encoder"
-    )
-    dense = DenseSettings(encoder=EncoderSettings(model=str(tmp_path / "encoder"), pooling="mean"))
+    vocabulary = save_tokenizer(folder)
+    BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_a_library_with_an_encoder_is_searched_by_meaning_or_both(encoder: Path, tmp_path: Path) -> None:
+    dense = DenseSettings(encoder=EncoderSettings(model=str(encoder), pooling="mean"))
     papers = [paper(1, title="river"), paper(2, title="moon"), paper(3, title="title")]
     build_library(papers, tmp_path / "library", dense=dense)
     kinds: dict[Kind, list[str]] = {
@@ -712,6 +717,36 @@ def test_preparing_from_a_folder_makes_everything_a_run_needs(source: Path, tmp_
     assert sorted(path.name for path in source.iterdir()) == [
         "AutoScholarQuery_test.jsonl.gz", "acl_anthology_small.parquet", "spar_bench.jsonl.gz",
     ]  # fmt: skip
+
+
+def test_the_command_builds_a_library_that_is_searched_by_meaning(
+    source: Path, encoder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    ended = cli("data", "recipe", "paper_search", "--from", source, "--to", tmp_path, "--encoder-path", encoder)
+    assert ended.code == 0, ended.err
+    found = {kind: Search(library=tmp_path / data.LIBRARY, kind=kind).library.source for kind in (*KINDS, None)}
+    papers = {kind: [each.paper_id for each in asyncio.run(made.search("Weather", 5))] for kind, made in found.items()}
+    assert papers["lexical"] == ["spar-77"]
+    assert len(papers["dense"]) == 5
+    assert papers[None] == papers["hybrid"] != papers["lexical"]
+    # The questions are those of a library without an encoder.
+    data.prepare(tmp_path / "words", lambda line: None, source=source)
+    for split in data.SPLITS:
+        assert data.queries(split, str(tmp_path)) == data.queries(split, str(tmp_path / "words"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gsm8k", "--encoder", "minilm"], "gsm8k builds no index"),
+        (["paper_search", "--encoder", "minlm"], "unknown encoder 'minlm'"),
+    ],
+)
+def test_an_encoder_that_cannot_be_used_is_refused(words: list[str], message: str, tmp_path: Path, cli: Cli) -> None:
+    ended = cli("data", "recipe", *words, "--to", tmp_path / "here")
+    assert ended.code == 2
+    assert message in ended.err
+    assert not (tmp_path / "here").exists()
 
 
 def test_missing_data_and_unknown_splits_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

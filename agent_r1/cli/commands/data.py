@@ -48,13 +48,25 @@ def recipe_command(
     source: Annotated[
         Path | None, typer.Option("--from", help="Use the files in this folder instead of fetching any.")
     ] = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option(help="Also index by meaning, if the recipe has an index: minilm, bge-small, bge-base, bge-large."),
+    ] = None,
+    encoder_path: Annotated[
+        str | None, typer.Option(help="Folder of the encoder's weights, if not the hub; minilm by default.")
+    ] = None,
 ) -> None:
     """Fetch the data of a recipe from its public source, and build the files derived from it."""
     from agent_r1.build.recipe import prepare_data
     from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))
-    directory = prepare_data(recipe, to, say, source)
+    dense = None
+    if encoder is not None or encoder_path is not None:
+        from agent_r1.tools.search.dense import DenseSettings, encoder_settings
+
+        dense = DenseSettings(encoder=encoder_settings(encoder, encoder_path))
+    directory = prepare_data(recipe, to, say, source, dense)
     say(f"the data of {recipe} is in {directory}")
     say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 

@@ -26,6 +26,7 @@ from agent_r1.data.downloads import Report, data_dir, data_folder, fetch
 from agent_r1.data.files import json_lines, read_json
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.tools.search.corpus import Passage, read_passages
+from agent_r1.tools.search.dense import DenseSettings
 from agent_r1.tools.search.index import MANIFEST, Index
 from agent_r1.tools.search.lexical import LexicalSettings
 
@@ -139,10 +140,10 @@ def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     yield from json_lines(path)
 
 
-def prepare(directory: Path, report: Report, source: Path | None = None) -> None:
+def prepare(directory: Path, report: Report, source: Path | None = None, dense: DenseSettings | None = None) -> None:
     """Fill `directory` with questions and index, from the folder `source` or from the public sources.
 
-    Files that exist are not downloaded again.
+    Files that exist are not downloaded again. With `dense`, the index can also be searched by meaning.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if source is not None:
@@ -153,7 +154,7 @@ def prepare(directory: Path, report: Report, source: Path | None = None) -> None
     else:
         _fetch_questions(directory, report)
         _fetch_pages(directory, report)
-    index = Index.build(passages(directory), directory / INDEX, lexical=LexicalSettings(), report=report)
+    index = Index.build(passages(directory), directory / INDEX, lexical=LexicalSettings(), dense=dense, report=report)
     report(f"{directory / INDEX}: {index.manifest.num_passages:,} passages")
     for split in SPLITS:
         report(f"{split}: {len(questions(split, directory)):,} questions")

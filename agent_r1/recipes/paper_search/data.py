@@ -1,7 +1,8 @@
 """The papers and questions: the ACL Anthology, AutoScholarQuery's test set and SPAR's benchmark.
 
 `agent-r1 data recipe paper_search` downloads them from the public repositories, or copies them with `--from DIR`, and
-fills `library/` beside them: the index, the table of papers, and the questions that are trained on.
+fills `library/` beside them: the index, the table of papers, and the questions that are trained on. `--encoder minilm`
+adds search by meaning to the index.
 
 The papers are those of the Anthology and, after them, the gold papers of SPAR's benchmark, which carries their
 abstracts. Two records with the same title are one paper. AutoScholarQuery names its gold papers by title only, so only
@@ -62,7 +63,7 @@ def library_folder(path: str | None) -> Path:
     return beside if (beside / TABLE).is_file() else data_dir(FOLDER) / LIBRARY
 
 
-def prepare(directory: Path, report: Report, source: Path | None = None) -> None:
+def prepare(directory: Path, report: Report, source: Path | None = None, dense: DenseSettings | None = None) -> None:
     """Fill `directory` with the files and the library, from the folder `source` or from the public repositories."""
     directory.mkdir(parents=True, exist_ok=True)
     if source is not None:
@@ -71,7 +72,7 @@ def prepare(directory: Path, report: Report, source: Path | None = None) -> None
                 shutil.copyfile(path, directory / path.name)
     else:
         _fetch(directory, report)
-    build(directory, report)
+    build(directory, report, dense)
 
 
 def build(directory: Path, report: Report, dense: DenseSettings | None = None) -> None:

@@ -9,7 +9,7 @@ depend on the other queries in its batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import sqrt
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_r1.errors import ConfigError, DataError, import_extra
+from agent_r1.errors import ConfigError, DataError, did_you_mean, import_extra
 from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.lexical import Ranking
 from agent_r1.tools.search.progress import Report, track
@@ -52,9 +52,17 @@ ENCODERS = {
 }
 
 
+def encoder_settings(name: str | None, path: str | None = None) -> EncoderSettings:
+    """Return a named encoder, `minilm` for None, with the weights of `path` if there are any."""
+    name = name or "minilm"
+    if name not in ENCODERS:
+        raise ConfigError(f"unknown encoder {name!r}.{did_you_mean(name, ENCODERS)}")
+    return replace(ENCODERS[name], model=path or ENCODERS[name].model)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSettings:
-    encoder: EncoderSettings = field(default_factory=lambda: ENCODERS["minilm"])
+    encoder: EncoderSettings = field(default_factory=lambda: encoder_settings(None))
     method: Literal["flat", "ivf"] = "flat"
     batch_size: int = 64  # passages encoded at once
 
