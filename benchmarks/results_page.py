@@ -40,6 +40,20 @@ class Task:
 
 TASKS = (
     Task(recipe="quickstart", what="looks two people up and adds their coins", file="quickstart"),
+    Task(
+        recipe="planner_worker",
+        what="answers the same questions in two roles, one plans and one works",
+        file="planner_worker",
+        measures=("right_plan", "carried_out"),
+        note="`right_plan` is what the planner did right, `carried_out` what the worker did right.",
+    ),
+    Task(
+        recipe="drafts_critic",
+        what="drafts two plans in one role and chooses in the other",
+        file="drafts_critic",
+        measures=("offered", "chosen"),
+        note="`offered`: the drafter wrote a right and a wrong draft. `chosen`: the critic then took the right one.",
+    ),
     Task(recipe="vision_quickstart", what="finds two marked cards in a picture", file="vision_quickstart"),
     Task(
         recipe="forecast",
