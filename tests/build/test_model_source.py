@@ -380,5 +380,5 @@ def test_gemma_continues_a_text_and_can_be_shown_tools() -> None:
     assert tokenizer.convert_ids_to_tokens(renderer.stop_ids) == ["<end_of_turn>", "<eos>"]
     assert tokenizer.tokenize("It costs  12") == ["It", "▁costs", "▁▁", "1", "2"]
     network = AutoModelForCausalLM.from_pretrained(GEMMA, dtype=torch.float32)
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    assert tokenizer.decode(network.generate(ids, max_new_tokens=1, do_sample=False)[0, -1:]) == " Paris"
+    ids = tokenizer("One, two, three, four,", return_tensors="pt").input_ids
+    assert tokenizer.decode(network.generate(ids, max_new_tokens=1, do_sample=False)[0, -1:]) == " five"

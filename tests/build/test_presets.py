@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1.build.models.source import PACKAGES, PYPI
 from agent_r1.build.plan import build_plan
+from agent_r1.build.recipe import recipe_path
 from agent_r1.build.resolve import recipe_folder, resolve
 from agent_r1.config import (
     RECIPES,
@@ -182,3 +184,13 @@ def test_another_algorithm_does_not_inherit_settings_and_the_same_one_does() -> 
 def test_every_recipe_with_data_has_a_folder_and_a_prepare_function(recipe: str) -> None:
     assert resolve("data.FOLDER", recipe=recipe).isidentifier()
     inspect.signature(resolve("data.prepare", recipe=recipe)).bind(Path(), print)
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k_tool", "alfworld"])
+def test_gemma_is_trained_with_its_own_template_and_with_adapters(recipe: str) -> None:
+    config = load_config(f"{recipe}/gemma3_270m+lora")
+    assert str(config.model.path).removeprefix(PYPI) in PACKAGES
+    assert recipe_path(str(config.model.chat_template), recipe=config.recipe).name == "gemma_tools.jinja"
+    assert config.lora is not None
+    assert config.learner.lr == 10 * load_config(recipe).learner.lr
+    assert config.sft.demos == load_config(recipe).sft.demos is not None
