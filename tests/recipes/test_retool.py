@@ -384,7 +384,7 @@ def test_a_program_that_runs_out_of_time_was_stopped(paid: PaidPythonTool) -> No
 def test_process_rewards_are_reported_beside_the_outcome(paid: PaidPythonTool) -> None:
     # 0.25 for 6 * 7, -0.5 for 1 / 0
     trajectory = ended("It is \\boxed{42}.")
-    calls = [call for calls in played(paid, ["6 * 7", "1 / 0", "7 * 6"]) for call in calls]
+    calls = tuple(call for calls in played(paid, ["6 * 7", "1 / 0", "7 * 6"]) for call in calls)
     with_calls = replace(trajectory, steps=[replace(trajectory.steps[0], calls=calls), *trajectory.steps[1:]])
     parts = asyncio.run(reward(row_with("42"), with_calls))
     assert parts == {"reward": 1, "correct": 1, "format": 1, "ran": 2, "failed": 1, "earned": -0.25}

@@ -77,7 +77,7 @@ def tokenizer_of(metadata: Metadata, file: Path) -> Any:
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _NAMED.items()}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_with_control_tokens(
-            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, SPLITTINGS[pre]), metadata
+            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, SPLITTINGS[str(pre)]), metadata
         ),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],  # no causal model takes the default's token_type_ids

