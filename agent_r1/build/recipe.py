@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -22,9 +21,6 @@ from agent_r1.errors import ConfigError
 from agent_r1.guard import is_library
 from agent_r1.places import anchored
 from agent_r1.runs.reader import is_run
-
-if TYPE_CHECKING:
-    from agent_r1.tools.search.dense import DenseSettings
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = PACKAGE / "templates"
@@ -67,19 +63,23 @@ def prepare_data(
     directory: Path | None,
     report: Callable[[str], None],
     source: Path | None = None,
-    dense: DenseSettings | None = None,
+    **of_index: str | None,
 ) -> Path:
-    """Call the recipe's `data.prepare` and return the data directory, by default the one the recipe reads."""
+    """Call the recipe's `data.prepare` and return the data directory, by default the one the recipe reads.
+
+    `of_index`: options of the index that a recipe builds; None is not passed on.
+    """
     if not (recipe_folder(recipe) / "data.py").is_file():
         raise ConfigError(f"{recipe} has no data to fetch: there is no data.py in {recipe_folder(recipe)}")
     chosen = data_dir(resolve("data.FOLDER", recipe=recipe)) if directory is None else directory
     prepare = resolve("data.prepare", recipe=recipe)
-    given = {key: value for key, value in (("source", source), ("dense", dense)) if value is not None}
-    missing = given.keys() - inspect.signature(prepare).parameters.keys()
-    if "source" in missing:
-        raise ConfigError(f"--from {source}: {recipe} reads its data unchanged; use data.path={source}")
-    if "dense" in missing:
-        raise ConfigError(f"--encoder: {recipe} builds no index. Remove the option")
+    given = {key: value for key, value in {"source": source, **of_index}.items() if value is not None}
+    for key in given:
+        if key in inspect.signature(prepare).parameters:
+            continue
+        if key == "source":
+            raise ConfigError(f"--from {source}: {recipe} reads its data unchanged; use data.path={source}")
+        raise ConfigError(f"--{key.replace('_', '-')} {given[key]}: {recipe} builds no index. Remove the option")
     prepare(chosen, report, **given)
     return chosen
 

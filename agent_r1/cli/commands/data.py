@@ -61,12 +61,7 @@ def recipe_command(
     from agent_r1.cli.display import program
 
     to, source = (None if path is None else path.expanduser() for path in (to, source))
-    dense = None
-    if encoder is not None or encoder_path is not None:
-        from agent_r1.tools.search.dense import DenseSettings, encoder_settings
-
-        dense = DenseSettings(encoder=encoder_settings(encoder, encoder_path))
-    directory = prepare_data(recipe, to, say, source, dense)
+    directory = prepare_data(recipe, to, say, source, encoder=encoder, encoder_path=encoder_path)
     say(f"the data of {recipe} is in {directory}")
     say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 

@@ -140,11 +140,18 @@ def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     yield from json_lines(path)
 
 
-def prepare(directory: Path, report: Report, source: Path | None = None, dense: DenseSettings | None = None) -> None:
+def prepare(
+    directory: Path,
+    report: Report,
+    source: Path | None = None,
+    encoder: str | None = None,
+    encoder_path: str | None = None,
+) -> None:
     """Fill `directory` with questions and index, from the folder `source` or from the public sources.
 
-    Files that exist are not downloaded again. With `dense`, the index can also be searched by meaning.
+    Files that exist are not downloaded again. With an encoder, the index can also be searched by meaning.
     """
+    dense = DenseSettings.named(encoder, encoder_path)
     directory.mkdir(parents=True, exist_ok=True)
     if source is not None:
         for name in SOURCES.values():

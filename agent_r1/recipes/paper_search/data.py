@@ -63,8 +63,15 @@ def library_folder(path: str | None) -> Path:
     return beside if (beside / TABLE).is_file() else data_dir(FOLDER) / LIBRARY
 
 
-def prepare(directory: Path, report: Report, source: Path | None = None, dense: DenseSettings | None = None) -> None:
+def prepare(
+    directory: Path,
+    report: Report,
+    source: Path | None = None,
+    encoder: str | None = None,
+    encoder_path: str | None = None,
+) -> None:
     """Fill `directory` with the files and the library, from the folder `source` or from the public repositories."""
+    dense = DenseSettings.named(encoder, encoder_path)
     directory.mkdir(parents=True, exist_ok=True)
     if source is not None:
         for path in (_anthology_file(source), *(_questions_file(source, name) for name in SHA256)):

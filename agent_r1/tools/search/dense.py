@@ -66,6 +66,11 @@ class DenseSettings:
     method: Literal["flat", "ivf"] = "flat"
     batch_size: int = 64  # passages encoded at once
 
+    @classmethod
+    def named(cls, encoder: str | None, path: str | None) -> DenseSettings | None:
+        """Settings for the options of a command; None if neither is given."""
+        return cls(encoder=encoder_settings(encoder, path)) if encoder or path else None
+
 
 class Encoder:
     """Turns texts into unit vectors."""
