@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent_r1.tools.mcp.tool_set import MCPTools
     from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
-__version__: str  # of the installed package, so an editable installation keeps that of its last `pip install`
+__version__: str  # the installed version; an editable installation keeps the version of its last `pip install`
 
 _HOME = {
     "api.agent": ["Agent", "Answer"],

@@ -116,8 +116,8 @@ class DropResults(ContextPolicy):
             return {**message, "content": self.placeholder}
         dropped = _text_part(self.placeholder)
         if not any(map(is_image, content)):
-            return {**message, "content": [dropped]}  # some templates accept nothing but parts
-        # The text of a picture is its caption, which takes few tokens beside it.
+            return {**message, "content": [dropped]}  # some templates only accept a list of parts
+        # Keep the text beside a picture: it is the caption, and takes few tokens.
         return {**message, "content": [dropped if is_image(part) else part for part in content]}
 
 

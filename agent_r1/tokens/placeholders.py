@@ -56,7 +56,7 @@ class Placeholders:
 
 
 def as_parts(message: Message) -> Message:
-    """The message with its text as a part: some templates (SmolVLM's) show no other."""
+    """Return the message with its text as a part: some templates (SmolVLM's) ignore contents that are strings."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
