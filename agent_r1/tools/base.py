@@ -100,8 +100,8 @@ class BaseTool(Resource, ABC):
         return self
 
     async def end_episode(self) -> None:
-        """Release everything that the tool of an episode holds. Called at its end, even after failures; may be called
-        twice."""
+        """Release everything that the tool of an episode holds. Called when the episode ends, even after failures; may
+        be called twice."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
         return self  # a copied row shares its tools
