@@ -71,7 +71,7 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
     return [_broadcast(group, [difference(item) for item in group]) for group in groups]
 
 
-# Step level: one number for all tokens of a step. Token level: each token its own.
+# Step level: one number for all tokens of a step. Token level: one number per token.
 
 
 def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:

@@ -40,7 +40,7 @@ def total(placed: PerToken) -> float:
 
 
 def process_rewards(trajectory: Trajectory) -> PerToken:
-    """The rewards of the environment and tools on the way."""
+    """Return the rewards that the environment and tools gave during the episode."""
     placed = zeros(trajectory)
     for index, step in enumerate(trajectory.steps):
         for call in step.calls:
@@ -116,7 +116,7 @@ class KLInReward:
 
 @dataclass(kw_only=True)
 class RewardShaper:
-    """All of the above in order, for one batch at a time."""
+    """Applies all of the above in order, to one batch at a time."""
 
     process: ProcessScaling = "raw"
     process_weight: float = 1.0
@@ -126,7 +126,7 @@ class RewardShaper:
     overlong_penalty: float = 0.0
     kl: KLInReward | None = None
     running: RunningStd = field(default_factory=RunningStd)
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last batch
 
     def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
         """Place the rewards, then subtract the KL penalty, if any."""
@@ -199,7 +199,7 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
     if shaper.by_role:
         roles = {role for trajectory in valid for role in trajectory.roles}
         parts = [[part_of(each, role) for each in valid] for role in roles]
-        compared = [[part for part in own if part.num_response_tokens] for own in parts]  # of those who acted
+        compared = [[part for part in own if part.num_response_tokens] for own in parts]  # without idle roles
     return all(
         differ_by_rounding(min(part), max(part))
         for attempts in compared

@@ -65,7 +65,7 @@ class Critic:
     value_clip: float | None  # distance from the old value within which a new one may lower the loss; None: no clip
     value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
     warmup_updates: int  # updates in which only the critic is trained
-    schedule: Schedule | None = None  # of its learning rate; None: the learner's
+    schedule: Schedule | None = None  # schedule of the learning rate; None: the learner's
     normalize_returns: bool = False
 
     def __post_init__(self, policy: PolicyModel) -> None:
@@ -109,7 +109,7 @@ class Critic:
             num_targets=num_targets,
             clip=self.value_clip,
         )
-        unit = 1.0 if self.returns is None else self.returns.std  # of the head's output, in returns
+        unit = 1.0 if self.returns is None else self.returns.std  # one unit of the head's output, in units of returns
         error = error / unit**2
         return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
 
