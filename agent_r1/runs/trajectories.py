@@ -39,7 +39,7 @@ FORMAT = 4  # of a record; format 3 had no ratios and entropies, 2 no roles and 
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Numbers = Mapping[str, PerToken]  # name -> [step][response token]
-COMPUTED = ("advantages", "ratios", "entropies")  # what a step's record may have beside the step, per token
+COMPUTED = ("advantages", "ratios", "entropies")  # values per token that a step's record may hold beside the step
 Record = dict[str, Any]  # one trajectory as JSON, with numbers per token and its row's prompt and ground truth
 
 
@@ -50,13 +50,13 @@ def trajectory_to_json(trajectory: Trajectory, numbers: Numbers | None = None) -
         if not record[name]:
             del record[name]
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
-    record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
+    record["total_reward"] = trajectory.total_reward  # derived values, for people and queries
     record["error"] = trajectory.error
     for name, per_token in (numbers or {}).items():
         for step, values in zip(record["steps"], per_token, strict=True):
             if name == "advantages":
                 step[name] = list(values)
-            elif not all(map(math.isnan, values)):  # computed, and to be looked at only
+            elif not all(map(math.isnan, values)):  # only for people, so rounded
                 step[name] = [float(f"{value:.4g}") for value in values]
     return record
 
@@ -119,9 +119,9 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_gzip = path.suffix == ".gz"
-        self._ends = array("Q")  # of every complete line
-        self._size = -1  # of the file, when `_ends` was made
-        self._lacks_newline = False  # the last of these lines
+        self._ends = array("Q")  # end of every complete line
+        self._size = -1  # size of the file when `_ends` was made
+        self._lacks_newline = False  # whether the last of these lines lacks its newline
 
     def __len__(self) -> int:
         if self._is_gzip:
@@ -309,13 +309,13 @@ def _step_to_json(step: Step) -> Record:
 
 
 def _named_pictures(record: Record) -> Record:
-    """The pictures by name; without any, the record has none, as before there were pictures."""
+    """Replace the pictures by their names. Without pictures, the record has no such key, like older records."""
     pictures = record.pop("pictures")
     return record | {"pictures": [picture.name for picture in pictures]} if pictures else record
 
 
 def _pictures_of(group: Group) -> Iterator[Picture]:
-    """Everything that the group's records name."""
+    """Yield all pictures that the group's records name."""
     yield from pictures_of(group.row.prompt)
     for trajectory in group.trajectories:
         yield from pictures_of(trajectory.opening)

@@ -23,7 +23,7 @@ from agent_r1.errors import DataError, did_you_mean
 Metadata = Mapping[str, Any]
 INSTEAD = "Use a Hugging Face directory or a hub id instead"
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # Words, digits and the rest are split; Qwen takes digits one by one, Llama 3 up to three at once.

@@ -92,7 +92,7 @@ def check_source(source: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Not with find_spec: setuptools would conclude that pip is running, and break torch.compile."""
+    """Whether a package is installed. Not with find_spec: setuptools takes that for pip and breaks torch.compile."""
     try:
         distribution(package)
     except PackageNotFoundError:
