@@ -185,7 +185,8 @@ def watch_for_blocking(
 
 
 def _env_at_work(frame: FrameType | None) -> str | None:
-    """Return the running method of an environment with file and line, or None if none is running, as in learning."""
+    """Return the running method of an environment with file and line, or None if none is running, for example while the
+    learner works."""
     frames: list[FrameType] = []
     while frame is not None and frame.f_code is not call_env.__code__:
         frames.append(frame)

@@ -119,7 +119,7 @@ def describe_kept(run: RunDir, gpus: int | None = None) -> str:
 
 
 def rank_log(run: RunDir, crew: Crew) -> Path:
-    """Return the log of this process; rank 0 has that of the run."""
+    """Return the log file of this process; for rank 0, it is the log of the run."""
     return run.log_file if crew.ranks.is_main else run.path / f"rank_{crew.ranks.rank}.log"
 
 

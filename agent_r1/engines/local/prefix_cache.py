@@ -18,9 +18,9 @@ from agent_r1.engines.local.request import Request
 class Idle:
     """The cache of a session between requests."""
 
-    tokens: list[int]  # of its last request; the very last one was sampled but not run, so it is not cached
+    tokens: list[int]  # tokens of its last request; the very last one was sampled but not run, so it is not cached
     blocks: list[int]
-    names: list[Name]  # of the full blocks
+    names: list[Name]  # names of the full blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
     if due and usable % size and blocks[usable // size] in due:
         usable -= usable % size
     cached = max(own, usable)
-    kept = num_blocks(own, size) if own == cached else own // size  # of the session's own blocks
+    kept = num_blocks(own, size) if own == cached else own // size  # how many of the session's own blocks
     held = (idle.blocks[:kept] if idle is not None else []) + blocks[kept : num_blocks(cached, size)]
     # Blocks that will be written, or may not be shared, are copied if other requests use them.
     inside, foreign = cached % size, len(held) - kept

@@ -32,8 +32,8 @@ class Request:
     tokens: list[int]  # the prompt and what has been sampled
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
-    pictures: Mapping[int, Picture] = field(default_factory=dict)  # of the prompt, by their keys
-    positions_AL: NDArray[np.int64] | None = None  # of the prompt's tokens; None: 0, 1, 2 ...
+    pictures: Mapping[int, Picture] = field(default_factory=dict)  # pictures of the prompt, by key
+    positions_AL: NDArray[np.int64] | None = None  # positions of the prompt's tokens; None: 0, 1, 2 ...
     compared: tuple[list[int], int] = ([], 0)  # tokens of its session, and how many of them it begins with
     prompt_length: int = field(init=False)
     kind: SamplingKind = field(init=False)
@@ -43,8 +43,8 @@ class Request:
     cached: int = 0  # leading tokens whose keys and values are in `blocks` once all planned steps have run
     ahead: int = 0  # tokens that are being sampled and not yet in `tokens`
     prefill_end: int = 0  # number of tokens when the request was admitted
-    names: list[Name] = field(default_factory=list)  # of the full blocks
-    whole: Name = START  # of all tokens at admission
+    names: list[Name] = field(default_factory=list)  # names of the full blocks
+    whole: Name = START  # name of all tokens at admission
     published: int = 0  # full blocks that other requests can find
     promised: deque[int] = field(default_factory=deque)  # blocks that others can find, but no step computes yet
     sources: list[int] = field(default_factory=list)  # promised blocks of other requests that it shares
@@ -52,7 +52,7 @@ class Request:
     branch: object = None  # the same object on two requests means that all their tokens are equal
     copies: list[tuple[int, int]] = field(default_factory=list)  # for `Chunk.copies` of the next chunk
     table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same as int32, cached
-    keep_cache: bool = True  # for the session's next request
+    keep_cache: bool = True  # whether to keep the cache for the session's next request
     running: bool = False
     live: bool = True  # neither completed nor cancelled
 

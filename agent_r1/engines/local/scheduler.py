@@ -61,10 +61,10 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._idle: OrderedDict[str, Idle] = OrderedDict()
-        self._live: Counter[str] = Counter()  # requests of each session
+        self._live: Counter[str] = Counter()  # number of live requests of each session
         self._being_computed: dict[Name, Request] = {}
-        self._unplanned: dict[int, int] = {}  # promised blocks, and how many tokens of the sequence they end
-        self._typical = 2.0 * burst  # tokens of recent responses
+        self._unplanned: dict[int, int] = {}  # promised blocks, with the number of tokens up to the end of each
+        self._typical = 2.0 * burst  # typical length of recent responses, in tokens
 
     @property
     def free_blocks(self) -> int:
