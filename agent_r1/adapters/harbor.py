@@ -85,12 +85,12 @@ class HarborEnv(ToolEnv):
     def __init__(
         self,
         *,
-        task: str,  # folder, from the row
+        task: str,  # folder of the task, set by the row
         ignore_image: bool = False,  # play tasks that ask for a container image on this machine's programs
         network: bool = False,  # let commands use this machine's network, if the task allows it
         command_seconds: float = 60.0,
         memory_mb: int = 4096,  # per process
-        tools: Sequence[str | BaseTool | ToolSet] = (),  # beside bash
+        tools: Sequence[str | BaseTool | ToolSet] = (),  # tools beside bash
         **settings: Any,
     ) -> None:
         require_namespaces()

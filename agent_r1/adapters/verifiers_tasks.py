@@ -26,7 +26,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.base import BaseTool, ToolSet, tool
 from agent_r1.types import Action, Message, Observation, Step, TaskRow, Trajectory, Transition
 
-TRAIN_ROWS = 1000  # of a taskset without an end, if the config does not say
+TRAIN_ROWS = 1000  # used for a taskset without an end, if the config does not say
 _LOCK = Lock()  # rewards may run in threads
 
 

@@ -229,7 +229,7 @@ class EngineBench:
         return {name: partial(decoding.tokens_per_second, *side) for name, side in self.samplers().items()}
 
     def samplers(self) -> dict[str, tuple[Sampler, Run]]:
-        """By name, a sampler and how to run its coroutines; subclasses add other engines."""
+        """Samplers by name, each with a function that runs its coroutines; subclasses add other engines."""
         return {"engine": (self.engine(), asyncio.run)}
 
     def decode_figures(self, speed: Figures) -> Figures:
@@ -258,7 +258,7 @@ class EngineBench:
 
     @property
     def rival_settings(self) -> dict[str, Any]:
-        """Added to the settings of rows that measure other engines too."""
+        """Further settings of the rows that measure other engines too."""
         return {}
 
     def episodes(self) -> Iterator[Row]:

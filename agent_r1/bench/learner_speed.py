@@ -41,7 +41,7 @@ STATE_BYTES = 12  # per parameter: the fp32 weight and AdamW's two moments
 LR = 1e-20
 BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1e9  # computed but never reached, so gradients are not scaled
-PROMPT_SHARE = 0.25  # of a sequence of `packed`
+PROMPT_SHARE = 0.25  # share of the prompt in a sequence of `packed`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

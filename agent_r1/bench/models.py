@@ -109,7 +109,7 @@ class LlamaShape:
     vocabulary: int
     positions: int
     head_size: int | None = None  # None: hidden size over heads
-    tied: bool = True  # output head and embeddings
+    tied: bool = True  # whether output head and embeddings share weights
 
     @classmethod
     def named(cls, name: str) -> LlamaShape:
@@ -145,7 +145,9 @@ class LlamaShape:
             eos_token_id=None,
             pad_token_id=make_tokenizer(self.vocabulary).pad_token_id,
         )
-        sizes = {name: value for name, value in asdict(self).items() if value not in (None, True)}  # as stored before
+        sizes = {
+            name: value for name, value in asdict(self).items() if value not in (None, True)
+        }  # as in older results
         return BenchModel(config, {"shape": sizes})
 
 

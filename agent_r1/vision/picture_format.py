@@ -41,7 +41,7 @@ REFUSED = {
 class PictureFormat(ABC):
     """The pictures of one model."""
 
-    axes: ClassVar[int]  # numbers of a position
+    axes: ClassVar[int]  # how many numbers a position has
 
     kind: str  # the model type
     placeholder: str  # what the chat template writes for a picture
@@ -71,7 +71,7 @@ class PictureFormat(ABC):
         return picture_ids(picture, self.tokens(picture))
 
     def _normalised(self, image: Any) -> FloatArray:
-        """[H, W, 3] as the model was trained on it."""
+        """Return [H, W, 3], normalised as in the model's training."""
         mean_C, std_C = (np.asarray(numbers, dtype=np.float32) for numbers in (self.mean, self.std))
         pixels_HWC: FloatArray = np.asarray(image, dtype=np.float32)
         normal_HWC: FloatArray = (pixels_HWC / np.float32(255) - mean_C) / std_C
@@ -154,13 +154,13 @@ class QwenPictures(PictureFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdeficsPictures(PictureFormat):
-    """Idefics3 and SmolVLM: every picture is one square. It is not split into tiles, which would be 17 for a picture of
-    any size."""
+    """Idefics3 and SmolVLM: every picture is one square. Pictures are not split into tiles, which would be 17 whatever
+    the size of a picture."""
 
     axes = 1
 
-    longest: int  # side that a picture is first brought to
-    side: int  # of the square
+    longest: int  # the longer side, after the first of two resizings
+    side: int  # side of the square
     patch: int
     scale: int  # patches on a side that become one token
 
