@@ -91,7 +91,8 @@ def _start(config: RunConfig, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _in_own_sessions() -> Iterator[None]:
-    """Keep Ray's processes out of our process group: a SIGTERM to the group must leave us workers to save with.
+    """Keep Ray's processes out of our process group: a SIGTERM to the group must not end the workers, which are needed
+    to save.
 
     Ray itself shields them from SIGINT only.
     """

@@ -46,7 +46,7 @@ class Scribe:
 
     renderer: Renderer
     tool_format: ToolCallFormat
-    tool_role: str | None = None  # of messages with results; None: the format's own
+    tool_role: str | None = None  # role of messages with results; None: the format's own
     known_calls: dict[str, tuple[str, str]] = field(default_factory=dict)  # our id -> name, and id in the prompt
 
     # client -> history

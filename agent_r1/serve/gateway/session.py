@@ -51,13 +51,13 @@ class Reply:
 class Turn:
     """A step, and what its client did with the answer."""
 
-    number: int  # of the call in the episode
+    number: int  # number of the call in the episode
     kind: Kind
     events: list[Event]
-    call_ids: tuple[str, ...]  # of the calls among them, as the client knows them
+    call_ids: tuple[str, ...]  # ids of the calls among them, as the client knows them
     answered: float  # when the client got the answer
     results: list[Entry] = field(default_factory=list)  # messages that the first continuing call added
-    seconds: float = 0.0  # until then
+    seconds: float = 0.0  # from `answered` to that call
 
 
 class Session:
@@ -65,7 +65,7 @@ class Session:
 
     def __init__(self, episode: Episode, scribe: Scribe) -> None:
         self.is_sealed = False
-        self.fault: Exception | None = None  # ours, which fails the episode
+        self.fault: Exception | None = None  # a fault of ours, which fails the episode
         self._episode, self._scribe = episode, scribe
         self._history = History()
         self._replies: dict[str, Reply] = {}
@@ -96,7 +96,7 @@ class Session:
         try:
             return await asyncio.shield(reply.task)
         except asyncio.CancelledError:
-            self._check_open()  # by `seal`, while it was being sampled
+            self._check_open()  # `seal` may have cancelled it while it was being sampled
             raise
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -170,7 +170,7 @@ class Session:
             call_ids=read.entry.call_ids,
             answered=time.monotonic(),
         )
-        kept = messages[1:] if asked.get("instructed") else messages  # instructions are those of one request
+        kept = messages[1:] if asked.get("instructed") else messages  # instructions apply to one request only
         self._told[response_id(read.said)] = [*kept, said_message(read.said)]
         return read.said
 
@@ -235,7 +235,7 @@ def _failed(reply: Reply) -> bool:
 
 
 def _records(turn: Turn) -> list[ToolCallRecord]:
-    """The calls of a step. Clients may answer them in any order; those that give them other ids keep the order."""
+    """The calls of a step. Clients may answer them in any order; clients that use ids of their own keep the order."""
     results = [entry for entry in turn.results if entry.message.get("role") == "tool"]
     named = {entry.call_ids: entry for entry in results}
     ids = [(each,) for each in turn.call_ids]
