@@ -32,7 +32,7 @@ from agent_r1.types import StopReason, TaskRow, Trajectory
 INSTRUCTION = "Query the table, then write the answer as <answer>...</answer>, with | between several items."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-DECAY = 0.05  # per training step, of the term for tools
+DECAY = 0.05  # of the term for tools, per training step
 SUCCESS = 0.5  # for a call that succeeds
 TURN_COST = 0.01  # times the square of the number of turns
 
@@ -102,12 +102,12 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
 
 
 def dev_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """The same without the questions of the split `dev`, for runs that are evaluated on it."""
+    """Return demonstrations without questions of the split `dev`, for runs that are evaluated on it."""
     return _demos(count, seed, path, python=False, split="dev_train")
 
 
 def python_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """The same for the sandbox; programs that order dates are left out."""
+    """Return demonstrations for the sandbox, except for programs that order dates."""
     return _demos(count, seed, path, python=True)
 
 

@@ -60,8 +60,8 @@ def read_products(
     human: Mapping[str, list[Mapping[str, Any]]],
     where: str,
 ) -> list[Product]:
-    """Parse all records in order, without duplicates. `attributes` and `human` are by asin: items_ins_v2,
-    items_human_ins."""
+    """Parse all records in order, without duplicates. `attributes` and `human` map asins to the records of items_ins_v2
+    and items_human_ins."""
     found: dict[str, Product] = {}
     for index, record in enumerate(records):
         try:
