@@ -17,7 +17,7 @@ from agent_r1.bench.models import TURN_END, TURN_START, make_tokenizer
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector
 from agent_r1.seeds import stable_seed

@@ -28,8 +28,6 @@ from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
 
-__all__ = ["Episode", "EpisodeLimit", "Limits", "Response"]
-
 logger = logging.getLogger(__name__)
 
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.

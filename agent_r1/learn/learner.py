@@ -201,8 +201,7 @@ class Learner:
         return nested(self._query(trajectories, lambda part: own(part) - other(part), supports), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name for the engine, without repeating tied ones. If the engine shares the base, only
-        adapters."""
+        """The weights by name for the engine, tied ones once. If the engine shares the base: only the adapters."""
         return self.policy.sampler_weights()
 
     def state_dict(self) -> dict[str, Any]:

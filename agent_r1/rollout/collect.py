@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import copy_row
 from agent_r1.errors import RolloutError
-from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+from agent_r1.flows.budgets import EpisodeLimit, Limits
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
 from agent_r1.rollout.row_queue import RowQueue

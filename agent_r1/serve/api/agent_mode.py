@@ -15,7 +15,7 @@ from typing import Any
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.flows.context import ContextPolicy, ContextView
 from agent_r1.flows.episode import Episode
-from agent_r1.flows.episode import Response as Responded
+from agent_r1.flows.recording import Response as Responded
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, Happened, follow
 from agent_r1.serve.api.served_model import Reading, Response, ServedModel

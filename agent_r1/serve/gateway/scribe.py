@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from agent_r1.flows.episode import Response
+from agent_r1.flows.recording import Response
 from agent_r1.serve.gateway.history import Entry, canonical_key, content_text
 from agent_r1.tokens.formats.base import Event, ParsedCall, ParseFailure, ToolCallFormat
 from agent_r1.tokens.rendering import Renderer

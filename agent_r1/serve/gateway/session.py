@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agent_r1.errors import DataError
-from agent_r1.flows.episode import Episode, EpisodeLimit
+from agent_r1.flows.budgets import EpisodeLimit
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.recording import attach_transition
 from agent_r1.serve.gateway.history import Entry, History, Kind, Known, Node, content_text
 from agent_r1.serve.gateway.responses_api import response_id
