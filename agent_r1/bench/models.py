@@ -145,9 +145,7 @@ class LlamaShape:
             eos_token_id=None,
             pad_token_id=make_tokenizer(self.vocabulary).pad_token_id,
         )
-        sizes = {
-            name: value for name, value in asdict(self).items() if value not in (None, True)
-        }  # as in older results
+        sizes = {name: value for name, value in asdict(self).items() if value not in (None, True)}  # as stored before
         return BenchModel(config, {"shape": sizes})
 
 
