@@ -149,7 +149,7 @@ class StopReason(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the code failed and not the policy: counted and shown, but never trained on."""
+        """Whether code failed rather than the policy: counted and shown, but never trained on."""
         return self in (StopReason.TIMEOUT, StopReason.ERROR)
 
 

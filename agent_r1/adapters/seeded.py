@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent_r1.types import TaskRow, Trajectory
 
-TEST_SEEDS = 1_000_000  # other splits than train have seeds from here on
+TEST_SEEDS = 1_000_000  # first seed of splits other than train
 TRAIN_ROWS, TEST_ROWS = 1000, 100  # used if the config does not say
 
 

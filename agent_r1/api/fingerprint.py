@@ -26,7 +26,7 @@ _NOT_HASHED = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotation
 
 def fingerprint(thing: Any) -> str:
     hashed, waiting = hashlib.sha256(), [thing]
-    seen: dict[int, Any] = {}  # keeps what it holds alive, so that no other object gets the same id
+    seen: dict[int, Any] = {}  # holds references, so that no other object gets the same id
     while waiting:
         part = waiting.pop()
         if isinstance(part, _PLAIN):

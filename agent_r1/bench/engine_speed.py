@@ -236,7 +236,7 @@ class EngineBench:
         return self.compare("tokens_per_second", speed)
 
     def compare(self, figure: str, sides: Figures) -> Figures:
-        """Our figure, that of each other engine, and how many times as fast we are."""
+        """Return our figure, the figure of each other engine, and how many times as fast ours is."""
         ours, others = sides["engine"], [name for name in self.samplers() if name != "engine"]
         figures = {figure: ours} | {f"{name}_{figure}": sides[name] for name in others}
         slower = figure == "seconds"

@@ -164,6 +164,6 @@ class LearnerBench:
         return make_learner(policy, tokens_per_pack=self.sizes.tokens_per_pack, prefix_sharing=prefix_sharing)
 
     def cost(self, model: nn.Module, step: Callable[[], object]) -> Cost:
-        """Gradients of the last step are dropped first, so that those of this one count as added memory."""
+        """Gradients of the last step are dropped first, so that this step's gradients count as added memory."""
         model.zero_grad(set_to_none=True)
         return measure(step, self.device)

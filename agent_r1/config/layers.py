@@ -67,7 +67,7 @@ def split_presets(recipe: str) -> tuple[str, list[str]]:
 
 
 def read_layers(path: Path, presets: Sequence[str] = ()) -> list[DictConfig]:
-    """Return the layers of a file, its `base` first, and those of the `presets` beside it."""
+    """Return the layers of a file, its `base` first, then the `presets` beside it."""
     layers, base = _read_with_base(path)
     for name in presets:
         file = path.with_name(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")

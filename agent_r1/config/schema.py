@@ -169,7 +169,7 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)  # 0: no limit; the learner renormalises over the kept tokens
     max_steps: int = Field(default=8, ge=1)  # actions; summaries are not counted
-    max_response_tokens: int = Field(default=256, ge=1)  # per step
+    max_response_tokens: int = Field(default=256, ge=1)  # tokens of one response
     max_context_tokens: int = Field(default=4096, ge=2)  # prompt plus response of one step
     episode_seconds: float = Field(default=300.0, gt=0)
     max_concurrent: int = Field(default=1024, ge=1)  # episodes played at once
@@ -271,7 +271,7 @@ class VLLMEngineConfig(Section):
     kind: Literal["vllm"]
     urls: list[str] = []  # addresses of running servers, e.g. [http://node1:8000]
     python: str | None = None  # the interpreter of an environment with vLLM, to start servers with
-    gpus: list[int] = []  # for the servers that are started, as nvidia-smi numbers them; empty: on the CPU
+    gpus: list[int] = []  # GPUs of the servers that are started, as nvidia-smi numbers them; empty: the CPU
     tensor_parallel: int = Field(default=1, ge=1)  # GPUs per server
     servers: int | None = Field(default=None, ge=1)  # number of servers on a CPU; None: 1
     args: list[str] = []  # further arguments of the servers, e.g. [--gpu-memory-utilization, "0.5"]
@@ -345,7 +345,7 @@ class GatewayConfig(Section):
     command: str | list[str] | None = None  # instead of agent: a program, with placeholders such as {prompt}
     stdin: Literal["none", "row", "prompt"] = "none"  # what the program reads: nothing, the row as JSON, the prompt
     env: dict[str, str] = {}  # further environment variables of the program
-    on_failure: Literal["fail", "score"] = "fail"  # what an agent's failure does: fail the episode, or nothing
+    on_failure: Literal["fail", "score"] = "fail"  # fail: the episode fails; score: the reward function judges it
     shows_ground_truth: bool = False  # show it to the agent, for example because it grades its own answer
     tool_format: str = "auto"  # auto: the chat template's
     tool_role: str | None = None  # role of messages with results; None: the format's own

@@ -125,7 +125,7 @@ class DropResults(ContextPolicy):
 class Notes(ContextPolicy):
     turns: int
     notes: int  # earlier exchanges to show
-    note_chars: int  # per exchange
+    note_chars: int  # maximum characters of each exchange
     _word_counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     async def show(self, messages: list[Message]) -> ContextView:

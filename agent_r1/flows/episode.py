@@ -315,7 +315,7 @@ class Episode:
     def observe(
         self, transition: Transition, *, to: Response | None = None, seconds: float = 0.0, source: str = "the env"
     ) -> None:
-        """Attach an answer to the last step, or to that of a response; `step` does this itself.
+        """Attach an answer to the last step, or to the step of a response; `step` does this itself.
 
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.

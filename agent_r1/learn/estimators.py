@@ -61,7 +61,7 @@ def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
 
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
-    """ReMax: the return minus that of the greedy attempt; 0 if the greedy attempt failed."""
+    """ReMax: the return minus the greedy attempt's return; 0 if the greedy attempt failed."""
 
     def difference(item: Scored) -> float:
         if item.baseline is None or differ_by_rounding(*sorted([item.total, item.baseline])):

@@ -40,7 +40,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The trained tokens of one pack. The tokens of a step always come together; those of a trajectory may not."""
+    """The trained tokens of one pack. All tokens of a step are in the same pack; the tokens of a trajectory may be in
+    several."""
 
     logprobs_T: Tensor  # under the policy being trained; the only one that carries a gradient
     old_logprobs_T: Tensor  # under the policy that sampled

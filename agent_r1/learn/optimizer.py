@@ -115,7 +115,7 @@ class Optimizer:
         if self.offload and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies to the host may still be running
         adam, ordered = self._adam.state_dict(), self._ordered
-        adam["state"] = {  # those that are not in AdamW's form are plain tensors
+        adam["state"] = {  # tensors that are not in AdamW's form are plain tensors
             index: {name: sharded_like(local(tensor), ordered[index]) for name, tensor in tensors.items()}
             for index, tensors in adam["state"].items()
         }

@@ -153,7 +153,7 @@ class RewardShaper:
         """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
         `kl` is log pi - log reference of every response token, or None for a trajectory that was not sampled from pi (a
-        greedy one). `num_attempts` is the number of attempts if the trajectories are their parts by role.
+        greedy one). `num_attempts` is the number of attempts, if each trajectory is one role's part of an attempt.
         """
         if (kl is None) != (self.kl is None):
             raise ValueError("pass `kl` if and only if the KL is in the reward")

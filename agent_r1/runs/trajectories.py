@@ -35,7 +35,7 @@ from agent_r1.vision.contents import picture_mark
 from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
-FORMAT = 4  # of a record; format 3 had no ratios and entropies, 2 no roles and no starts, 1 no such field
+FORMAT = 4  # format of a record; 3 lacks ratios and entropies, 2 also roles and start times, 1 also this field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Numbers = Mapping[str, PerToken]  # name -> [step][response token]
@@ -230,7 +230,7 @@ def trajectories_of(place: str) -> Path:
 
 
 def trajectory_files(source: Path, stem: str = "*") -> list[Path]:
-    """Return the file, or those of a folder whose stem matches; raises DataError if there are none."""
+    """Return the file, or the files of a folder whose stem matches; raises DataError if there are none."""
     if source.exists() and not source.is_dir():
         return [source]
     found = sorted([*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")])
@@ -257,7 +257,8 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def answer_pictures(trajectory: Trajectory, index: int) -> list[Picture]:
-    """Return the pictures of the answer to a step: those of its calls, or those that the next prompt adds."""
+    """Return the pictures of the answer to a step: the pictures of its calls, or the pictures that the next prompt
+    adds."""
     step, later = trajectory.steps[index], trajectory.steps[index + 1 :]
     if any(call.pictures for call in step.calls):
         return [picture for call in step.calls for picture in call.pictures]

@@ -52,7 +52,7 @@ class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not read uvic
         super().connection_made(transport)
         self._wait_for_request()
         if len(self.connections) > self._limits.max_connections:
-            oldest = next(iter(self._idle))  # this connection, if all others are being answered
+            oldest = next(iter(self._idle))  # may be this connection, if all others are being answered
             del self._idle[oldest]
             oldest.transport.abort()
 

@@ -1,4 +1,4 @@
-"""MLflow, through its client, because "the active run" would be that of the user's own code.
+"""MLflow, through its client, because "the active run" may belong to the user's own code.
 
 MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where runs go.
 """

@@ -93,7 +93,7 @@ class Rollout:
         return {ticket: self._ready.pop(ticket) for ticket in sorted(self._ready)[:wanted]}
 
     async def _arrivals(self, needed: int) -> dict[int, Group]:
-        """Wait for `needed` groups on all ranks together, and return those of this rank."""
+        """Wait for `needed` groups on all ranks together, and return this rank's groups."""
         alone = self.crew.ranks.size == 1
         while self._error is None and self._announce(0) - self._exchanged < needed:
             self._changed.clear()
@@ -128,7 +128,7 @@ class Rollout:
         ledger = self.parts.ledger
         most = min(1 + self.max_staleness, self.steps - version) * self.parts.rows_per_step
         limit, share = ledger.limit(most), self.crew.share(most)
-        ledger.start(limit)  # those that this rank does not claim are claimed by others
+        ledger.start(limit)  # other ranks claim the starts that this rank does not claim
         # No other rank can start what this rank has claimed. So this rank starts it, even if that exceeds its share,
         # which shrinks at the end.
         while self._claimed is not None or share is None or len(self._playing) < share:

@@ -1,6 +1,6 @@
 """The parts of the asynchronous loop for a run: like `Trainer`, but ticket by ticket, with a learner in its own thread.
 
-On a GPU, the learner has its own stream, so its kernels do not wait for those of an engine on the same device.
+On a GPU, the learner has its own stream, so its kernels do not wait for the kernels of an engine on the same device.
 """
 
 from __future__ import annotations

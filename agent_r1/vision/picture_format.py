@@ -138,7 +138,7 @@ class QwenPictures(PictureFormat):
 
     def positions(self, ids_L: IntArray, pictures: Mapping[int, Picture]) -> IntArray:
         """A picture's tokens share a time and stand at (row, column); what follows goes on after its longer side."""
-        steps_L = np.ones(len(ids_L), np.int64)  # from each token to the next
+        steps_L = np.ones(len(ids_L), np.int64)  # how far the position advances from each token to the next
         spans = [(start, *self.shape(picture)) for start, picture in self.spans(ids_L, pictures)]
         for start, rows, columns in spans:
             steps_L[start : start + rows * columns] = 0

@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def cluster(config: RunConfig, run: Path) -> Iterator[None]:
     """Connect to Ray for the length of a run. Must come before verl is imported: verl reads the environment then."""
     own = environment(config) | {SETTINGS: str(run / "config.json")}
-    reaper = None if os.environ.get(ADDRESS) else Reaper()  # for a cluster of our own
+    reaper = None if os.environ.get(ADDRESS) else Reaper()  # only a cluster of our own needs one
     if reaper is not None:
         own[MARK] = reaper.mark
     before = {name: os.environ.get(name) for name in own}

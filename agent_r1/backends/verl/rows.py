@@ -30,7 +30,7 @@ from agent_r1.learn.batch.packs import Pack
 from agent_r1.types import Group, Step, TaskRow, Trajectory
 
 IDS = ("prompt_ids", "response_ids", "response_logprobs")
-FILLER_TOKENS = 2  # of a row on which nothing is trained: the fewest that a causal model can predict from
+FILLER_TOKENS = 2  # length of a row on which nothing is trained: the fewest that a causal model can predict from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def _split_by(digits: str) -> tuple[Any, ...]:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-SPLITTINGS = {  # by tokenizer.ggml.pre
+SPLITTINGS = {  # by the value of tokenizer.ggml.pre
     "gpt-2": Splitting(steps=(_GPT2,)),
     "smollm": Splitting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "qwen2": Splitting(steps=_split_by(r"\p{N}"), nfc=True),

@@ -43,7 +43,7 @@ class Package:
     licence: str
     version: str
     file: str  # inside the wheel
-    sha256: str  # of that file
+    sha256: str  # hash of that file
 
 
 PACKAGES = {

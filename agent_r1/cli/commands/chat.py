@@ -130,7 +130,7 @@ class Chat:
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
-        self._context: ContextPolicy | None = None  # its notes belong to the conversation
+        self._context: ContextPolicy | None = None  # belongs to the conversation, like its notes
 
     @property
     def question(self) -> Content:

@@ -156,7 +156,7 @@ async def _train(
             with parts_frozen():
                 done = await _loop(config, run, trainer, done)
             if config.trainer.steps == 0:
-                trainer.save(0)  # for chat and eval
+                trainer.save(0)  # so that chat and eval find a checkpoint
     took = time.monotonic() - began
     return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
 

@@ -134,7 +134,7 @@ class LocalEngine(RequestEngine):
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _verify(self, *, fuse: bool, compiled: bool, adapters: LowRank | None) -> None:
-        """Fuse and compile the layers, and check that the logits are those of the original model."""
+        """Fuse and compile the layers, and check that the logits equal the original model's."""
         expected = self._on_worker(self._runner.plain_logits)
         # Probes show no pictures, so they could not verify a tower with fused layers.
         fused = fuse_linears(self._runner.decoder) if fuse else []

@@ -28,9 +28,9 @@ class Known:
     """The cached prefix of a request."""
 
     blocks: list[int]
-    kept: int  # how many of these, from the start, are the session's own
+    kept: int  # how many of these blocks, from the start, belong to the session
     cached: int  # tokens in the blocks
-    own: int  # how many of these are in the session's own cache
+    own: int  # how many of these tokens are in the session's own cache
     copied: int  # number of blocks, from the end, that must be copied instead of shared
 
 

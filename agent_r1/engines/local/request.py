@@ -49,9 +49,9 @@ class Request:
     promised: deque[int] = field(default_factory=deque)  # blocks that others can find, but no step computes yet
     sources: list[int] = field(default_factory=list)  # promised blocks of other requests that it shares
     admissions: int = 0  # tells chunks planned before a preemption from later ones
-    branch: object = None  # the same object on two requests means that all their tokens are equal
-    copies: list[tuple[int, int]] = field(default_factory=list)  # for `Chunk.copies` of the next chunk
-    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same as int32, cached
+    branch: object = None  # requests with the same object here have equal tokens
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copied before the next chunk: see `Chunk.copies`
+    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same numbers as bytes (int32), cached
     keep_cache: bool = True  # whether to keep the cache for the session's next request
     running: bool = False
     live: bool = True  # neither completed nor cancelled
@@ -79,7 +79,7 @@ class Chunk:
     request: Request
     ids: list[int]  # empty: the one token that the previous step samples last for this request
     start: int  # position of the first token
-    blocks: list[int]  # for the tokens before the chunk, its own, and all but the last that it samples
+    blocks: list[int]  # for earlier tokens, those of the chunk, and all but the last token that it samples
     count: int  # most tokens to sample after the last one; 0 if the chunk does not end the prompt
     drawn: int = 0  # tokens sampled before
     twins: list[Request] = field(default_factory=list)

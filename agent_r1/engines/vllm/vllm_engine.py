@@ -276,7 +276,7 @@ class VLLMEngine:
         if self._asleep:
             self._asleep = False
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what the learner has freed, the servers need again
+                torch.cuda.empty_cache()  # the servers need the memory that the learner has freed
             await self._on_all(lambda server: server.wake(self._client))
 
     async def close(self) -> None:
@@ -293,7 +293,7 @@ class VLLMEngine:
         await asyncio.to_thread(self._clean)
 
     async def _on_all(self, action: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Do something on every server that lives. Those that fail count as lost; the others' errors are raised."""
+        """Call a function on every server that is alive. If one turns out to be down, it is lost; other errors are raised."""
         servers = [server for server in self._servers if server.alive]
         work = [in_time(action(server), self._start_seconds) for server in servers]
         results = await asyncio.gather(*work, return_exceptions=True)

@@ -28,7 +28,7 @@ class HostedEnv:
     latest: Call | None = None
     was_answered: bool = False
     history: list[tuple[Method, bytes, str]] = field(default_factory=list)  # past calls and digests, for a replay
-    has_failed: bool = False  # its state is unknown then, and cannot be replayed
+    has_failed: bool = False  # a call failed, so the state is unknown and cannot be replayed
     replays: int = 0  # not counting those after another episode took down the process
     grown_bytes: int = 0  # memory that its calls have taken and not given back
     is_apart: bool = False  # suspected of filling processes, so it gets its own

@@ -161,7 +161,7 @@ def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
 
 
 def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: Sequence[int]) -> Columns:
-    """Select the columns of the trajectories at these positions from those of all `credited`."""
+    """Select the columns of the trajectories at these positions from the columns of all `credited`."""
     sizes = [item.trajectory.num_response_tokens for item in credited]
     ends = list(accumulate(sizes))
     index = [column for position in order for column in range(ends[position] - sizes[position], ends[position])]

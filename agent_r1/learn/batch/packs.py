@@ -65,8 +65,8 @@ class Segment:
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
     trained: list[int]  # positions in token_ids that the policy sampled; ascending
-    columns: list[int]  # their indices among all response tokens of the list
-    step_indices: list[int]  # the steps of the trajectory that they belong to
+    columns: list[int]  # index of each of these tokens among all response tokens of the list
+    step_indices: list[int]  # step of the trajectory that each of these tokens belongs to
     temperatures: list[float | None] = field(default_factory=list)  # sampling temperatures; None: not recorded
     pictures: dict[int, Picture] = field(default_factory=dict)  # the pictures behind negative ids, by key
 

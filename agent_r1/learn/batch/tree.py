@@ -156,7 +156,7 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
 class Tree:
     """Segments that are laid out together."""
 
-    ranks: list[int]  # its segments by their place in the lexicographic order; ascending
+    ranks: list[int]  # positions of its segments in the lexicographic order; ascending
     num_rows: int  # an upper bound
 
 
@@ -178,7 +178,7 @@ def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -
     for rank, index in enumerate(order):
         shared = common_prefix(segments[order[rank - 1]], segments[index]) if rank else 0
         if shared > waiting[-1][0]:
-            waiting.append((shared, [waiting[-1][1].pop()]))  # its neighbour came last
+            waiting.append((shared, [waiting[-1][1].pop()]))  # the tree of the previous segment
         done += _close(waiting, shared, max_rows, break_even)
         waiting[-1][1].append(Tree(ranks=[rank], num_rows=len(segments[index])))
     done += _close(waiting, 0, max_rows, break_even) + waiting[0][1]

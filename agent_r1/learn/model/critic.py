@@ -1,7 +1,8 @@
 """The critic: the value of the state before each response token, as a linear head on hidden states.
 
-With a backbone of its own it is a second model, trained apart from the policy. Shared, it reads the policy's hidden
-states and its gradient also shapes the policy's body. Knows packs and models; knows no rewards and no advantages.
+With its own backbone it is a second model, trained separately from the policy. If it shares the policy's backbone, it
+reads the policy's hidden states, and its gradient also changes the policy's body. Knows packs and models; knows no
+rewards and no advantages.
 
 With `normalize_returns` the head predicts in units of the targets seen so far: V = mean + std * head. The size of the
 value loss and of the head's weights then does not depend on the unit of the rewards.

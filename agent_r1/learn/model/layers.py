@@ -1,4 +1,4 @@
-"""Changes to a transformers model for speed or memory that leave its results the same, and its weights by name."""
+"""Make a transformers model faster or smaller in memory, without changing its results or the names of its weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rules of the ALFWorld text game: effects of commands, answers, admissible commands, and winning.
 
-`World` is the state of one play of a `Game`. For the released games its output equals that of the official engine
+`World` is the state of one play of a `Game`. For the released games its output equals the output of the official engine
 (TextWorld on Fast Downward) word for word, oddities included; `python -m benchmarks.alfworld compare` proves it. The
 oddities all follow from how the official engine reads the PDDL domain and the text grammar:
 

@@ -3,9 +3,9 @@
 `agent-r1 data recipe paper_search` downloads them from the public repositories, or copies them with `--from DIR`, and
 fills `library/` beside them: the index, the table of papers, and the questions that are trained on.
 
-The papers are those of the Anthology and, after them, the gold papers of SPAR's benchmark, which carries their
-abstracts. Two records with the same title are one paper. AutoScholarQuery names its gold papers by title only, so only
-its questions about papers of the Anthology can be asked.
+The papers come from the Anthology, followed by the gold papers of SPAR's benchmark, which has their abstracts. Two
+records with the same title are one paper. AutoScholarQuery names its gold papers by title only, so only its questions
+about papers of the Anthology can be asked.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class SqlTool(BaseTool):
         )
 
     def for_episode(self, episode: str) -> SqlTool:
-        return copy(self)  # without a database yet
+        return copy(self)  # the copy has no database yet
 
     async def execute(self, args: dict[str, Any], table: Mapping[str, Any]) -> ToolResult:  # type: ignore[override]
         found = await call(self._select, args["query"], table)  # in a thread: it may take a second

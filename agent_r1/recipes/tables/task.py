@@ -33,8 +33,8 @@ INSTRUCTION = "Query the table, then write the answer as <answer>...</answer>, w
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 DECAY = 0.05  # of the term for tools, per training step
-SUCCESS = 0.5  # for a call that succeeds
-TURN_COST = 0.01  # times the square of the number of turns
+SUCCESS = 0.5  # reward for a call that succeeds
+TURN_COST = 0.01  # multiplied by the square of the number of turns
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
@@ -56,7 +56,7 @@ def as_row(asked: Asked, table: Table, *, source: str = "wikitablequestions", ro
         prompt=[{"role": "user", "content": f"{table.describe()}\n\n{asked.text}\n{INSTRUCTION}"}],
         row_id=row_id or asked.key,
         reward_model={"style": "rule", "ground_truth": list(asked.answers)},
-        env_kwargs={"tools_kwargs": {"table": table.plain}},  # for whichever tool the preset names
+        env_kwargs={"tools_kwargs": {"table": table.plain}},  # read by the tool that the preset names
         data_source=source,
         extra_info={"question": asked.text, "table": asked.table},
     )

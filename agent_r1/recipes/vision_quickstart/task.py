@@ -87,7 +87,7 @@ SUMS_PER_CAPTION = 4
 class Board:
     """Nine cards; plain values, so that a row can hold them."""
 
-    numbers: Sequence[int]  # by index of the cell
+    numbers: Sequence[int]  # number of each card, by index of its cell
     red: int  # index of the red card's cell
     blue: int
     seed: int  # seed of the noise and of the exact places in its pictures

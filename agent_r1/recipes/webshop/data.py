@@ -48,7 +48,7 @@ _OPENING = Lock()  # read a catalogue once, even if many episodes start at the s
 class Catalogue:
     """All products and goals. Immutable."""
 
-    products: Mapping[str, Product]  # by asin, in the order of the file
+    products: Mapping[str, Product]  # by asin (Amazon's product id), in the order of the file
     prices: Mapping[str, float]  # price charged
     goals: tuple[Goal, ...]  # synthetic goals, in the order of the original
     human: tuple[Goal, ...]

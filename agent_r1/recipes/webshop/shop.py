@@ -64,7 +64,7 @@ class Shop:
         """Return the place an action leads to. Raises `CannotDo` if it is invalid or there is no such button."""
         verb, what = read_action(said)
         if verb == "search":
-            return Place(page="results", query=what)  # from anywhere, as in the original
+            return Place(page="results", query=what)  # allowed from any page, as in the original
         return self._click(place, what)
 
     def found(self, place: Place) -> tuple[Product, ...]:

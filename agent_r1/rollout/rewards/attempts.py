@@ -14,7 +14,7 @@ from agent_r1.guard import TimedOut, describe
 
 T = TypeVar("T")
 
-_JITTER = random.Random()  # a stream of its own: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # separate from the global stream: waiting must not change what a seeded run samples
 
 
 class ScoringError(AgentR1Error, RuntimeError):

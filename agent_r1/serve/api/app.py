@@ -54,7 +54,7 @@ from agent_r1.wire.text_completions import TextWriter, parse_text_completion
 
 FILES_RESERVED = 64  # file descriptors kept for the model, the log and the server itself
 SHUTDOWN_SECONDS = 10  # time for answers that are being written when the server is stopped
-OPEN_PATHS = ("/", "/health", "/favicon.ico")  # and /static/: nothing secret
+OPEN_PATHS = ("/", "/health", "/favicon.ico")  # as well as /static/: nothing here is secret
 
 
 class Server:

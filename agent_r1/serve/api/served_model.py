@@ -118,7 +118,7 @@ class Reading:
     """How a response is read for the client."""
 
     stop: Sequence[str] = ()  # texts that end the response
-    tools: Tools = ()  # without any, calls are text
+    tools: Tools = ()  # if empty, calls are text
     parallel: bool = True  # False: only the first call counts
     logprobs: bool = False
     raw: bool = False  # everything is text, even thinking

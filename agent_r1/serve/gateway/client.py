@@ -11,7 +11,7 @@ MODEL = "policy"  # any name is accepted
 class ClientSettings:
     """Settings for the client of one episode. Both the addresses and the key name the session; either is enough."""
 
-    base_url: str  # of OpenAI's API
+    base_url: str  # base URL of OpenAI's API
     anthropic_base_url: str
     api_key: str
     model: str = MODEL

@@ -74,7 +74,7 @@ class Node:
 class Known:
     """A client's history, looked up."""
 
-    messages: list[Message]  # to render: as before where they are known
+    messages: list[Message]  # messages to render; known ones as they were rendered before
     end: Node  # node of the last message
     kind: Kind
     answers: list[Node]  # our answers at the start of the history, the latest first

@@ -54,7 +54,7 @@ class Scribe:
     def entries(self, messages: Sequence[Message]) -> list[Entry]:
         """The messages in the form that the chat template gets. Formats without a role for results join them."""
         entries: list[Entry] = []
-        names = dict(self.known_calls)  # and calls that only the client knows
+        names = dict(self.known_calls)  # as well as calls that only the client knows
         for is_tool, group in groupby(messages, key=lambda each: each["role"] == "tool"):
             if is_tool:
                 entries += self._result_entries(list(group), names)

@@ -58,7 +58,7 @@ class Turn:
     call_ids: tuple[str, ...]  # ids of the calls among them, as the client knows them
     answered: float  # when the client got the answer
     results: list[Entry] = field(default_factory=list)  # messages that the first continuing call added
-    seconds: float = 0.0  # from `answered` to that call
+    seconds: float = 0.0  # time from `answered` to that call
 
 
 class Session:
@@ -91,7 +91,7 @@ class Session:
         if reply is not None and not _failed(reply) and (is_retry or (reply.task.done() and not reply.delivered)):
             self.counts["gateway/retries"] += 1
         else:
-            # A task of its own: a client that leaves does not cancel it, since it may come back for the answer.
+            # A separate task: a client that leaves does not cancel it, because it may come back for the answer.
             reply = Reply(task=asyncio.create_task(self._sample(request)))
             self._replies[fingerprint] = reply
         try:
@@ -123,7 +123,7 @@ class Session:
             self.counts["gateway/undelivered"] += reply.task.done() and not _failed(reply) and not reply.delivered
             if not reply.task.done() and reply.task is not asyncio.current_task():
                 reply.task.cancel()
-        if not self._episode.is_closed:  # else an agent has outlived its episode
+        if not self._episode.is_closed:  # otherwise an agent has outlived its episode
             for turn in self._turns.values():
                 self._attach(turn)
 

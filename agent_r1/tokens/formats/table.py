@@ -102,7 +102,7 @@ def register_format(name: str, tool_format: ToolCallFormat) -> None:
     if not isinstance(tool_format, ToolCallFormat):
         raise ConfigError(f"register_format({name!r}, ...) needs a ToolCallFormat instance, got {tool_format!r}")
     known = FORMATS.get(name, tool_format)
-    if known.form != tool_format.form:  # the same format may come again, from a module that is imported twice
+    if known.form != tool_format.form:  # a module that is imported twice registers the same format again
         raise ConfigError(f"the tool-call format {name!r} is taken by {known.form!r}: choose another name")
     FORMATS[name] = tool_format
 

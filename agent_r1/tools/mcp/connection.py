@@ -147,7 +147,7 @@ class Connection:
         self._stop.set()
         if self._task is None:
             return
-        if not self._task.done():  # else it may have ended with another event loop
+        if not self._task.done():  # otherwise it may have ended with another event loop
             await asyncio.wait({self._task}, timeout=CLOSE_SECONDS if self._ready.done() else 0)
         if not self._task.done():
             self._task.cancel()

@@ -153,7 +153,7 @@ class MCPTools(ToolSet):
             raise RolloutError(str(error)) from error
 
     async def close(self) -> None:
-        """End all connections, those of episodes too."""
+        """End all connections, including those of episodes."""
         for key in list(self._connections):
             self._retire(key)
         if self._closing:

@@ -118,7 +118,7 @@ class _Zygote:
                 start_new_session=True,
             )
         finally:
-            control_inside.close()  # or the end of the zygote would go unnoticed
+            control_inside.close()  # otherwise the end of the zygote would go unnoticed
             os.close(proc)
         try:
             self._control.settimeout(START_SECONDS)

@@ -29,7 +29,7 @@ RETRY_SECONDS = 120.0  # enough for a server to restart and load its index
 HEALTH_SECONDS = 5.0  # a server answers at once, even while it is searching
 MAX_REPLY_CHARS = 300  # how much of a server's reply an error quotes
 
-_JITTER = random.Random()  # a separate stream: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # separate from the global stream: waiting must not change what a seeded run samples
 
 
 class SearchError(AgentR1Error, RuntimeError):

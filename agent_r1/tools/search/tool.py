@@ -49,7 +49,7 @@ class SearchTool(BatchTool):
         url: str | None = None,  # address of a search server, instead of an index; it must be running now
         kind: Kind | None = None,  # None: hybrid if the index has both rankers, else the one it has
         top_k: int = 3,
-        max_chars: int = 450,  # per passage, without its title: about 75 words
+        max_chars: int = 450,  # characters shown per passage, without its title: about 75 words
         retry_seconds: float | None = None,  # how long to retry a failing server; None: RETRY_SECONDS
     ) -> None:
         if (index is None) == (url is None):

@@ -66,7 +66,7 @@ class Server:
     async def update_weights(
         self, named: list[tuple[str, Any]], version: int | None, adapter: dict[str, Any] | None
     ) -> None:
-        """`adapter` has rank and scale if the weights are those of adapters."""
+        """`adapter` has rank and scale if the weights belong to adapters."""
         weights = {name: torch.from_numpy(array) for name, array in named}
         self._version = self._version if version is None else version
         if adapter is not None:

@@ -245,7 +245,7 @@ def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> tuple[l
 def cut_supports(drawn_RC: NDArray[np.int64], ids_RCK: NDArray[np.int32]) -> list[Kept]:
     """The ids that each row's tokens were sampled from. Vectorised, as a loop over tokens would stall the GPU."""
     is_drawn_RC = drawn_RC >= 0
-    counts, ids = ragged(ids_RCK[is_drawn_RC])  # of all tokens, row by row
+    counts, ids = ragged(ids_RCK[is_drawn_RC])  # ids of all tokens, row by row
     ends_R = is_drawn_RC.sum(axis=1).cumsum()[:-1]
     starts = np.concatenate([[0], counts.cumsum()])
     return list(zip(np.split(counts, ends_R), np.split(ids, starts[ends_R]), strict=True))
