@@ -54,7 +54,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
     """
     last = len(request.tokens) - 1  # at least one token must run to give logits
     own = min(own_prefix(request, idle), last) if idle is not None else 0
-    # Blocks that a session owns need not be looked up, unless others are to be copied.
+    # Blocks that a session owns need not be looked up, unless other blocks must be copied.
     blocks = [] if idle is None or due is None else idle.blocks[: own // size]
     blocks = blocks + pool.find_prefix(islice(request.names, len(blocks), None))
     shared = len(blocks) * size

@@ -293,7 +293,7 @@ class VLLMEngine:
         await asyncio.to_thread(self._clean)
 
     async def _on_all(self, action: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Call a function on every server that is alive. If one turns out to be down, it is lost; other errors are raised."""
+        """Call a function on every server that is alive. One that is down now is lost; other errors are raised."""
         servers = [server for server in self._servers if server.alive]
         work = [in_time(action(server), self._start_seconds) for server in servers]
         results = await asyncio.gather(*work, return_exceptions=True)

@@ -1,9 +1,9 @@
 """`EnvPool`: environments that live in worker processes.
 
-A new episode goes to the process with the fewest; a process hosts many and serves their calls one at a time. A process
-that dies or hangs fails the one episode whose call was running. The others are replayed elsewhere if their class sets
-`deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when they die,
-and end with the pool or with this process, however it ends.
+A new episode goes to the process with the fewest episodes. A process hosts many and serves their calls one at a time. A
+process that dies or hangs fails the one episode whose call was running. The others are replayed elsewhere if their
+class sets `deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when
+they die, and end with the pool or with this process, however it ends.
 
 The episode that is refused memory is not necessarily the one that leaks. So the episodes of a full process are replayed
 elsewhere, and the one whose calls took the most memory gets its own process: if it fills that one too, it fails.
