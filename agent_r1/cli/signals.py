@@ -155,7 +155,8 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
 def watch_for_blocking(
     loop: asyncio.AbstractEventLoop, warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
 ) -> Iterator[None]:
-    """Warn once, from another thread, if an environment blocks this thread's event loop and so every other episode."""
+    """Warn once, from another thread, if an environment blocks this thread's event loop, and with it every other
+    episode."""
     watched, ended = threading.get_ident(), threading.Event()
     last_beat = time.monotonic()
 

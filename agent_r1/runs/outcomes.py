@@ -62,7 +62,7 @@ class Subject:
         if any(limits.values()):  # the temperatures of roles apply in training only
             settings["roles"] = {name: {"max_response_tokens": limit} for name, limit in limits.items() if limit}
         context = run.get("context", {"policy": "append"})
-        # Defaults are absent, so that older records compare equal.
+        # Defaults are left out, so that older records, which do not have them, compare equal.
         shown = {name: value for name, value in context.items() if name != "demo_summary"}
         if shown.get("reasoning") is None:
             shown.pop("reasoning", None)

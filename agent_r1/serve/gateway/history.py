@@ -66,7 +66,7 @@ class Node:
         return self.exchange is not None
 
     def siblings(self) -> list[Node]:
-        """All messages that have followed the same one, including this."""
+        """All messages that follow the same message, including this one."""
         return [] if self.parent is None else [node for same in self.parent.children.values() for node in same]
 
 
