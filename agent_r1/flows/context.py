@@ -200,7 +200,7 @@ class Rewrite(ContextPolicy):
         except (TypeError, ValueError) as error:
             raise DataError(f"{source} returned {shown!r:.80}; it must return a list of messages: {error}") from error
         if shown[-1]["role"] == "assistant":
-            raise DataError(f"{source} returned messages that end with the assistant's; the next reply is the model's")
+            raise DataError(f"{source} returned messages that end with one from the assistant; the model replies next")
         kept = set(map(_as_json, shown))
         return ContextView(messages=shown, hidden=sum(_as_json(message) not in kept for message in messages))
 

@@ -147,7 +147,7 @@ def check_fits(fixed: str, measured: Measured, *, max_tokens_per_pack: int) -> s
         raise ConfigError(
             f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: there is room for "
             f"{fitting} tokens, at {readable(measured.bytes_per_token)} each, beside {fixed} and the engine's cache. "
-            f"Set a lower one; {SAVINGS}{held_by_others(measured.elsewhere)}"
+            f"Lower it; {SAVINGS}{held_by_others(measured.elsewhere)}"
         )
     return (
         f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "

@@ -255,5 +255,5 @@ def _stored(directory: Path | None) -> dict[str, Any]:
             return dict(read.get("image_processor", read))
     raise ConfigError(
         f"{directory} has no {CONFIG_FILES[0]}, which says how the model's pictures are scaled and normalised: copy it "
-        "from where the model comes from"
+        "from the original model"
     )

@@ -65,7 +65,7 @@ def check_settings(config: RunConfig, algorithm: Algorithm) -> None:
             config.model.device == ("cuda" if section.cpu else "cpu"),
             "verl.cpu decides where verl computes",
         ),
-        "learner.compile": (learner.compile is not None, "verl compiles by settings of its own: see verl.settings"),
+        "learner.compile": (learner.compile is not None, "verl has its own settings for this: see verl.settings"),
         "learner.prefix_sharing=on": (learner.prefix_sharing == "on", "verl computes every row in full"),
         "learner.offload_optimizer": (
             learner.offload_optimizer,

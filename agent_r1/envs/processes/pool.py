@@ -286,7 +286,7 @@ class EnvPool:
         leaving = [each for each in host.hosted.values() if each.can_replay]
         heaviest = max(host.hosted.values(), key=lambda each: each.grown_bytes)
         suspect = heaviest if heaviest in leaving else hosted
-        took = f"{heaviest} had taken most, {heaviest.grown_bytes // MIB} MiB"
+        took = f"{heaviest} had taken the most memory, {heaviest.grown_bytes // MIB} MiB"
         reason = f"the process of the env was full ({self._limit}), and {took}"
         logger.warning("%s; %d of %d episodes are replayed elsewhere", reason, len(leaving), len(host.hosted))
         waiting = host.release(leaving)

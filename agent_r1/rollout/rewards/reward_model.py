@@ -106,7 +106,9 @@ class BatchedReward:
         try:
             running = self.scorer.score(items)
             if not isawaitable(running):
-                raise ScoringError("score is not async; write `async def score`, and asyncio.to_thread for what blocks")
+                raise ScoringError(
+                    "score is not async; write `async def score`, and run blocking code in asyncio.to_thread"
+                )
             return await running
         finally:
             ended.set()
