@@ -305,7 +305,7 @@ class Failure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Equal for failures from one bug, whose messages may differ by the data."""
+        """Equal for failures with the same cause, even if the data in their messages differ."""
         return self.kind, self.source, self.place
 
     def __str__(self) -> str:

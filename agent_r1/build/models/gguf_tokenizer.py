@@ -37,7 +37,7 @@ class Splitting:
 
     steps: tuple[Any, ...]  # pre-tokenizers, in order
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is a token stays one
+    ignore_merges: bool = False  # do not split a piece that is a token
 
 
 def _split_by(digits: str) -> tuple[Any, ...]:

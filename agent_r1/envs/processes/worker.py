@@ -175,7 +175,7 @@ def _limit(max_bytes: int | None) -> Callable[[], object]:
     if max_bytes is None:
         return bool
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    with suppress(ValueError):  # an env has set a lower one
+    with suppress(ValueError):  # an env has set a lower limit
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, most))
     return partial(resource.setrlimit, resource.RLIMIT_DATA, (most, most))
 

@@ -38,7 +38,7 @@ class RunningMoments:
 
     count: int = 0
     mean: float = 0.0
-    squares: float = 0.0  # summed distances from the mean
+    squares: float = 0.0  # sum of squared distances from the mean
 
     def add(self, values_N: Tensor) -> None:
         values_N, before = values_N.double(), self.count

@@ -38,7 +38,7 @@ class Admission:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hold one of the places. Raises ApiError if all are taken."""
+        """Hold one of the places for a request. Raises ApiError if all are taken."""
         if self.active >= self._max:
             raise overloaded(f"{self.active} requests are being answered, the limit of this server; try again later")
         self.active += 1
