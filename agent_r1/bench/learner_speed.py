@@ -137,7 +137,7 @@ class LearnerBench:
         return {"packed": partial(self.cost, learner.policy.model, partial(learner.update, batch))}, {}
 
     def packed_figures(self, costs: dict[str, Cost], tokens: int, peak_seconds: float) -> Figures:
-        """`peak_seconds`: the time of the needed FLOPs at the rate of a large matrix product."""
+        """`peak_seconds`: how long the needed FLOPs take at the rate of a large matrix product."""
         packed = costs["packed"]
         figures = {
             "seconds": packed.seconds,

@@ -56,7 +56,7 @@ class TaskConfig(Section):
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     # functions or classes of the recipe or of a module, names of registered tools, or {mcp: {command: ...}}
     tools: list[str | dict[str, dict[str, Any]]] = []
-    tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
+    tool_kwargs: dict[str, dict[str, Any]] = {}  # settings of tool classes, by tool name
     resources: list[str] = []  # objects of the recipe, opened before the first episode and closed at the end
     workers: WorkersConfig | None = None  # None: environments run in the event loop
 

@@ -55,7 +55,7 @@ class Table:
 
     @cached_property
     def number_columns(self) -> frozenset[str]:
-        """Columns without a text."""
+        """Columns in which no cell is a text."""
         return self._columns_where(lambda cell: not isinstance(cell, str), share=1.0)
 
     @cached_property
