@@ -43,10 +43,8 @@ class Package:
     what: str
     licence: str
     version: str
-    files: tuple[
-        str, ...
-    ]  # inside the wheel; a file in several parts has a wheel for each: NAME-part1, NAME-part2, ...
-    sha256: str  # of the whole file
+    files: tuple[str, ...]  # inside the wheel; with several, each is a part in a wheel of its own, NAME-part1 and so on
+    sha256: str  # hash of the whole file
 
 
 PACKAGES = {
@@ -104,7 +102,7 @@ def check_source(source: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Not with find_spec: setuptools would conclude that pip is running, and break torch.compile."""
+    """Whether a package is installed. Not with find_spec: setuptools takes that for pip and breaks torch.compile."""
     try:
         distribution(package)
     except PackageNotFoundError:
