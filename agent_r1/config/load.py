@@ -15,6 +15,7 @@ from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers,
 from agent_r1.config.recipes import PYTHON, RECIPES, recipe_file
 from agent_r1.config.schema import RunConfig
 from agent_r1.errors import ConfigError
+from agent_r1.learn.papers import check_early
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -33,8 +34,11 @@ def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[st
         raise ConfigError(f"cannot combine the settings of {path} and the overrides: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is not a setting: name the recipe as the first argument")
-    name = recipe if recipe == PYTHON or path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
+    is_bundled = path.parent.parent == RECIPES
+    name = recipe if recipe == PYTHON or is_bundled else "+".join([str(path.resolve()), *presets])
     config = parse_config(tree | {"recipe": name})
+    if is_bundled:  # other recipes may add algorithms
+        check_early(config.algorithm.name)
     check_idle(layers, stages)
     _check_secrets(plain(stages[-1], resolve=False))
     played = config.rollout.rows_per_step * config.rollout.group_size
