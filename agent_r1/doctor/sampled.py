@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from agent_r1.build.plan import Plan, build_algorithm
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import AlgorithmConfig, CorrectionConfig
 from agent_r1.doctor.finding import Finding, green, red, refused, yellow
+from agent_r1.doctor.watchdog import watched
 from agent_r1.engines.base import Engine
 from agent_r1.errors import AgentR1Error
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import is_uniform, is_valid
 from agent_r1.places import anchored
+from agent_r1.rollout.collect import too_many
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 
 MANY_CUT, MOST_CUT = 0.25, 0.75
@@ -41,13 +44,16 @@ class Sampled:
         return [each for group in self.groups for each in group.trajectories]
 
 
-async def check_engine(config: RunConfig, plan: Plan, start: str | Path, count: int) -> list[Finding]:
-    """Sample `count` rows with the model at `start` as the first step would."""
+async def check_engine(
+    config: RunConfig, plan: Plan, start: str | Path, count: int, *, seconds: float, end: Callable[[str], None]
+) -> list[Finding]:
+    """Sample `count` rows with the model at `start` as the first step would. `seconds` and `end` are for `watched`."""
     model = load_model(config, start)
     lora = lora_settings(config)
     engine = build_engine(config, model, adapters=lora if lora is not None and not lora.merges else None)
     try:
-        sampled = await _sample(config, plan, model, engine, count)
+        async with watched(seconds, end):
+            sampled = await _sample(config, plan, model, engine, count)
     finally:
         await engine.close()
     found = check_failed(sampled) + check_tool_use(sampled) + check_cut(sampled) + check_groups(sampled)
@@ -66,7 +72,7 @@ def check_failed(sampled: Sampled) -> list[Finding]:
     failed = [each for each in sampled.episodes if each.stop.is_failure]
     if failed:
         evidence = f"{len(failed)} of {len(sampled.episodes)} failed, such as {failed[0].failure}"
-        many = len(failed) > sampled.config.rollout.max_error_fraction * len(sampled.episodes)
+        many = too_many(failed, sampled.episodes, sampled.config.rollout.max_error_fraction)
         return [(red if many else yellow)(name, evidence, "Correct the code that it names")]
     return [green(name, f"{len(sampled.episodes)} episodes, none failed")]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from rich.console import Console
 
 from agent_r1.cli.train_command import flatten, new_job, run_job
@@ -56,7 +56,7 @@ def test_settings_are_named_by_their_path() -> None:
 def test_a_model_that_the_hub_does_not_give_leaves_no_run_directory(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("agent_r1.build.models.hub._is_reachable", lambda: False)
     ended = cli("train", MINI, "model={make: null, path: owner/nothing}", "--run", tmp_path / "run")
     assert ended.code == 2
