@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
@@ -56,9 +57,10 @@ class Parts:
     env: AgentEnv | None  # of the first row; None: its flow has none
 
 
-def prepare(config: RunConfig, plan: Plan) -> Parts:
-    """Load everything that the checks need; creates a recipe's own model. Raises AgentR1Error as training would."""
-    directory = as_directory(str(base_model(config)))
+def prepare(config: RunConfig, plan: Plan, model: str | Path | None = None) -> Parts:
+    """Load everything that the checks need, by default from the recipe's own model, which is created. Raises
+    AgentR1Error as training would."""
+    directory = as_directory(str(model or base_model(config)))
     tokenizer, offline = load_tokenizer(config, directory), without_hub(directory)
     network = AutoConfig.from_pretrained(directory, local_files_only=offline)
     generation = None
@@ -247,14 +249,15 @@ def check_tool_calls(parts: Parts) -> list[Finding]:
 
 
 def check_call_format(parts: Parts) -> list[Finding]:
+    """With the format `auto`, a template that no format reads is an error before this."""
     if not parts.plan.task.calls_tools:
         return []
     name, found = "call format matches the template", template_format(parts.renderer)
     if found.name is None and found.written:
         return [
-            red(
+            yellow(
                 name,
-                f"no known format reads the template's calls: {found.written[:100]!r}",
+                f"the template shows calls that no known format reads, so not the one set: {found.written[:100]!r}",
                 "Register a format with register_format, or set a matching template in model.chat_template",
             )
         ]

@@ -18,37 +18,43 @@ from types import FrameType
 from agent_r1 import guard
 
 _PACKAGE = Path(guard.__file__).parent
-BEAT = 0.05  # seconds
+POLL = 0.25  # seconds
+LONG = 1.0  # shorter ones are not kept
 
 
 @dataclass(slots=True)
 class Pulse:
-    """How long all other episodes were blocked."""
+    """For how long one piece of user code kept all other episodes waiting."""
 
-    last: float = field(default_factory=time.monotonic)
-    gaps: list[float] = field(default_factory=list)  # of at least a second
-
-    def beat(self) -> None:
-        now = time.monotonic()
-        if (gap := now - self.last - BEAT) >= 1.0:
-            self.gaps.append(gap)
-        self.last = now
+    beats: int = 0  # of the event loop
+    gaps: list[float] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def watched(seconds: float, end: Callable[[str], None]) -> AsyncIterator[Pulse]:
-    """Measure how long this thread's event loop is kept busy at a time. If user code does so for longer than `seconds`,
-    call `end` from another thread, with the place in that code; it should end the process."""
+    """Measure how long user code keeps this thread's event loop busy at a time. After `seconds`, call `end` from another
+    thread, with the place in that code; it should end the process."""
     pulse, ended, thread = Pulse(), threading.Event(), threading.get_ident()
 
     async def beat() -> None:
         while True:
-            pulse.beat()
-            await asyncio.sleep(BEAT)
+            pulse.beats += 1
+            await asyncio.sleep(POLL / 4)
 
     def watch() -> None:
-        while not ended.wait(min(1.0, seconds / 4)):
-            if time.monotonic() - pulse.last > seconds and (place := _user_code(sys._current_frames().get(thread))):
+        since, last, kept = time.monotonic(), None, False
+        while not ended.wait(min(POLL, seconds / 4)):
+            episode, place = _user_code(sys._current_frames().get(thread))
+            now, seen = time.monotonic(), (pulse.beats, episode)
+            if seen != last:  # between two beats, many episodes may have worked for a short time each
+                since, last, kept = now, seen, False
+            if episode is None or now - since < min(LONG, seconds):
+                continue
+            if kept:
+                pulse.gaps.pop()
+            pulse.gaps.append(now - since)
+            kept = True
+            if now - since > seconds:
                 end(place)
                 return
 
@@ -59,20 +65,21 @@ async def watched(seconds: float, end: Callable[[str], None]) -> AsyncIterator[P
     try:
         yield pulse
     finally:
-        await asyncio.sleep(2 * BEAT)  # the last beat
         beating.cancel()
         ended.set()
         watcher.join()
 
 
-def _user_code(frame: FrameType | None) -> str | None:
-    """Where user code is at work, as `task.py:11 (Env.step)`; None if none is, as while demonstrations are loaded."""
-    place, is_guarded = "", False
+def _user_code(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """The episode that is at work, and where: `task.py:11 (Env.step)`. None if none is, as while demonstrations are
+    loaded."""
+    place = ""
     while frame is not None:
         code, path = frame.f_code, Path(frame.f_code.co_filename)
-        is_guarded |= path == Path(guard.__file__) and code.co_qualname == "guarded.<locals>.contained"
+        if path == Path(guard.__file__) and code.co_qualname == "guarded.<locals>.contained":
+            return frame, place or "code of a library"
         is_ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
         if not place and not is_ours and not guard.is_library(path):
             place = f"{path.name}:{frame.f_lineno} ({code.co_qualname})"
         frame = frame.f_back
-    return (place or "code of a library") if is_guarded else None
+    return None, ""
