@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.terminal import Terminal, report_signals
@@ -159,7 +160,7 @@ def replay_command(
     into: Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")] = None,
 ) -> None:
     """Train again from the stored episodes of a run, without sampling, and compare the weights. Exit code 1 if they
-    differ."""
+    differ, or if the run has no checkpoint to compare with."""
     from agent_r1.runs.reader import RunReader
 
     directory = RunReader.open(run)
@@ -168,19 +169,21 @@ def replay_command(
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.display import Display
     from agent_r1.config import recipe_name
-    from agent_r1.doctor.replay_run import plan_replay, replay
+    from agent_r1.doctor.replay_run import compare_versions, plan_replay, replay
     from agent_r1.doctor.tables import show_comparisons
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     plan = build_plan(config, resume=True)
     route = plan_replay(directory, config, plan, first=first)  # finds what is missing before a directory exists
-    place = into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay")
-    made = RunDir.create(place, config)
+    changed = "; ".join(compare_versions(directory, config))
+    if changed:
+        console.print(Text(f"warning: weights may differ, because of: {changed}", style="yellow"), soft_wrap=True)
+    made = RunDir.create(into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay"), config)
     console.print(f"steps {route.start + 1} to {route.last} of {directory}, into {made}", soft_wrap=True, markup=False)
     with made.locked(), Display(console, "replaying", total=route.last, done=route.start) as display:
         found = _run(replay(route, directory, config, plan, made, display), config)
     show_comparisons(found, console)
-    if not all(each.is_equal for each in found):
+    if not found or not all(each.is_equal for each in found):
         raise typer.Exit(1)
 
 

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from agent_r1.build.learner import rehearse
+from agent_r1.build.models.device import device_name
 from agent_r1.build.models.load import load_model
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
@@ -155,6 +156,7 @@ async def _train(
                 display.note(f"continuing {run} after step {done}")
             if crew.ranks.is_main:
                 run.forget_after(done)
+                run.record_versions(device=device_name(config))
                 run.write_tokens(token_texts(trainer.tokenizer))
                 plan.observer.start(run, step=done)
             with parts_frozen():
