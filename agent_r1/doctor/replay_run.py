@@ -118,7 +118,7 @@ def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) ->
 
 
 def compare_versions(run: RunReader, config: RunConfig) -> list[str]:
-    """What has changed since the run, such as "torch 2.9.0 -> 2.10.0". Raises ConfigError for another kind of device."""
+    """What has changed since the run, such as "torch 2.9 -> 2.10". Raises ConfigError for another kind of device."""
     if not run.versions:
         return [f"{run} does not say with which versions it was trained"]
     now = present_versions() | {"device": device_name(config)}

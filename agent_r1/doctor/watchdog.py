@@ -32,8 +32,8 @@ class Pulse:
 
 @asynccontextmanager
 async def watched(seconds: float, end: Callable[[str], None]) -> AsyncIterator[Pulse]:
-    """Measure how long user code keeps this thread's event loop busy at a time. After `seconds`, call `end` from another
-    thread, with the place in that code; it should end the process."""
+    """Measure how long user code keeps this thread's event loop busy at a time. After `seconds`, call `end` from
+    another thread, with the place in that code; it should end the process."""
     pulse, ended, thread = Pulse(), threading.Event(), threading.get_ident()
 
     async def beat() -> None:

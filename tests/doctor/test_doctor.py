@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from agent_r1.config import bundled_presets, bundled_recipes
+from agent_r1.build.plan import build_plan
+from agent_r1.cli.commands.train import _train as train_here
+from agent_r1.config import bundled_presets, bundled_recipes, load_config
 from agent_r1.doctor.canary import answer_fields, with_canary
 from agent_r1.doctor.environment import check_blocking
 from agent_r1.doctor.players import answer_text
 from agent_r1.doctor.watchdog import Pulse, watched
 from agent_r1.envs.check import CANARY_NUMBER
 from agent_r1.guard import guarded
+from agent_r1.ranks.crew import Crew
+from agent_r1.runs.run_dir import RunDir
 from agent_r1.types import TaskRow
 from tests.conftest import Cli
 from tests.doctor.recipes import diagnose, write_recipe
@@ -209,3 +217,14 @@ def test_training_says_what_the_quick_tier_found_and_nothing_else(cli: Cli, soun
     assert ended.code == 0
     assert "sampling explores: temperature 0.2" in ended.out
     assert "rows:" not in ended.out
+
+
+@pytest.mark.skipif(find_spec("verl") is not None, reason="training would go on")
+def test_training_on_verl_begins_with_the_quick_tier_too(sound: Path, tmp_path: Path) -> None:
+    settings = ["backend=verl", "verl.cpu=true", "sft.demos=null", "rollout.temperature=0.2"]
+    config, screen = load_config(str(sound), settings), io.StringIO()
+    plan, run = build_plan(config), RunDir.create(tmp_path / "run", config)
+    about: dict[str, Any] = {"resume": False, "crew": Crew(), "watch": object()}
+    with pytest.raises(ModuleNotFoundError):  # of a package that verl brings
+        asyncio.run(plan.task.run(train_here(config, plan, run, Console(file=screen, width=300), **about)))
+    assert "sampling explores: temperature 0.2" in screen.getvalue()

@@ -1,4 +1,4 @@
-"""`agent-r1 doctor --engine`: faults that only sampling with the model and passing episodes through the learner show."""
+"""`agent-r1 doctor --engine`: faults that show only when the model samples and the learner sees the episodes."""
 
 from __future__ import annotations
 

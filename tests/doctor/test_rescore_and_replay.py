@@ -232,9 +232,7 @@ def test_a_replay_is_exact_with_critics_references_adapters_and_running_scales(
         ("gridworld/tiny", ["rollout.max_steps=2"]),  # pictures, with a trained vision tower
     ],
 )
-def test_a_replay_is_exact_with_roles_and_pictures(
-    cli: Cli, tmp_path: Path, recipe: str, settings: list[str]
-) -> None:
+def test_a_replay_is_exact_with_roles_and_pictures(cli: Cli, tmp_path: Path, recipe: str, settings: list[str]) -> None:
     # An untrained model earns nothing, so entropy is what the updates follow.
     short = ["sft.demos=null", "eval.rows=1", "rollout.max_response_tokens=8", "trainer.save_every=1"]
     short += ["algorithm.entropy_coef=0.1", "algorithm.name=reinforce"]
@@ -244,9 +242,7 @@ def test_a_replay_is_exact_with_roles_and_pictures(
     assert [line for line in ended.out.splitlines() if line.startswith("weights")] == [
         f"weights of step {step}: equal bit for bit" for step in (1, 2)
     ]
-    first, last = (
-        load_file(original / "checkpoints" / f"step_{step:06d}" / "model.safetensors") for step in (1, 2)
-    )
+    first, last = (load_file(original / "checkpoints" / f"step_{step:06d}" / "model.safetensors") for step in (1, 2))
     assert any(not first[name].equal(last[name]) for name in first)  # there was something to repeat
 
 
