@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agent_r1.algorithm_names import check_early
 from agent_r1.build.models.find import find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.build.task import Task, build_task
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.papers import check_early
 from agent_r1.runs.observer import Observer
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
 from agent_r1.tokens.formats.table import AUTO

@@ -9,13 +9,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from agent_r1.algorithm_names import check_early
 from agent_r1.config.checks import check_together
 from agent_r1.config.errors import explain
 from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
 from agent_r1.config.recipes import PYTHON, RECIPES, recipe_file
 from agent_r1.config.schema import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.papers import check_early
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> RunConfig:

@@ -1,7 +1,7 @@
 """The algorithms, as rows of one table: how rewards become advantages, and which loss trains on them.
 
 Learner, trainer and rollout never ask which one runs. To add one: a pure function in `advantages.py` or `losses.py`, an
-estimator in `estimators.py` that feeds it, a name in `papers.py`, a row, a test. Nothing here knows models.
+estimator in `estimators.py` that feeds it, a name in `algorithm_names.py`, a row, a test. Nothing here knows models.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
+from agent_r1.algorithm_names import PAPERS, check_name
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.learn import estimators, losses
 from agent_r1.learn.credit import CreditFunction
 from agent_r1.learn.estimators import Share
 from agent_r1.learn.losses import LossOutput
-from agent_r1.learn.papers import PAPERS, check_name
 
 LossFunction = Callable[..., LossOutput]
 Result = TypeVar("Result")

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from agent_r1 import __version__
+from agent_r1.algorithm_names import PAPERS
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError, nearest
 from agent_r1.learn.algorithms import ALGORITHMS
-from agent_r1.learn.papers import PAPERS
 
 OWN = str(TEMPLATES / "init")
 WITHOUT_TORCH = """

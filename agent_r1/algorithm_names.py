@@ -1,5 +1,5 @@
 """The names of the algorithms, each with the paper it comes from. Imports no torch, so that a misspelt name is reported
-at once; `algorithms.py` has the table of what they do.
+at once; `learn/algorithms.py` has the table of what they do.
 """
 
 from __future__ import annotations
