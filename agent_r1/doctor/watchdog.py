@@ -42,7 +42,8 @@ async def watched(seconds: float, end: Callable[[str], None]) -> AsyncIterator[P
             await asyncio.sleep(POLL / 4)
 
     def watch() -> None:
-        since, last, kept = time.monotonic(), None, False
+        last: tuple[int, FrameType | None] | None = None
+        since, kept = time.monotonic(), False
         while not ended.wait(min(POLL, seconds / 4)):
             episode, place = _user_code(sys._current_frames().get(thread))
             now, seen = time.monotonic(), (pulse.beats, episode)
