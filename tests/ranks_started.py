@@ -44,7 +44,7 @@ def start_nodes(count: int, words: Sequence[str], log: Path) -> list[BaseProcess
     """Run `agent-r1 train WORDS` by the torchrun command of docs/scaling.md, with one rank on each node. All nodes are
     this machine."""
     _, _, after = SCALING.read_text(encoding="utf-8").partition("```bash\ntorchrun ")
-    documented = shlex.split(after.partition("\nsrun ")[0])
+    documented = shlex.split(after.partition("\nsrun ")[0].replace("\\\n", " "))
     program, options = documented.index("agent-r1"), {"--nnodes": str(count), "--nproc-per-node": "1"}
     options["--rdzv-endpoint"] = f"127.0.0.1:{_free_port()}"
     torchrun = [options.get(before, word) for before, word in pairwise(["", *documented[:program]])]
