@@ -42,7 +42,7 @@ def train(
     quiet: bool = False,
     **keywords: Unpack[Settings],
 ) -> Run:
-    """Train an agent and return its run. The keywords are those of `Config`; see docs/python-api.md.
+    """Train an agent and return its run. The keywords are the same as for `Config`; see docs/python-api.md.
 
     `config`: a `Config` or a recipe to start from. `out`: the run directory, by default a new one under `runs/`.
     `resume`: continue the run in this directory.
@@ -82,7 +82,7 @@ def train(
 def evaluate(
     config: Config | str | Path | None = None, /, *, quiet: bool = False, **keywords: Unpack[Settings]
 ) -> EvalResult:
-    """Evaluate a model on a task without training, for example a baseline. The keywords are those of `train`.
+    """Evaluate a model on a task without training, for example a baseline. The keywords are the same as for `train`.
 
     All `rows` of a list are played. Nothing is kept; `run.evaluate()` keeps the results of a run.
     """

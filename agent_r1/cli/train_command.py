@@ -42,10 +42,10 @@ class Job:
     """A run to train, and its directory."""
 
     config: RunConfig
-    words: list[str]  # of the command line, without the run directory
+    words: list[str]  # words of the command line, without the run directory
     path: Path | None  # None: a new one
     resume: bool = False
-    changes: bool = False  # to the config of an existing run
+    changes: bool = False  # whether the config of an existing run changes
     done: int | None = None  # the step of the checkpoint that training continues from
 
 
@@ -224,7 +224,7 @@ def _join_group(crew: RankCrew, job: Job) -> None:
     if getattr(job.config.engine, "device", None) is not None:
         raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
     crew.connect(on_gpu=model_device(job.config).type == "cuda")
-    settings = job.config.model_dump(exclude={"recipe"})  # a path, which may differ between hosts
+    settings = job.config.model_dump(exclude={"recipe"})  # `recipe` is a path, which may differ between hosts
     facts = {name: version(name) for name in ("torch", "transformers")} | flatten(settings)
     facts["agent-r1"] = __version__
     facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
@@ -232,7 +232,8 @@ def _join_group(crew: RankCrew, job: Job) -> None:
 
 
 def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
-    """End this rank after an error: find the cause, and let one rank report it. Returns if that is to raise it."""
+    """End this rank after an error: find the cause, and let one rank report it. Returns if this rank should raise the
+    error."""
     from agent_r1.ranks.rank_crew import error_line, is_lost_peer
     from agent_r1.ranks.watch import GRACE_SECONDS, claims_report
 

@@ -24,7 +24,7 @@ from agent_r1.tools.runner import run_tool
 from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord
 
 CANARY = "CANARY-7f3a"
-CANARY_NUMBER = 70_310_529_641  # for answers that an env may read as a number
+CANARY_NUMBER = 70_310_529_641  # the canary for answers that an env may read as a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One row. Its settings: the keyword arguments of the two functions, and the fields below the line."""
+    """One row of the table. Its settings are the arguments of the two functions and the fields below the line."""
 
     name: str
     paper: str

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import copy_row
 from agent_r1.errors import RolloutError
-from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+from agent_r1.flows.budgets import EpisodeLimit, Limits
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
 from agent_r1.rollout.row_queue import RowQueue
@@ -45,7 +46,7 @@ class Collector:
     limits: Limits
     group_size: int
     max_concurrent: int = 1024
-    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # of roles that have their own settings
+    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # for roles that have their own settings
 
     async def __call__(
         self,
@@ -128,7 +129,7 @@ class Collector:
             await _end(list(running))
 
     def _has_room(self, queue: RowQueue, running: int) -> bool:
-        """Whether to claim another row: without a limit always, else if its first episode could start now."""
+        """Whether to claim another row: always without a limit, otherwise only if its first episode could start now."""
         if queue.share is None or running == 0:
             return True
         return running < self.max_concurrent and running + self.group_size <= queue.share * self.group_size
@@ -238,5 +239,5 @@ def most_common_failure(failed: Iterable[Trajectory]) -> tuple[Failure, int]:
 
 
 def with_failure(trajectory: Trajectory, failure: Failure) -> Trajectory:
-    """Return the trajectory as failed after the fact, by its reward function."""
+    """Return a finished trajectory as failed, because its reward could not be computed."""
     return replace(trajectory, stop=StopReason.ERROR, failure=failure)

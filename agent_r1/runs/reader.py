@@ -106,7 +106,7 @@ class RunReader:
 
 
 def is_run(folder: Path) -> bool:
-    """Models have a config.json too, but only that of a run names a recipe, a task and a model."""
+    """Whether the folder is a run: a model's config.json does not name a recipe, a task and a model."""
     try:
         tree = read_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -133,8 +133,8 @@ class RunDir(RunReader):
             part.write_text(dump_json(texts), encoding="utf-8", errors=JSON_ERRORS)
 
     def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float], *, panel: str | None = None) -> None:
-        """`kind` is "train", "eval" (with the hash of its rows), "sft" or "collect". One write per line, so a kill
-        leaves at most one incomplete line at the end."""
+        """Append a record. `kind` is "train", "eval" (with the hash of its rows), "sft" or "collect". Each line is a
+        single write, so a kill leaves at most one incomplete line at the end."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         rows = {} if panel is None else {"panel": panel}
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **rows, **finite}
@@ -173,7 +173,7 @@ def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("r
     """Create and return a new folder; programs that start in the same second get different ones."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
     root = anchored(root)
-    _make_folder(root)  # not below: if the root cannot exist, no number helps
+    _make_folder(root)  # outside the loop: if the root cannot be created, another number does not help
     number = 1
     while True:
         path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"

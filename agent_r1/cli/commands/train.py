@@ -119,7 +119,7 @@ def describe_kept(run: RunDir, gpus: int | None = None) -> str:
 
 
 def rank_log(run: RunDir, crew: Crew) -> Path:
-    """Return the log of this process; rank 0 has that of the run."""
+    """Return the log file of this process; for rank 0, it is the log of the run."""
     return run.log_file if crew.ranks.is_main else run.path / f"rank_{crew.ranks.rank}.log"
 
 
@@ -156,7 +156,7 @@ async def _train(
             with parts_frozen():
                 done = await _loop(config, run, trainer, done)
             if config.trainer.steps == 0:
-                trainer.save(0)  # for chat and eval
+                trainer.save(0)  # so that chat and eval find a checkpoint
     took = time.monotonic() - began
     return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
 
