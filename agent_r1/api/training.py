@@ -18,7 +18,7 @@ from agent_r1.api.screen import is_interactive, screen
 from agent_r1.api.settings import Config, Settings, check_names, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.build.plan import build_plan
-from agent_r1.build.start import base_model
+from agent_r1.build.start import base_model, require_base
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.eval import evaluate_model
 from agent_r1.cli.commands.train import run_training
@@ -64,6 +64,8 @@ def train(
     plan = build_plan(job.config, resume=job.done)  # finds mistakes before a run directory or a model exists
     callbacks = Callbacks(trackers=plan.observer, on_step=on_step, on_episode=on_episode, on_eval=on_eval)
     plan = replace(plan, observer=callbacks)
+    if not job.resume:
+        require_base(job.config)
     directory = job.open(console)
     try:
         apart(lambda: run_training(job.config, plan, directory, console, resume=job.resume))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
@@ -99,12 +99,11 @@ def flatten(tree: Any, name: str = "") -> dict[str, Any]:
 def run_job(job: Job, console: Console, *, gpus: int | None, dry_run: bool, crew: Crew) -> None:
     """Train here, or on as many ranks as there are `gpus`."""
     from agent_r1.build.plan import build_plan
-    from agent_r1.ranks.rank_crew import RankCrew
 
-    if isinstance(crew, RankCrew):
+    if type(crew) is not Crew:
         if gpus is not None:
             raise ConfigError("--gpus starts the ranks itself: leave it out under torchrun and srun")
-        _join_group(crew, job)
+        _join_group(cast("RankCrew", crew), job)
     if gpus is not None:
         _check_gpus(job.config, gpus)
     # Finds mistakes before a run directory or a model exists.
@@ -155,9 +154,12 @@ def _launch(job: Job, size: int) -> None:
 
 
 def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
+    from agent_r1.build.start import require_base
     from agent_r1.cli.commands.train import rank_log, run_training  # imports transformers
 
     if crew.ranks.is_main:
+        if not job.resume:
+            require_base(job.config)
         directory = _directory(job)
         if not job.resume:
             console.print(Text(f"run directory {directory}"), soft_wrap=True)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -223,12 +223,16 @@ def check_failures(groups: Iterable[Group], max_error_fraction: float) -> None:
     """Raise RolloutError with the most common cause if more than `max_error_fraction` of all episodes failed."""
     played = [t for group in groups for t in (*group.trajectories, group.greedy) if t is not None]
     failed = [trajectory for trajectory in played if trajectory.stop.is_failure]
-    if len(failed) > max_error_fraction * len(played):
+    if too_many(failed, played, max_error_fraction):
         failure, count = most_common_failure(failed)
         raise RolloutError(
             f"{len(failed)} of {len(played)} episodes failed (rollout.max_error_fraction is "
             f"{max_error_fraction:g}); most common cause, {count} times: {failure}"
         )
+
+
+def too_many(failed: Sized, played: Sized, max_error_fraction: float) -> bool:
+    return len(failed) > max_error_fraction * len(played)
 
 
 def most_common_failure(failed: Iterable[Trajectory]) -> tuple[Failure, int]:

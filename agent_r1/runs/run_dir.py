@@ -117,15 +117,15 @@ class RunDir(RunReader):
         with write_atomically(self.path / "config.json") as part:
             part.write_text(config.model_dump_json(indent=2), encoding="utf-8")
 
-    def record_versions(self) -> None:
-        """Add the versions of the code in use, unless they are those of the last start."""
-        libraries = {name: version(name) for name in ("torch", "transformers")}
-        now = {"agent-r1": __version__, "python": platform.python_version(), **libraries}
-        path = self.path / "versions.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        if before[-1:] != [now]:
+    def record_versions(self, **more: str) -> None:
+        """Add the versions of the code in use, unless they are those of the last start, and `more` once it is known."""
+        now, path = present_versions() | more, self.path / "versions.json"
+        before = self.versions
+        last = before[-1] if before else {}
+        if not now.items() <= last.items():
+            kept = before[:-1] if last.items() <= now.items() else before
             with write_atomically(path) as part:
-                part.write_text(json.dumps([*before, now], indent=2), encoding="utf-8")
+                part.write_text(json.dumps([*kept, now], indent=2), encoding="utf-8")
 
     def write_tokens(self, texts: Sequence[str]) -> None:
         """Keep the text of every token id, so that readers need no tokenizer."""
@@ -167,6 +167,11 @@ class RunDir(RunReader):
             number = path.name.split(".")[0].rpartition("_")[2]
             if number.isdigit() and int(number) > step:
                 path.unlink()
+
+
+def present_versions() -> dict[str, str]:
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"agent-r1": __version__, "python": platform.python_version(), **libraries}
 
 
 def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("runs")) -> Path:
