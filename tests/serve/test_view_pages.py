@@ -316,7 +316,7 @@ def test_only_sampled_tokens_are_coloured_and_each_says_its_id_and_text(open_pag
     view.page.get_by_label("Colour tokens by").select_option("entropy")
     assert len(set(backgrounds(view, "#step-0 .message.agent .token"))) == 4  # 0, 0.1, 0.2, 0.4
     assert view.texts(".key span") == ["0", "0.4 nats"]
-    view.page.locator("#step-1 .prompt summary").click()
+    view.page.locator("#step-1 .prompt summary").first.click()
     view.page.wait_for_selector("#step-1 .prompt .token")
     assert set(backgrounds(view, "#step-1 .prompt .token")) == {""}
     assert view.page.locator("#step-1 .prompt .token.old").count() == 3
@@ -325,6 +325,17 @@ def test_only_sampled_tokens_are_coloured_and_each_says_its_id_and_text(open_pag
     assert "given to the model: no value" in view.texts(".token-tip")[0]
     view.page.get_by_label("Colour tokens by").select_option("mask")
     assert len(set(backgrounds(view, "#step-0 .message.agent .token"))) == 1
+
+
+def test_what_a_rewritten_prompt_lacks_can_be_read(open_page: Any) -> None:
+    """The second prompt is [0 .. 6]; before it were the prompt [0, 1, 2] and the response [1, 2, 5, 4]."""
+    view = open_page("#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    assert view.page.locator(".left-out").count() == 1  # only where something was left out
+    view.page.locator("#step-1 .left-out summary").click()
+    view.page.wait_for_selector(".left-out del")
+    assert view.texts(".left-out del") == ["one two</script><b>x</b>\u2039e2\u203a\u203982\u203a"]
+    assert view.texts(".dropped small") == ["4 tokens, written by the model; stood after token 3 of this prompt"]
 
 
 @pytest.mark.parametrize(

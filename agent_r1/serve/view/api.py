@@ -8,6 +8,7 @@ from typing import Any
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.serve.view.detail import batch_page, episode_page, newest_batch, text_of, tokens_of
+from agent_r1.serve.view.dropped import dropped_page
 from agent_r1.serve.view.library import Library, NotFound, OpenRun
 from agent_r1.vision.picture_store import MEDIA_TYPES, PICTURES, find_picture
 
@@ -31,6 +32,7 @@ class Api:
             "group": self.group,
             "batch": self.batch,
             "tokens": self.tokens,
+            "dropped": self.dropped,
             "text": self.text,
         }
 
@@ -109,6 +111,11 @@ class Api:
         file, n, step = _text(params, "file"), _whole(params, "n"), _whole(params, "step")
         part, start = params.get("part", "prompt"), _whole(params, "start")
         return tokens_of(self._run(params).reader, file, n, step=step, part=part, start=start)
+
+    def dropped(self, params: Params) -> dict[str, Any]:
+        """Return what a step no longer saw of the prompt and response before it."""
+        file, n, step = _text(params, "file"), _whole(params, "n"), _whole(params, "step")
+        return dropped_page(self._run(params).reader, file, n, step=step, start=_whole(params, "start"))
 
     def text(self, params: Params) -> dict[str, Any]:
         file, n, start = _text(params, "file"), _whole(params, "n"), _whole(params, "start")

@@ -53,7 +53,7 @@ def export_page(library: Library, target: Path, *, episodes: int) -> dict[str, i
 def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
     asked = {"run": run.name}
     rows = _choose(run, episodes)
-    pages, tokens = {}, {}
+    pages, tokens, dropped = {}, {}, {}
     for row in rows:
         where = {**asked, "file": row["file"], "n": str(row["n"])}
         try:
@@ -63,7 +63,10 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         pages[f"{row['file']}/{row['n']}"] = page
         for index, step in enumerate(page["steps"]):
             if step["prompt_tokens"] <= PROMPT_TOKENS:
-                tokens[f"{row['file']}/{row['n']}/{index}/0"] = api.tokens({**where, "step": str(index)})
+                at = f"{row['file']}/{row['n']}/{index}/0"
+                tokens[at] = api.tokens({**where, "step": str(index)})
+                if not step["kept_all"]:
+                    dropped[at] = api.dropped({**where, "step": str(index)})
     files = dict.fromkeys(row["file"] for row in rows)
     return {
         "batches": {name: api.batch({**asked, "file": name}) for name in files},
@@ -74,6 +77,7 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         "episodes": rows,
         "episode": pages,
         "tokens": tokens,
+        "dropped": dropped,
         "success_reward": run.success_reward,
     }
 

@@ -39,7 +39,7 @@ function answerFromStore(name, params) {
   }
   if (name === "batch") return data.batches[params.file ?? Object.keys(data.batches).find((file) => file.startsWith("train"))] ?? missing();
   if (name === "episode") return data.episode[`${params.file}/${params.n}`] ?? missing();
-  if (name === "tokens") return data.tokens[`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
+  if (name === "tokens" || name === "dropped") return data[name][`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
   return data[name] ?? missing();
 }
 

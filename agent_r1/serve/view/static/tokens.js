@@ -41,11 +41,11 @@ const key = (...entries) => h("span.key", {}, entries.map(([colour, strength, te
 const mix = (colour, strength) => `color-mix(in srgb, var(${colour}) ${Math.round(6 + 44 * strength)}%, transparent)`;
 
 /** One page of tokens as spans. `part` is response or prompt. */
-export function tokenSpans(page, part, colouring, scale) {
+function tokenSpans(page, part, colouring, scale, isOld) {
   const values = colouring === "mask" ? null : page.values[colouring];
   return page.ids.map((id, index) => {
     const text = page.texts ? page.texts[index] : `#${id} `;
-    const span = h(`span.token${part === "response" ? "" : ".given"}`, { "data-index": String(index) });
+    const span = h(`span.token${part === "response" ? "" : ".given"}${isOld(page.start + index) ? ".old" : ""}`, { "data-index": String(index) });
     span.textContent = text.replaceAll("\n", "↵\n") || "∅";
     const shaded = part !== "response" ? null : colouring === "mask" ? ["--cool", 0.5] : shade(colouring, values?.[index], scale);
     if (shaded) span.style.backgroundColor = mix(...shaded);
@@ -53,13 +53,14 @@ export function tokenSpans(page, part, colouring, scale) {
   });
 }
 
-/** Tokens with a tooltip, and a button for the next ones. `fetchMore(start)` returns the next page. */
-export function tokenBlock(first, part, colouring, scale, fetchMore) {
+/** Tokens with a tooltip, and a button for the next ones. `fetchMore(start)` returns the next page; `isOld(position)`
+ * whether a token was seen before. */
+export function tokenBlock(first, part, colouring, scale, fetchMore, isOld = () => false) {
   const pages = [first];
   const block = h("div.tokens", { "data-part": part });
   const more = h("button.quiet");
   const add = (page) => {
-    const spans = h("span", { "data-page": String(pages.indexOf(page)) }, tokenSpans(page, part, colouring, scale));
+    const spans = h("span", { "data-page": String(pages.indexOf(page)) }, tokenSpans(page, part, colouring, scale, isOld));
     more.before(spans);
     const end = page.start + page.ids.length;
     more.hidden = end >= page.total;
