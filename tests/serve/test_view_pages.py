@@ -439,6 +439,112 @@ def test_a_row_at_different_steps_is_compared_word_by_word(open_page: Any) -> No
     assert view.page.locator(".dot").count() == 10
     view.page.locator(".dot").nth(5).click()
     view.wait_for("location.hash.includes('b=train_000002')")
+    view.page.keyboard.press("a")
+    view.page.keyboard.press("j")  # the left one: from the first attempt of step 1 to the second
+    view.wait_for("location.hash.includes('a=train_000001%2F1')")
+    assert "b=train_000002" in view.hash()
+    view.page.keyboard.press("Escape")
+    view.page.wait_for_selector("a.row")
+    assert view.hash() == "#/run/shop/episodes?row=tea"
+
+
+def test_a_row_with_many_attempts_is_shown_from_the_first_step_to_the_last(
+    open_page: Any, serve: Callable[[Path], str], tmp_path: Path
+) -> None:
+    """Two sides are chosen with a finger too. Each of the 30 steps has ten attempts, of which 200 are shown."""
+    run = make_run(tmp_path / "many", steps=1)
+    lines = run.trajectories_file("train", 1).read_text(encoding="utf-8").splitlines()[:2]
+    for step in range(1, 31):
+        run.trajectories_file("train", step).write_text("\n".join(lines * 5) + "\n", encoding="utf-8")
+    phone = {"has_touch": True, "viewport": {"width": 390, "height": 760}}
+    view = open_page("#/run/many/row/tea?a=train_000016%2F7", serve(tmp_path), **phone)
+    view.page.wait_for_selector("main[data-state=ready]")
+    shown = [text.split("\n") for text in view.texts(".dot")]
+    assert len(shown) in (200, 201)  # the one that the address names may be beside those
+    assert {int(step) for step, _ in shown} == set(range(31))
+    assert shown[-1] == ["30", "✗ B"]
+    assert [step for step, mark in shown if mark.endswith("A")] == ["16"]
+    view.page.get_by_role("button", name="A (left)").tap()
+    view.page.locator(".dot").last.tap()
+    view.wait_for("location.hash.includes('a=train_000030%2F9')")
+    assert view.texts(".dot")[-1].split("\n")[1] == "✗ AB"
+
+
+def drag_finger(view: Watched, selector: str, path: list[tuple[float, float]]) -> None:
+    box = view.page.locator(selector).first.bounding_box()
+    session = view.context.new_cdp_session(view.page)
+    for kind, point in zip(["touchStart", *["touchMove"] * (len(path) - 1)], path, strict=True):
+        where = {"x": box["x"] + point[0], "y": box["y"] + point[1]}
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [where]})
+    view.page.wait_for_timeout(100)  # at rest, or it would be a fling, which the next tap only stops
+    session.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [where]})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+def test_curves_are_zoomed_with_a_finger_and_with_keys(open_page: Any) -> None:
+    view = open_page("#/?runs=shop", has_touch=True, viewport={"width": 390, "height": 760})
+    view.page.wait_for_selector(".chart:visible")
+    view.page.locator(".chart:visible canvas").first.scroll_into_view_if_needed()
+    drag_finger(view, ".chart:visible canvas", [(60, 60), (80, 62), (120, 62), (180, 62)])
+    view.wait_for("location.hash.includes('zoom=')")
+    view.page.get_by_text("Reset zoom").tap()
+    view.wait_for("!location.hash.includes('zoom=')")
+    view.page.locator(".chart:visible canvas").nth(1).focus()
+    view.page.keyboard.press("ArrowLeft")  # the last of steps 1 to 3
+    view.page.keyboard.press("+")
+    assert view.hash() == "#/?runs=shop&zoom=2%2C3"
+    view.page.keyboard.press("ArrowLeft")
+    view.page.keyboard.press("ArrowLeft")  # the zoom follows
+    assert view.hash() == "#/?runs=shop&zoom=1%2C2"
+    view.page.keyboard.press("-")
+    assert view.hash() == "#/?runs=shop"
+    view.page.keyboard.press("+")
+    view.page.keyboard.press("Escape")
+    assert view.hash() == "#/?runs=shop"
+
+
+def test_every_page_of_a_run_has_its_keys(open_page: Any) -> None:
+    view = open_page("#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    view.page.keyboard.press("g")
+    view.page.wait_for_selector(".attempt")
+    assert view.hash() == "#/run/shop/group/train_000002/tea"
+    for address, back in (
+        ("#/run/shop/evaluations", "#/?runs=shop"),
+        ("#/settings?runs=shop%2Cother", "#/?runs=shop%2Cother"),
+        ("#/run/shop/batch/train_000002", "#/run/shop/episodes?kind=train&step=2"),
+    ):
+        view.page.evaluate(f"location.hash = {address!r}")
+        view.page.wait_for_selector(".tabs nav, table.settings")
+        if "batch" in address:
+            for step, key in ((2, "l"), (3, "h"), (2, "Escape")):
+                view.page.wait_for_selector(f"main[data-state=ready] h2:text-is('train step {step}')")
+                view.page.keyboard.press(key)
+            break
+        view.page.keyboard.press("Escape")
+        view.wait_for(f"location.hash === {back!r}")
+    view.wait_for(f"location.hash === {back!r}")
+    view.page.wait_for_selector("a.row")
+    view.page.keyboard.press("/")
+    assert view.page.evaluate("document.activeElement.id") == "search"
+    view.page.keyboard.press("Escape")
+    assert view.page.evaluate("document.activeElement.id") != "search"
+
+
+def test_the_values_of_tokens_are_read_by_keyboard(open_page: Any) -> None:
+    view = open_page("#/run/shop/episode/train_000002/0?view=tokens")
+    view.page.wait_for_selector(".tokens .token")
+    view.page.locator("#step-0 .message.agent .tokens").focus()
+    view.page.keyboard.press("ArrowRight")
+    view.page.keyboard.press("ArrowRight")
+    tip = view.texts(".token-tip:visible")[0]
+    assert all(part in tip for part in ("id 2, position 1", '" two"', "-0.5"))
+    assert view.page.locator(":focus").get_attribute("aria-describedby") == "token-tip"
+    view.page.keyboard.press("End")
+    assert "id 4, position 3" in view.texts(".token-tip:visible")[0]
+    view.page.keyboard.press("Escape")  # leaves the tokens, not the page
+    assert view.page.locator(".token-tip:visible").count() == 0
+    assert view.hash().startswith("#/run/shop/episode/train_000002/0")
 
 
 def test_a_live_run_is_followed(open_page: Any, serve: Callable[[Path], str], tmp_path: Path) -> None:

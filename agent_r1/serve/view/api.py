@@ -86,7 +86,8 @@ class Api:
         run = self._run(params)
         run.episodes.refresh()
         limit = min(PAGE_ROWS, _whole(params, "limit", PAGE_ROWS))
-        found = run.episodes.find(params, offset=_whole(params, "offset"), limit=limit)
+        # `spread`: instead of a page, so many of all matches, evenly, the first and the last among them.
+        found = run.episodes.find(params, offset=_whole(params, "offset"), limit=limit, spread="spread" in params)
         return {**found, **run.episodes.progress, "success_reward": run.success_reward}
 
     def episode(self, params: Params) -> dict[str, Any]:

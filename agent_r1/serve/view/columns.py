@@ -62,3 +62,10 @@ def join(files: Sequence[tuple[str, int, Sequence[Part]]]) -> Columns:
         columns[f"{column}_names"] = np.array(names, object)
     columns["order"] = np.lexsort((columns["position"], columns["kind"], -columns["step"]))  # newest first
     return columns
+
+
+def thin(points: Sequence[Any], most: int) -> list[Any]:
+    """Return at most so many of the points, evenly, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(index * (len(points) - 1) / max(1, most - 1))] for index in range(most)]

@@ -24,7 +24,7 @@ from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.statistics import standard_error
 from agent_r1.runs.trajectories import RecordFile
-from agent_r1.serve.view.columns import NUMBERS, Columns, Part, join
+from agent_r1.serve.view.columns import NUMBERS, Columns, Part, join, thin
 from agent_r1.serve.view.summary import Summary, summarize
 from agent_r1.types import StopReason
 
@@ -188,15 +188,16 @@ class EpisodeIndex:
             self._columns = (self._version, columns, starts)
         return self._columns[1], self._columns[2]
 
-    def find(self, asked: Mapping[str, str], *, offset: int, limit: int) -> dict[str, Any]:
-        """Return the matching episodes from `offset` on, and counts of all matches by stop reason and tool."""
+    def find(self, asked: Mapping[str, str], *, offset: int, limit: int, spread: bool = False) -> dict[str, Any]:
+        """Return the matching episodes from `offset` on, or `limit` of them that are evenly spread over all, and counts
+        of all matches by stop reason and tool."""
         with self._lock:
             columns, starts = self._table()
             chosen = self._select(columns, starts, asked)
             order = self._sort(columns, chosen, asked.get("sort") or "-step")
             firsts = [start for _, start in starts]
             page = []
-            for index in order[offset : offset + limit]:
+            for index in thin(order, limit) if spread else order[offset : offset + limit]:
                 file, start = starts[bisect_right(firsts, int(index)) - 1]
                 page.append(_row(file, int(index) - start))
             return {"matches": len(order), "rows": page, **_facets(columns, chosen)}

@@ -63,7 +63,7 @@ function filterEpisodes(data, params) {
   const offset = Number(params.offset ?? 0);
   return {
     matches: matches.length,
-    rows: matches.slice(offset, offset + Number(params.limit ?? 200)),
+    rows: matches.slice(offset, offset + Number(params.limit ?? 200)), // `spread` is for runs with more than a file holds
     stops: { ...Object.fromEntries(data.episodes.map((row) => [row.stop, 0])), ...count(matches.map((row) => row.stop)) },
     tools: { ...Object.fromEntries(data.episodes.flatMap((row) => row.tools).map((tool) => [tool, 0])), ...count(matches.flatMap((row) => row.tools)) },
     roles: { ...Object.fromEntries(data.episodes.flatMap((row) => row.roles).map((role) => [role, 0])), ...count(matches.flatMap((row) => row.roles)) },
