@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -127,8 +128,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process that is not shared with files. Only on Linux."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
 def measure(url: str, pid: int, run: str) -> dict[str, Any]:
     with httpx.Client(base_url=url, timeout=60) as client:
+        empty = resident_bytes(pid)
         began = time.perf_counter()
         first_runs, _ = ask(client, "runs")
         first_rows, _ = ask(client, "episodes", run=run, limit="100")
@@ -138,6 +147,7 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
                 break
             time.sleep(0.1)
         reading, reading_cpu = time.perf_counter() - began, cpu_seconds(pid)
+        indexed = resident_bytes(pid)
         filters = {}
         for name, params in QUESTIONS.items():
             before = cpu_seconds(pid)
@@ -157,6 +167,8 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
             "first_page_of_episodes_ms": _ms(first_rows),
             "everything_read_s": round(reading, 1),
             "everything_read_cpu_s": round(reading_cpu, 1),
+            "memory_mb": {"empty": _mb(empty), "indexed": _mb(indexed), "after_questions": _mb(resident_bytes(pid))},
+            "memory_bytes_per_episode": round((indexed - empty) / answer["total"]),
             "filter": filters,
             "open_episode_ms": _ms(median(opened)),
             "open_episode_with_10_MB_result_ms": _ms(huge),
@@ -180,6 +192,10 @@ def paint(url: str, run: str) -> dict[str, int] | None:
             result[f"{name}_ms"] = _ms(time.perf_counter() - began)
             page.close()
         return result
+
+
+def _mb(size: int) -> float:
+    return round(size / 1e6, 1)
 
 
 def _ms(seconds: float) -> int:

@@ -167,6 +167,7 @@ def test_a_resumed_run_replaces_its_later_steps(run: RunDir) -> None:
     index = read(run)
     run.forget_after(1)
     wait_until_read(index, 60)
+    assert len(index.find({"step": "1"}, offset=0, limit=99)["rows"]) == 4
     assert {name.split("/")[0] for name in find(index)} == {"eval_000000", "train_000001"}
     run.write_trajectories("train", 2, make_groups(9)[:1])
     wait_until_read(index, 60)

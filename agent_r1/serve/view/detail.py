@@ -160,7 +160,7 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
     An episode has steps [start, seconds of sampling, seconds of waiting, number of what it waited for, number of its
     role]; the numbers are indices into `names`. One that cannot be read takes no time, and changes nothing for others.
     """
-    rows, lines = run.episodes.require(name).rows, open_file(run.reader, name).lines()
+    rows, lines = run.episodes.summaries(name), open_file(run.reader, name).lines()
     read = [None if row.stop == UNREADABLE else times(line) for row, line in zip(rows, lines, strict=False)]
     known = [each for each in read if each is not None]
     recorded = bool(known) and all(each.started is not None for each in known)
