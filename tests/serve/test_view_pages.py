@@ -601,25 +601,60 @@ def test_every_control_has_a_name_and_text_is_readable_in_light_and_dark(open_pa
         assert min(ratios) >= 4.5, f"{scheme}: contrast {min(ratios):.2f}"
 
 
-@pytest.mark.skipif(find_spec("axe_core_python") is None, reason="axe is not installed: pip install -e '.[dev]'")
+needs_axe = pytest.mark.skipif(
+    find_spec("axe_core_python") is None, reason="axe is not installed: pip install -e '.[dev]'"
+)
+PHONE = {"width": 375, "height": 700}
+
+
+def serious_problems(view: Watched) -> list[Any]:
+    view.wait_for("document.querySelector('main').children.length > 0 && !document.querySelector('.loading')")
+    view.page.wait_for_timeout(300)
+    if not view.page.evaluate("'axe' in window"):
+        view.page.evaluate((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found = view.page.evaluate("""async () => {
+      const { violations, passes } = await axe.run();
+      return { violations, passes: passes.length };
+    }""")
+    assert found["passes"] > 10  # it did look
+    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+    return [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+
+
+@needs_axe
 @pytest.mark.parametrize("address", PAGES)
 def test_axe_finds_nothing_serious(browser: Any, url: str, address: str) -> None:
-    source = (files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
     for scheme in ("light", "dark"):
         view = Watched(browser, color_scheme=scheme, bypass_csp=True)  # the page's own policy lets no other script in
         view.go(url + address)
-        view.wait_for("document.querySelector('main').children.length > 0 && !document.querySelector('.loading')")
-        view.page.wait_for_timeout(300)
-        view.page.evaluate(source)
-        found = view.page.evaluate("""async () => {
-          const { violations, passes } = await axe.run();
-          return { violations, passes: passes.length };
-        }""")
-        assert found["passes"] > 10  # it did look
-        serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-        shown = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+        assert serious_problems(view) == [], scheme
+        if scheme == "dark":
+            view.page.set_viewport_size(PHONE)
+            assert serious_problems(view) == [], "on a phone"
         view.context.close()
-        assert shown == [], scheme
+
+
+@needs_axe
+def test_axe_finds_nothing_serious_in_the_help_and_in_an_exported_page(
+    browser: Any, url: str, folder: Path, tmp_path: Path
+) -> None:
+    view = Watched(browser, bypass_csp=True)
+    view.go(url + "#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    view.page.locator("#step-1 .left-out summary").click()
+    view.page.wait_for_selector(".left-out del")
+    assert serious_problems(view) == [], "with what was left out"
+    view.page.keyboard.press("?")
+    assert view.page.locator("dialog[open]").count() == 1
+    assert serious_problems(view) == [], "with the help"
+    target = tmp_path / "page.html"
+    export_page(Library([folder]), target, episodes=24)
+    for address in ("#/", "#/run/shop/episodes", "#/run/shop/episode/train_000001/0?view=tokens"):
+        view.go("about:blank")
+        view.go(target.as_uri() + address)
+        view.page.wait_for_selector(".chart:visible, a.row, .conversation")
+        assert serious_problems(view) == [], f"exported: {address}"
+    view.context.close()
 
 
 # The contrast of the text colours with the backgrounds they are used on (WCAG: 4.5 for text).
