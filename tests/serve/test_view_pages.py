@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.serve.view.export import export_page
+from agent_r1.serve.view.export import export_page, inline_frame
 from agent_r1.serve.view.library import Library
 from benchmarks.browser import browser_or_none, why_no_browser
 from tests.serve.small_runs import HOSTILE, LONG, add_step, group, make_episode, make_run, make_step
@@ -733,6 +733,23 @@ def test_an_exported_file_needs_no_server(open_page: Any, folder: Path, tmp_path
     view.page.locator("a.row").first.click()
     view.page.wait_for_selector(".conversation")
     assert all(asked.startswith("file:") for asked in view.asked)
+
+
+def test_the_page_works_inside_a_notebook(open_page: Any, folder: Path, tmp_path: Path) -> None:
+    frame = inline_frame(Library([folder / "shop"]))
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{frame}", encoding="utf-8")
+    view = open_page("", base=(tmp_path / "notebook.html").as_uri())
+    inside = view.page.frame_locator("iframe")
+    inside.locator(".chart:visible").first.wait_for()
+    inside.locator("a[href='#/run/shop/episodes']").click()
+    inside.locator("a.row").first.wait_for()
+    inside.get_by_label("Stop reason").select_option("error")
+    inside.locator(".count", has_text="5 episodes").wait_for()
+    inside.locator("a.row").first.click()
+    inside.get_by_text("it broke").wait_for()
+    inside.get_by_role("link", name="agent-r1").click()
+    inside.locator(".chart:visible").first.wait_for()
+    assert view.page.evaluate("location.hash") == ""
 
 
 def test_a_run_directory_is_not_changed_by_looking_at_it(browser: Any, tmp_path: Path) -> None:

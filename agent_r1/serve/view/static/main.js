@@ -112,6 +112,7 @@ function start() {
     });
   };
   addEventListener("hashchange", show);
+  if (isExport) document.addEventListener("click", followInside);
   document.addEventListener("runs", () => {
     alarm.hidden = !runsState.error;
     alarm.textContent = runsState.error ?? "";
@@ -119,6 +120,14 @@ function start() {
   document.addEventListener("keydown", (event) => pressed(event, help));
   show();
   poll(refreshRuns, new AbortController().signal);
+}
+
+/** A page inside a frame without an address of its own would resolve "#/" against the address of the page around it. */
+function followInside(event) {
+  const href = event.target.closest?.("a[href^='#/']")?.getAttribute("href");
+  if (!href || event.defaultPrevented || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  location.hash = href;
 }
 
 function pressed(event, help) {
