@@ -7,7 +7,7 @@
     agent-r1 train planner_worker/tiny --run runs/planner-worker
     python -m benchmarks.view_pictures runs --out docs
 
-The files are PNG with a palette of at most 128 colours. Needs playwright, an installed Chromium (see `browser.py`) and
+The files are PNG with a palette. Needs playwright, an installed Chromium (see `browser.py`) and
 Pillow.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.view import serving
 MAIN, THINKING, ROLES = "quickstart-seed0", "thinking-strip", "planner-worker"
 WIDE = {"width": 1100, "height": 700}
 PHONE = {"width": 390, "height": 700}
-COLOURS = 128
+SETTLED_MS = 6000  # three polls: everything is read and drawn by then
 THEMES = ("light", "dark")
 
 
@@ -67,17 +67,17 @@ class Asking:
                 return row["row"], row["file"], won[0]["n"]
         raise SystemExit(f"{run} has no group with both successes and failures in its first steps")
 
-    def coloured(self, run: str) -> tuple[str, int]:
-        """Return the training episode with the importance ratio furthest from 1 among many."""
+    def most_coloured(self, run: str, colour: str, neutral: float) -> str:
+        """Return the address of the training episode whose tokens are furthest from a value, of those of some steps."""
 
-        def furthest(row: dict[str, Any]) -> float:
+        def distance(row: dict[str, Any]) -> float:
             asked = {"run": run, "file": row["file"], "n": row["n"]}
             steps = self._client.get("api/episode", params=asked).json()["steps"]
-            ratios = [ratio for step in steps for ratio in step["tokens"]["values"].get("ratio", [])]
-            return max((abs(ratio - 1) for ratio in ratios if isinstance(ratio, int | float)), default=0.0)
+            values = [value for step in steps for value in step["tokens"]["values"].get(colour, [])]
+            return sum(abs(value - neutral) for value in values if isinstance(value, int | float))
 
-        best = max(self.episodes(run, kind="train", sort="step")[:120], key=furthest)
-        return best["file"], best["n"]
+        best = max(self.episodes(run, kind="train", sort="step")[:120], key=distance)
+        return f"#/run/{run}/episode/{best['file']}/{best['n']}?view=tokens&color={colour}"
 
 
 def shots(asking: Asking) -> Iterator[tuple[str, Shot]]:
@@ -90,10 +90,9 @@ def shots(asking: Asking) -> Iterator[tuple[str, Shot]]:
     yield "evaluations", Shot(address=f"{main}/evaluations", size={"width": 1100, "height": 250})
     yield "episodes", Shot(address=f"{main}/episodes?kind=train&sort=-bad_calls")
     yield "episode", Shot(address=episode)
-    yield "tokens", Shot(address=f"{episode}?view=tokens&color=logprob", prepare=hover(".token", 3, 4, 4))
-    coloured = "#/run/{}/episode/{}/{}".format(THINKING, *asking.coloured(THINKING))
-    yield "ratio", Shot(address=f"{coloured}?view=tokens&color=ratio", prepare=to_step(0), size=low)
-    yield "entropy", Shot(address=f"{coloured}?view=tokens&color=entropy", prepare=to_step(0), size=low)
+    for colour, neutral in (("logprob", 0.0), ("ratio", 1.0), ("entropy", 0.0)):
+        address = asking.most_coloured(THINKING, colour, neutral)
+        yield colour, Shot(address=address, prepare=point_at_token, size=low)
     stripped = next(one for one in asking.episodes(THINKING, kind="eval") if one["steps"] > 2)
     address = f"#/run/{THINKING}/episode/{stripped['file']}/{stripped['n']}"
     yield "left-out", Shot(address=address, prepare=open_left_out, size=low)
@@ -110,11 +109,16 @@ def hover(selector: str, number: int, x: int, y: int) -> Callable[[Any], object]
     return lambda page: page.locator(selector).nth(number).hover(position={"x": x, "y": y})
 
 
-def to_step(number: int) -> Callable[[Any], object]:
-    """Scroll so that a step begins below the bar that stays on top."""
-    return lambda page: page.evaluate(
-        f"scrollTo(0, document.getElementById('step-{number}').getBoundingClientRect().top + scrollY - 60)"
-    )
+def point_at_token(page: Any) -> None:
+    """Scroll so that the steps begin below the bar that stays on top, and point at the strongest colour in sight."""
+    page.evaluate("scrollTo(0, document.getElementById('step-0').getBoundingClientRect().top + scrollY - 90)")
+    number = page.evaluate("""() => {
+      const strength = (one) => Number(/ (\\d+)%/.exec(one.style.backgroundColor)?.[1] ?? 0);
+      const all = [...document.querySelectorAll(".message.agent .token")];
+      const seen = all.filter((one) => one.getBoundingClientRect().bottom < innerHeight - 160);
+      return all.indexOf(seen.reduce((most, one) => (strength(one) > strength(most) ? one : most)));
+    }""")
+    page.locator(".message.agent .token").nth(number).hover()
 
 
 def open_left_out(page: Any) -> None:
@@ -126,7 +130,7 @@ def open_left_out(page: Any) -> None:
 def save(picture: bytes, path: Path) -> None:
     """Write a PNG with a palette, which is a third of the size. No dithering, which would blur text."""
     image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
@@ -144,7 +148,7 @@ def main() -> None:
                 page = context.new_page()
                 page.goto(url + shot.address)
                 page.wait_for_load_state("networkidle")
-                page.wait_for_timeout(2500)  # a poll: everything is read by then
+                page.wait_for_timeout(SETTLED_MS)
                 shot.prepare(page)
                 page.wait_for_timeout(300)
                 save(page.screenshot(), args.out / f"view-{name}-{theme}.png")

@@ -78,7 +78,8 @@ class Api:
                 found.append({"name": path.stem, "problem": str(problem)})
                 continue
             about = record.subject
-            found.append({"name": path.stem, "model": about.model, "split": about.split, "rows": len(record.outcomes),
+            model = about.model.removeprefix(f"{run.reader.path}/")  # its own checkpoints without the way to the run
+            found.append({"name": path.stem, "model": model, "split": about.split, "rows": len(record.outcomes),
                           "success": mean, "stderr": error, "panel": about.panel, "time": record.time})  # fmt: skip
         return {"evaluations": found}
 
