@@ -30,7 +30,8 @@ from benchmarks.view import serving
 MAIN, THINKING, ROLES = "quickstart-seed0", "thinking-strip", "planner-worker"
 WIDE = {"width": 1100, "height": 700}
 PHONE = {"width": 390, "height": 700}
-SETTLED_MS = 6000  # three polls: everything is read and drawn by then
+EXACT = 200  # colours of a palette that are those of the picture
+SETTLED_MS = 5000  # two polls: everything is read and drawn by then
 THEMES = ("light", "dark")
 
 
@@ -92,7 +93,7 @@ def shots(asking: Asking) -> Iterator[tuple[str, Shot]]:
     yield "episode", Shot(address=episode)
     for colour, neutral in (("logprob", 0.0), ("ratio", 1.0), ("entropy", 0.0)):
         address = asking.most_coloured(THINKING, colour, neutral)
-        yield colour, Shot(address=address, prepare=point_at_token, size=low)
+        yield colour, Shot(address=address, prepare=point_at_token if colour == "logprob" else to_colours, size=low)
     stripped = next(one for one in asking.episodes(THINKING, kind="eval") if one["steps"] > 2)
     address = f"#/run/{THINKING}/episode/{stripped['file']}/{stripped['n']}"
     yield "left-out", Shot(address=address, prepare=open_left_out, size=low)
@@ -109,16 +110,22 @@ def hover(selector: str, number: int, x: int, y: int) -> Callable[[Any], object]
     return lambda page: page.locator(selector).nth(number).hover(position={"x": x, "y": y})
 
 
-def point_at_token(page: Any) -> None:
-    """Scroll so that the steps begin below the bar that stays on top, and point at the strongest colour in sight."""
-    page.evaluate("scrollTo(0, document.getElementById('step-0').getBoundingClientRect().top + scrollY - 90)")
-    number = page.evaluate("""() => {
+def to_colours(page: Any) -> int:
+    """Scroll so that the step with the strongest colours is in sight, and return the number of its strongest token."""
+    number: int = page.evaluate("""() => {
       const strength = (one) => Number(/ (\\d+)%/.exec(one.style.backgroundColor)?.[1] ?? 0);
-      const all = [...document.querySelectorAll(".message.agent .token")];
-      const seen = all.filter((one) => one.getBoundingClientRect().bottom < innerHeight - 160);
-      return all.indexOf(seen.reduce((most, one) => (strength(one) > strength(most) ? one : most)));
+      const most = (list, size) => list.reduce((best, one) => (size(one) > size(best) ? one : best));
+      const tokens = (step) => [...step.querySelectorAll(".message.agent .token")];
+      const total = (step) => tokens(step).reduce((sum, one) => sum + strength(one), 0);
+      const step = most([...document.querySelectorAll(".step")], total);
+      scrollTo(0, step.getBoundingClientRect().top + scrollY - 90);
+      return [...document.querySelectorAll(".message.agent .token")].indexOf(most(tokens(step), strength));
     }""")
-    page.locator(".message.agent .token").nth(number).hover()
+    return number
+
+
+def point_at_token(page: Any) -> None:
+    page.locator(".message.agent .token").nth(to_colours(page)).hover()
 
 
 def open_left_out(page: Any) -> None:
@@ -128,9 +135,17 @@ def open_left_out(page: Any) -> None:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """Write a PNG with a palette, which is a third of the size. No dithering, which would blur text."""
+    """Write a PNG with a palette, which is a third of the size: the frequent colours exactly, and some for the others.
+
+    Without dithering, which would blur text.
+    """
     image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    counted = sorted(image.getcolors(image.width * image.height) or [], reverse=True)
+    exact = [part for _, colour in counted[:EXACT] for part in colour]
+    rest = image.quantize(256 - EXACT, Image.Quantize.MAXCOVERAGE).getpalette() or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(exact + rest[: 3 * (256 - EXACT)])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ class EpisodeIndex:
             order = self._sort(columns, chosen, asked.get("sort") or "-step")
             firsts = [start for _, start in starts]
             page = []
-            for index in thin(order, limit) if spread else order[offset : offset + limit]:
+            for index in thin(order.tolist(), limit) if spread else order[offset : offset + limit]:
                 file, start = starts[bisect_right(firsts, int(index)) - 1]
                 page.append(file.row(int(index) - start))
             return {"matches": len(order), "rows": page, **_facets(columns, chosen)}
