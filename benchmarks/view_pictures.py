@@ -140,8 +140,8 @@ def save(picture: bytes, path: Path) -> None:
     Without dithering, which would blur text.
     """
     image = Image.open(io.BytesIO(picture)).convert("RGB")
-    counted = sorted(image.getcolors(image.width * image.height) or [], reverse=True)
-    exact = [part for _, colour in counted[:EXACT] for part in colour]
+    found: list[Any] = list(image.getcolors(image.width * image.height) or [])
+    exact = [part for _, colour in sorted(found, reverse=True)[:EXACT] for part in colour]
     rest = image.quantize(256 - EXACT, Image.Quantize.MAXCOVERAGE).getpalette() or []
     palette = Image.new("P", (1, 1))
     palette.putpalette(exact + rest[: 3 * (256 - EXACT)])
